@@ -1,0 +1,58 @@
+"""What every test relies on: no network, few threads, the same random numbers every time."""
+
+from __future__ import annotations
+
+import os
+
+# Before transformers is imported: it reads them once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import random
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+THREADS = int(os.environ.get("OMP_NUM_THREADS") or min(2, os.cpu_count() or 1))
+
+# The same examples on every run, and no clock: a first call into torch or a busy machine is not a failure.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Each test starts from the same random state, whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tests marked `slow` may reach beyond this machine."""
+    if request.node.get_closest_marker("slow") is not None:
+        return
+
+    connect = socket.socket.connect
+
+    def connect_locally(self: socket.socket, address: Any) -> None:
+        local = not isinstance(address, tuple) or address[0] in ("127.0.0.1", "::1", "localhost")
+        assert local, f"a test that is not marked slow tried to reach {address}"
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_locally)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip in a child process

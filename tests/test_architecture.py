@@ -1,0 +1,355 @@
+"""The shape of the project: which module may import which, what an import costs, and files that must agree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import ssd_generation
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ssd_generation"
+
+# --- Import directions ----------------------------------------------------------------------------
+# A room (a module or a sub-package of ssd_generation) may import the rooms named here and whatever those may
+# import in turn. A new room is added where it belongs.
+MAY_IMPORT: dict[str, set[str]] = {
+    "config": set(),
+    "verification": set(),
+    "drafting": set(),
+    "statistics": set(),
+    "cache": set(),
+    "sublayers": {"config"},
+    "skip_mode": {"sublayers", "cache"},
+    "candidate_generator": {"skip_mode", "cache", "drafting", "statistics"},
+    "decoding": {"candidate_generator", "verification"},
+    "generation": {"decoding"},
+    "models": {"config"},
+    "search": {"generation"},
+    "evaluation": {"generation"},
+    "benchmark": {"generation"},
+}
+# The front doors may import every room. What the command line imports of ours at module level would be paid for
+# by every sub-command, so that has to stand inside a function.
+ROOT_MODULES = {"__init__", "__main__"}
+COMMAND_LINE = "cli"
+
+
+def _allowed(room: str) -> set[str]:
+    reachable: set[str] = set()
+    waiting = [room]
+    while waiting:
+        for below in MAY_IMPORT[waiting.pop()] - reachable:
+            reachable.add(below)
+            waiting.append(below)
+    return reachable
+
+
+def _room(path: Path, package: Path) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def _at_import_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: not the bodies of functions, nor `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield other
+                yield from _at_import_time(other)
+            continue
+        yield node
+        yield from _at_import_time(node)
+
+
+def _imported_rooms(nodes: Iterator[ast.AST], path: Path, package: Path) -> Iterator[tuple[str, int]]:
+    """(room, line) for each import of ours; the room is `__init__` for the package itself."""
+    rooms = {_room(p, package) for p in package.rglob("*.py")}
+    here = list(path.relative_to(package.parent).parts[:-1])
+    for node in nodes:
+        targets: list[list[str]] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            targets = [[*base, alias.name] for alias in node.names]
+        for target in targets:
+            if target[0] == package.name:
+                yield target[1] if len(target) > 1 and target[1] in rooms else "__init__", node.lineno
+
+
+def _wrong_arrows(package: Path) -> list[str]:
+    wrong = []
+    for path in sorted(package.rglob("*.py")):
+        room = _room(path, package)
+        place = path.relative_to(package.parent).as_posix()
+        if room in ROOT_MODULES:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if room == COMMAND_LINE:
+            wrong += [
+                f"{place}:{line}: imports {target} at module level; import it inside the sub-command"
+                for target, line in _imported_rooms(_at_import_time(tree), path, package)
+                if target != COMMAND_LINE
+            ]
+        elif room not in MAY_IMPORT:
+            wrong.append(f"{place}: {room!r} has no entry in MAY_IMPORT")
+        else:
+            wrong += [
+                f"{place}:{line}: {room} must not import {target}"
+                for target, line in _imported_rooms(ast.walk(tree), path, package)
+                if target != room and target not in _allowed(room)
+            ]
+    return wrong
+
+
+def test_imports_go_upward_only() -> None:
+    assert _wrong_arrows(PACKAGE) == []
+
+
+def test_import_table_has_no_cycles() -> None:
+    assert [room for room in MAY_IMPORT if room in _allowed(room)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("config", "from .skip_mode import draft_mode", "config must not import skip_mode"),
+        ("config", "def f():\n    from ssd_generation.models import load_model", "config must not import models"),
+        ("sublayers", "import ssd_generation.generation", "sublayers must not import generation"),
+        ("sublayers", "from ssd_generation import SkipConfig", "sublayers must not import __init__"),
+        ("sublayers", "from . import skip_mode", "sublayers must not import skip_mode"),
+        ("sublayers", "from .config import SkipConfig", None),
+        ("candidate_generator", "from .config import SkipConfig", None),
+        ("candidate_generator", "from . import verification", "candidate_generator must not import verification"),
+        ("search/study", "from ..benchmark.runner import run", "search must not import benchmark"),
+        ("search/study", "from .space import Space\nfrom ..generation import enable", None),
+        ("cli/search", "from ..search import study", "imports search at module level"),
+        ("cli/search", "if True:\n    from .. import load_model", "imports __init__ at module level"),
+        ("cli/search", "from . import output\ndef run():\n    from ..search import study", None),
+        ("cli/search", "if TYPE_CHECKING:\n    from ..config import SkipConfig", None),
+        ("novelty", "", "'novelty' has no entry"),
+    ],
+)
+def test_wrong_arrows_are_found(tmp_path: Path, module: str, source: str, complaint: str | None) -> None:
+    package = tmp_path / "ssd_generation"
+    package.mkdir()
+    for room in MAY_IMPORT:
+        (package / f"{room}.py").touch()
+    for room in ("search", "benchmark", "cli"):
+        (package / f"{room}.py").unlink(missing_ok=True)
+        (package / room).mkdir()
+        (package / room / "__init__.py").touch()
+    (package / f"{module}.py").write_text(source)
+    wrong = _wrong_arrows(package)
+    if complaint is None:
+        assert wrong == []
+    else:
+        assert len(wrong) == 1 and complaint in wrong[0]
+
+
+# --- What `import ssd_generation` does ------------------------------------------------------------
+# Dependencies and extras that are imported where they are used.
+ON_USE_ONLY = [
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "evaluate",
+    "gguf",
+    "matplotlib",
+    "nbclient",
+    "nltk",
+    "optuna",
+    "pandas",
+    "peft",
+    "rich",
+    "rouge_score",
+    "typer",
+]
+
+
+def _run(source: str) -> str:
+    done = subprocess.run(
+        # Away from the root: python -c would find the checkout there, not the installed package.
+        [sys.executable, "-c", textwrap.dedent(source)],
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_light() -> None:
+    # transformers itself imports some of these where they are installed. So each import is laid at the door of the
+    # nearest caller among transformers, its companions and us.
+    blamed = _run(f"""
+        import sys
+
+        class Witness:
+            def find_spec(self, name, path=None, target=None):
+                if name in {ON_USE_ONLY!r}:
+                    frame = sys._getframe()
+                    while frame is not None:
+                        caller = frame.f_globals.get("__name__", "").partition(".")[0]
+                        if caller in ("ssd_generation", "transformers", "huggingface_hub", "torch"):
+                            if caller == "ssd_generation":
+                                print(name, "is imported by", frame.f_globals["__name__"])
+                            break
+                        frame = frame.f_back
+
+        sys.meta_path.insert(0, Witness())
+        import ssd_generation
+        for public in getattr(ssd_generation, "__all__", []):
+            getattr(ssd_generation, public)
+        """)
+    assert blamed == ""
+
+
+def test_import_needs_none_of_the_optional_packages() -> None:
+    loaded = _run(f"""
+        import sys
+        for name in {ON_USE_ONLY!r}:
+            sys.modules[name] = None  # as if it were not installed
+        import ssd_generation
+        for public in getattr(ssd_generation, "__all__", []):
+            getattr(ssd_generation, public)
+        print([name for name in {ON_USE_ONLY!r} if sys.modules[name] is not None])
+        """)
+    assert loaded == "[]"
+
+
+def test_import_changes_nothing_in_transformers_and_torch() -> None:
+    changed = _run("""
+        import sys, types, warnings
+        import torch
+        import transformers.pipelines
+        from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, PreTrainedModel, pipeline
+        from transformers.generation import candidate_generator, utils
+        from transformers.utils import logging
+
+        def contents():
+            kept = {}
+            for name, module in list(sys.modules.items()):
+                if name.partition(".")[0] in ("torch", "transformers") and isinstance(module, types.ModuleType):
+                    for attribute, value in list(vars(module).items()):
+                        if not attribute.startswith("__"):
+                            kept[name, attribute] = value
+                        if isinstance(value, type) and value.__module__ == name:
+                            for member, inner in list(vars(value).items()):
+                                kept[name, attribute, member] = inner
+            return kept
+
+        def settings():
+            return logging.get_verbosity(), torch.get_num_threads(), torch.is_grad_enabled(), list(warnings.filters)
+
+        before, set_before = contents(), settings()
+        assert ("transformers.generation.utils", "GenerationMixin", "generate") in before
+        import ssd_generation
+        after = contents()
+        # What is not there yet may be loaded; what is there stays the same object.
+        print([key for key, value in before.items() if key not in after or after[key] is not value])
+        print(settings() == set_before)
+        """)
+    assert changed == "[]\nTrue"
+
+
+# --- Files that must agree ------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["project"]
+
+
+def test_version_is_kept_in_one_place(project: dict[str, Any]) -> None:
+    assert "version" in project["dynamic"]  # hatchling reads __version__
+    assert version("ssd_generation") == ssd_generation.__version__, "installed before the version changed: install again"
+
+
+# Extras that the tests need, and so are tried at their lower bounds too.
+TRIED_EXTRAS = ("cli", "demo", "accelerate", "peft")
+
+
+def test_minimum_versions_are_the_lower_bounds(project: dict[str, Any]) -> None:
+    requirements = list(project["dependencies"])
+    for extra in TRIED_EXTRAS:
+        requirements += project["optional-dependencies"][extra]
+    lower_bounds: dict[str, str] = {}
+    for requirement in map(Requirement, requirements):
+        name = canonicalize_name(requirement.name)
+        if name in ("ssd-generation", "torch"):  # an extra made of other extras; see the note in the file
+            continue
+        (bound,) = [s.version for s in requirement.specifier if s.operator == ">="]
+        lower_bounds[name] = bound
+
+    pinned: dict[str, str] = {}
+    for line in (ROOT / ".ci" / "minimum-versions.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, _, number = line.partition("==")
+            pinned[canonicalize_name(name)] = number
+
+    def released(number: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in re.sub(r"(\.0)+$", "", number).split("."))
+
+    assert {n: released(v) for n, v in pinned.items()} == {n: released(v) for n, v in lower_bounds.items()}
+
+
+def test_every_dependency_has_a_lower_bound(project: dict[str, Any]) -> None:
+    requirements = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
+    unbounded = [
+        str(r)
+        for r in map(Requirement, requirements)
+        if r.name != project["name"] and not any(s.operator in (">=", "==") for s in r.specifier)
+    ]
+    assert unbounded == []
+
+
+def test_readme_has_the_test_command_that_ci_runs() -> None:
+    readme = ROOT / "README.md"
+    block = re.search(
+        r"^<!-- test-command -->\n```bash\n([^\n]+)\n```$", readme.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert block is not None, "README.md needs <!-- test-command --> directly above a bash block of one line"
+    assert "pytest" in block[1]
+
+
+# --- Nothing of the machine it was written on -----------------------------------------------------
+# Put together here, so that this file does not find itself.
+MACHINE_SPECIFIC = ["/" + folder + "/" for folder in ("root", "work", "home", "Users")] + ["index" + "-url"]
+
+
+def _tracked_files() -> list[Path]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name]
+
+
+def test_no_tracked_file_names_a_path_or_index_of_one_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in _tracked_files()
+        if path.is_file()
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1)
+        if any(text in line for text in MACHINE_SPECIFIC)
+    ]
+    assert found == []
