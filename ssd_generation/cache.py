@@ -1,0 +1,548 @@
+"""KV cache layers with spare room, and the draft's view of them.
+
+Shapes: keys and values are `(batch_size, num_heads, sequence_length, head_dim)`; *slots* are positions along
+`sequence_length`, the same for all rows. transformers' own `DynamicLayer` copies all slots for each new token. The layers here
+keep a *room*, a tensor with spare slots behind the valid ones: a pass writes its keys and values into the spare slots and
+attends to a view, `crop` moves a counter. A draft writes behind the valid slots of the same room, so nothing of the prefix is
+copied to draft, and nothing of the target's cache changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+__all__ = [
+    "DraftCache",
+    "GhostLayer",
+    "SpareRoomLayer",
+    "SpareRoomSlidingLayer",
+    "add_spare_room",
+    "align_rows",
+    "drop_spare_room",
+    "keep_length",
+    "restore_rows",
+]
+
+_MIN_SPARE = 32
+"""Slots added at the least when a room grows."""
+
+
+def _spare(length: int) -> int:
+    # A thirty-second of the context: a copy of the room every so many tokens, and at most 3 % more memory than the keys and
+    # values themselves.
+    return max(_MIN_SPARE, length // 32)
+
+
+def _new_room(like: torch.Tensor, slots: int) -> torch.Tensor:
+    return like.new_empty((*like.shape[:2], slots, like.shape[3]))
+
+
+class _Room:
+    """Two tensors with spare slots. The valid slots are `start … end` (of a full-attention layer: `0 … end`)."""
+
+    key_room: torch.Tensor | None
+    value_room: torch.Tensor | None
+    start: int
+    end: int
+
+    def _reallocate(self, needed: int) -> None:
+        """Move the valid slots to the front of a room with `needed` slots behind them, and some to spare."""
+        assert self.key_room is not None and self.value_room is not None
+        length = self.end - self.start
+        rooms = []
+        for room in (self.key_room, self.value_room):
+            larger = _new_room(room, length + needed + _spare(length + needed))
+            larger[:, :, :length] = room[:, :, self.start : self.end]
+            rooms.append(larger)
+        self.key_room, self.value_room = rooms
+        self.start, self.end = 0, length
+
+    def _write(self, at: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        assert self.key_room is not None and self.value_room is not None
+        stop = at + key_states.shape[2]
+        self.key_room[:, :, at:stop] = key_states
+        self.value_room[:, :, at:stop] = value_states
+
+
+class SpareRoomLayer(_Room, DynamicLayer):
+    """A `DynamicLayer` that appends in place."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.key_room = self.value_room = None
+        self.start = self.end = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.key_room, self.value_room = _new_room(key_states, 0), _new_room(value_states, 0)
+        self.start = self.end = 0
+        self._show()
+        self.is_initialized = True
+
+    def _show(self) -> None:
+        assert self.key_room is not None and self.value_room is not None
+        self.keys, self.values = self.key_room[:, :, : self.end], self.value_room[:, :, : self.end]
+
+    def _adopt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take over keys and values that somebody else made (they are copied when the room first grows)."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.key_room, self.value_room = keys, values
+        self.start, self.end = 0, keys.shape[2]
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def _sync(self) -> None:
+        """Follow what was done to `keys` and `values` behind our back (batch selection, beam reordering, offloading)."""
+        assert self.keys is not None and self.values is not None and self.key_room is not None
+        if (
+            self.keys.data_ptr() != self.key_room.data_ptr() or self.keys.shape[0] != self.key_room.shape[0]
+        ) and self.keys.shape[2]:
+            self._adopt(self.keys, self.values)
+
+    def reserve(self, slots: int) -> None:
+        """Make sure that `slots` more slots fit behind the valid ones. What the layer holds does not change."""
+        self._sync()
+        assert self.key_room is not None
+        if self.end + slots > self.key_room.shape[2]:
+            self._reallocate(slots)
+            self._show()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[2]
+        self.reserve(count)
+        self._write(self.end, key_states, value_states)
+        self.end += count
+        self._show()
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            super().crop(tokens_to_remove)  # raises transformers' own error
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        self._sync()
+        self.end = max(self.end + tokens_to_remove, 0)
+        self._show()
+
+    def get_seq_length(self) -> int:
+        return self.end if self.is_initialized else 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.key_room = self.value_room = None
+        self.start = self.end = 0
+
+    def align_rows(self, drops: Sequence[int]) -> None:
+        """See `align_rows`."""
+        if not self.is_initialized:
+            return
+        self._sync()
+        self.end -= min(drops)
+        self._shift_rows([drop - min(drops) for drop in drops])
+        self._show()
+
+    def _shift_rows(self, shifts: Sequence[int]) -> None:
+        """Move row r of the valid slots by `shifts[r]` slots: to the right where positive, to the left where negative."""
+        assert self.key_room is not None and self.value_room is not None
+        for row, shift in enumerate(shifts):
+            length = self.end - self.start - abs(shift)
+            if shift == 0 or length <= 0:
+                continue
+            source, target = (self.start, self.start + shift) if shift > 0 else (self.start - shift, self.start)
+            for room in (self.key_room, self.value_room):
+                room[row, :, target : target + length] = room[row, :, source : source + length].clone()
+
+    def restore_rows(self, shifts: Sequence[int], length: int) -> None:
+        """See `restore_rows`."""
+        if not self.is_initialized:
+            return
+        self._sync()
+        self._shift_rows([-shift for shift in shifts])
+        self.end = length
+        self._show()
+
+
+class SpareRoomSlidingLayer(SpareRoomLayer):
+    """A `DynamicSlidingWindowLayer` that appends in place and can always be rolled back by what it was last given.
+
+    The room keeps the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the room is full.
+    """
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.sliding_window = int(sliding_window)
+        self.cumulative_length = 0
+        self.history = 0
+        """Slots before the window that are kept as well, for rows of a batch that run ahead of the others."""
+        self._sliding_window_tensor = torch.tensor(self.sliding_window, dtype=torch.long)
+        self.record_past = True
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: the past needed to roll one pass back is always kept."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._sliding_window_tensor = self._sliding_window_tensor.to(key_states.device)
+
+    def _show(self) -> None:
+        assert self.key_room is not None and self.value_room is not None
+        first = max(self.start, self.end - self.sliding_window + 1)
+        self.keys, self.values = self.key_room[:, :, first : self.end], self.value_room[:, :, first : self.end]
+
+    def _sync(self) -> None:
+        assert self.keys is not None and self.values is not None and self.key_room is not None
+        first = max(self.start, self.end - self.sliding_window + 1)
+        view = self.key_room[:, :, first : self.end]
+        if self.keys.shape[2] and (self.keys.data_ptr() != view.data_ptr() or self.keys.shape != view.shape):
+            self._adopt(self.keys, self.values)
+
+    def reserve(self, slots: int) -> None:
+        self._sync()
+        assert self.key_room is not None
+        if self.end + slots > self.key_room.shape[2]:
+            # Older slots than these no pass can see any more, not even after this one is rolled back.
+            self.start = max(self.start, self.end - self.sliding_window + 1 - self.history)
+            self._reallocate(slots)
+            self._show()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[2]
+        self.reserve(count)
+        self._write(self.end, key_states, value_states)
+        first = max(self.start, self.end - self.sliding_window + 1)
+        self.end += count
+        self.cumulative_length += count
+        self._show()
+        assert self.key_room is not None and self.value_room is not None
+        return self.key_room[:, :, first : self.end], self.value_room[:, :, first : self.end]
+
+    def trim(self) -> None:
+        """Give the memory of slots back that no pass will see (after a long prompt)."""
+        if self.is_initialized and self.end - self.start > 2 * self.sliding_window + _MIN_SPARE:
+            self.start = max(self.start, self.end - self.sliding_window + 1 - self.history)
+            self._reallocate(0)
+            self._show()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if not self.is_initialized:
+            return
+        before = self.end
+        super().crop(tokens_to_remove)
+        self.cumulative_length -= before - self.end
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return _sliding_mask_sizes(self.cumulative_length, self.sliding_window, query_length)
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    def reset(self) -> None:
+        super().reset()
+        self.cumulative_length = 0
+
+    def align_rows(self, drops: Sequence[int]) -> None:
+        super().align_rows(drops)
+        self.cumulative_length -= min(drops)
+
+    def restore_rows(self, shifts: Sequence[int], length: int) -> None:
+        if not self.is_initialized:
+            return
+        self._sync()
+        self._shift_rows([-shift for shift in shifts])
+        self.end -= self.cumulative_length - length
+        self.cumulative_length = length
+        assert self.end >= self.start
+        self._show()
+
+
+def _sliding_mask_sizes(seen: int, window: int, query_length: int) -> tuple[int, int]:
+    """`(kv_length, kv_offset)` of a sliding layer that has seen `seen` tokens, as in `DynamicSlidingWindowLayer`."""
+    return min(seen, window - 1) + query_length, max(seen - window + 1, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the draft's view
+
+
+class _DraftLayer(CacheLayerMixin):  # type: ignore[misc]
+    """What a draft sees of a layer with spare room: the valid slots, and behind them its own."""
+
+    is_sliding = False
+
+    def __init__(self, base: SpareRoomLayer) -> None:
+        super().__init__()
+        self.base = base
+        self.is_initialized = True
+        self.drafted = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise AssertionError("a draft starts from a cache that holds the prefix")
+
+    def rewind(self) -> None:
+        self.drafted = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        base, count = self.base, key_states.shape[2]
+        base.reserve(self.drafted + count)
+        assert base.key_room is not None and base.value_room is not None
+        base._write(base.end + self.drafted, key_states, value_states)
+        first = self._first_visible()
+        self.drafted += count
+        stop = base.end + self.drafted
+        return base.key_room[:, :, first:stop], base.value_room[:, :, first:stop]
+
+    def _first_visible(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.base.get_seq_length() + self.drafted
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _SlidingDraftLayer(_DraftLayer):
+    """The same for a sliding layer."""
+
+    is_sliding = True
+    base: SpareRoomSlidingLayer
+
+    def _first_visible(self) -> int:
+        return max(self.base.start, self.base.end + self.drafted - self.base.sliding_window + 1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return _sliding_mask_sizes(self.get_seq_length(), self.base.sliding_window, query_length)
+
+    def get_max_length(self) -> int:
+        return self.base.sliding_window
+
+
+class GhostLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Stands for the cache layer of a skipped attention: it holds nothing and knows its length from a live layer.
+
+    Masks and positions are read off the first cache layer of each kind, which may be a skipped one.
+    """
+
+    is_croppable = True
+
+    def __init__(self, layer: CacheLayerMixin, live: CacheLayerMixin) -> None:
+        super().__init__()
+        self.live = live
+        self.is_sliding = bool(getattr(layer, "is_sliding", False))
+        self.sliding_window = getattr(layer, "sliding_window", None)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._refuse()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._refuse()
+        raise AssertionError
+
+    @staticmethod
+    def _refuse() -> None:
+        raise RuntimeError(
+            "This cache was filled in draft mode: it has no keys and values for the attention sub-layers that were skipped. "
+            "Start the whole model with a new cache."
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.is_sliding and self.sliding_window is not None:
+            return _sliding_mask_sizes(self.get_seq_length(), self.sliding_window, query_length)
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.live.get_seq_length()  # type: ignore[no-any-return]
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to crop: the length is the live layer's."""
+
+    def reset(self) -> None:
+        """Nothing to reset: the length is the live layer's."""
+
+
+class DraftCache(Cache):  # type: ignore[misc]
+    """The cache that a drafting pass is given: the target's prefix, read in place, and the draft's own tokens behind it.
+
+    A layer whose attention is skipped is never written to; in its place stands a live layer of the same kind, so that masks and
+    positions, which transformers reads off the first layer of each kind, are right.
+
+    Args:
+        target: the target's cache, holding the verified prefix. It is never written to.
+        skipped: indices of the layers whose attention the draft leaves out.
+    """
+
+    def __init__(self, target: Cache, skipped: frozenset[int]) -> None:
+        self.target = target
+        self.skipped = skipped
+        super().__init__(layers=self._views())
+
+    def _views(self) -> list[Any]:
+        layers = self.target.layers
+        self._sources = list(layers)
+        views: list[Any] = []
+        for index, layer in enumerate(layers):
+            if index in self.skipped or not isinstance(layer, CacheLayerMixin):
+                views.append(None if index in self.skipped else layer)
+            elif isinstance(layer, SpareRoomSlidingLayer):
+                views.append(_SlidingDraftLayer(layer))
+            elif isinstance(layer, SpareRoomLayer):
+                views.append(_DraftLayer(layer))
+            else:
+                views.append(_fork(layer))
+        live = [view for view in views if isinstance(view, CacheLayerMixin)]
+        for index, layer in enumerate(layers):
+            if views[index] is None:
+                sliding = bool(getattr(layer, "is_sliding", False))
+                same = [view for view in live if bool(view.is_sliding) == sliding]
+                views[index] = same[0] if same else GhostLayer(layer, live[0])
+        return views
+
+    def rewind(self) -> None:
+        """Forget the drafted tokens and follow the target's cache as it is now."""
+        if any(a is not b for a, b in zip(self._sources, self.target.layers, strict=True)):
+            self.layers = self._views()
+            return
+        for index, view in enumerate(self.layers):
+            if isinstance(view, _DraftLayer):
+                view.drafted = 0
+            elif index not in self.skipped and isinstance(view, CacheLayerMixin):
+                # A fork holds tensors of its own from the first drafted token on.
+                self.layers = self._views()
+                return
+
+
+def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
+    """A shallow copy of a layer without spare room: it aliases the target's tensors and `cat` leaves those untouched."""
+    fork = copy.copy(layer)
+    if getattr(fork, "record_past", False):
+        fork.record_past = False
+    return fork
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# whole caches
+
+
+def add_spare_room(cache: Cache, history: int = 0) -> None:
+    """Exchange the plain dynamic layers of a cache for layers with spare room, in place; what it holds stays.
+
+    `history` slots before the window of a sliding layer are kept too: as many as one row of a batch may have to be rolled back.
+    Layers of other classes stay as they are: a draft then reads them through a fork, which copies the prefix once per token as
+    plain decoding does.
+    """
+    for index, layer in enumerate(cache.layers):
+        new: SpareRoomLayer
+        if type(layer) is DynamicLayer:
+            new = SpareRoomLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            new = SpareRoomSlidingLayer(layer.sliding_window)
+            new.cumulative_length, new.history = layer.cumulative_length, history
+        else:
+            continue
+        if layer.is_initialized and layer.keys is not None and layer.keys.numel():
+            new._adopt(layer.keys, layer.values)
+        cache.layers[index] = new
+
+
+def drop_spare_room(cache: Cache) -> None:
+    """The reverse of `add_spare_room`: plain dynamic layers again, holding views (nothing is copied)."""
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, SpareRoomLayer):
+            continue
+        if isinstance(layer, SpareRoomSlidingLayer):
+            plain = DynamicSlidingWindowLayer(layer.sliding_window)
+        else:
+            plain = DynamicLayer()
+        if layer.is_initialized and layer.keys is not None and layer.values is not None:
+            plain.lazy_initialization(layer.keys, layer.values)
+            plain.keys, plain.values = layer.keys, layer.values
+        if isinstance(layer, SpareRoomSlidingLayer):
+            plain.cumulative_length = layer.cumulative_length
+        cache.layers[index] = plain
+
+
+def trim_windows(cache: Cache) -> None:
+    """After the prompt: sliding layers give back what lies before their window."""
+    for layer in cache.layers:
+        if isinstance(layer, SpareRoomSlidingLayer):
+            layer.trim()
+
+
+def align_rows(cache: Cache, drops: Sequence[int]) -> None:
+    """Take the last `drops[r]` tokens of row r out of the cache and align the rows at the right again.
+
+    The cache gets `min(drops)` slots shorter. A row that dropped more than that moves to the right, and the slots that become
+    free at its left hold rubbish: the caller masks them, as any left padding.
+
+    Args:
+        cache: the cache, of `len(drops)` rows.
+        drops: tokens to drop, per row.
+
+    Raises:
+        ValueError: rows differ and a layer is of a class that this library does not know how to align.
+    """
+    if len(set(drops)) == 1:
+        cache.crop(-drops[0])
+        return
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, SpareRoomLayer):
+            layer.align_rows(drops)
+        elif isinstance(layer, CacheLayerMixin):
+            raise ValueError(
+                f"Rows of a batch accepted different numbers of tokens, and cache layer {index} ({type(layer).__name__}) cannot "
+                "be aligned row by row. Generate one prompt at a time with this model or cache."
+            )
+
+
+def restore_rows(cache: Cache, shifts: Sequence[int], length: int) -> None:
+    """Undo the moves of `align_rows`: row r moves `shifts[r]` slots to the left, and all rows end at slot `length`."""
+    for layer in cache.layers:
+        if isinstance(layer, SpareRoomLayer):
+            layer.restore_rows(shifts, length)
+
+
+def keep_length(cache: Any, skipped: frozenset[int], num_layers: int) -> None:
+    """Put ghosts in place of the cache layers of skipped attentions, for a cache that is filled in draft mode."""
+    layers = getattr(cache, "layers", None)
+    if layers is None or isinstance(cache, DraftCache):
+        return
+    replicate = getattr(cache, "layer_class_to_replicate", None)
+    while replicate is not None and len(layers) < num_layers:
+        layers.append(replicate())
+    live = [layer for i, layer in enumerate(layers) if i not in skipped and isinstance(layer, CacheLayerMixin)]
+    for index in skipped:
+        layer = layers[index] if index < len(layers) else None
+        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, GhostLayer):
+            sliding = bool(getattr(layer, "is_sliding", False))
+            same = [other for other in live if bool(getattr(other, "is_sliding", False)) == sliding]
+            layers[index] = GhostLayer(layer, same[0] if same else live[0])

@@ -1,0 +1,596 @@
+"""The decoding loop: draft, verify, commit.
+
+transformers' own assisted loop looks at the stopping criteria once per round, takes one row only, and feeds a continued cache
+its prompt again. This loop commits token by token, in the order in which plain decoding would have: the criteria, the streamer
+and the recorded scores see the same calls with the same arguments. Rows of a batch run at their own speed; a step is committed
+when all unfinished rows have reached it.
+
+Layouts: `tokens` is aligned at the left, as in `generate`'s output: row r holds `lengths[r]` tokens, column t is step t of every
+row. The cache is aligned at the right: a row that lags `shifts[r]` slots behind the longest one has as many masked slots at its
+left, which every model supports as left padding.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import Cache
+from transformers.generation import logits_process
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .cache import SpareRoomSlidingLayer, add_spare_room, align_rows, restore_rows, trim_windows
+from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
+from .statistics import SpeculationStatistics
+from .verification import accept_greedy, accept_sampled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.streamers import BaseStreamer
+
+__all__ = ["SelfSpeculativeDecoding", "SelfSpeculativeOutput"]
+
+# Processors that look at the scores alone: all positions of all rows can go through them at once.
+_BLIND_PROCESSORS: tuple[type, ...] = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "TopHLogitsWarper",
+        "LogitNormalization",
+        "InfNanRemoveLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+    )
+    if hasattr(logits_process, name)
+)
+# Rows of a batch whose cache is returned may run this many tokens ahead of the slowest, so that sliding layers can be put back.
+_MAX_LEAD = 64
+
+
+@dataclass
+class SelfSpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+    """`GenerateDecoderOnlyOutput` with the statistics of the call under `speculation`."""
+
+    speculation: SpeculationStatistics | None = None
+
+
+class SelfSpeculativeDecoding:
+    """One call of the decoding loop.
+
+    Args:
+        model: the target model.
+        generator: drafts for it.
+        logits_processor: processors of the call.
+        stopping_criteria: criteria of the call.
+        generation_config: prepared config of the call.
+        streamer: gets each committed step, or `None`.
+        cache_is_returned: whether the caller sees the cache afterwards.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generator: SelfSpeculativeCandidateGenerator,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        cache_is_returned: bool,
+    ) -> None:
+        self.model = model
+        self.generator = generator
+        self.processors = logits_processor
+        self.criteria = stopping_criteria
+        self.config = generation_config
+        self.streamer = streamer
+        self.cache_is_returned = cache_is_returned
+        self.do_sample = bool(generation_config.do_sample)
+        # A criterion that the user passed in takes the place of the config's.
+        limit = stopping_criteria.max_length
+        self.max_length = int(limit) if limit is not None else sys.maxsize
+        self.processors_are_blind = all(isinstance(p, _BLIND_PROCESSORS) for p in logits_processor)
+        # transformers' own processors look at one row at a time, but for the one that is told the row's number.
+        self.processors_are_rowwise = all(
+            type(p).__module__ == logits_process.__name__
+            and not isinstance(p, logits_process.PrefixConstrainedLogitsProcessor)
+            for p in logits_processor
+        )
+        self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        eos = getattr(generation_config, "_eos_token_tensor", None)
+        self.eos_token_ids = frozenset(eos.tolist()) if eos is not None and self.stops_at_eos else frozenset()
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        self.pad_token_id = int(pad) if pad is not None else 0
+        records = bool(generation_config.return_dict_in_generate)
+        self.keep_scores = records and bool(generation_config.output_scores)
+        self.keep_logits = records and bool(generation_config.output_logits)
+        self.keep_attentions = records and bool(generation_config.output_attentions)
+        self.keep_hidden_states = records and bool(generation_config.output_hidden_states)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def run(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> torch.LongTensor | SelfSpeculativeOutput:
+        """Generate.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts, padded at the left.
+            model_kwargs: the model's keyword arguments as `generate` prepared them, with the cache.
+
+        Returns:
+            The sequences, of shape `(B, prompt_length + new_tokens)`, or a `SelfSpeculativeOutput` if the generation config asks
+            for a dictionary.
+        """
+        started = time.perf_counter()
+        batch, prompt = input_ids.shape
+        self.device = input_ids.device
+        self.batch = batch
+        self.prompt = prompt
+        self.steps = 0  # committed steps
+        self.lengths = [prompt] * batch
+        self.shifts = [0] * batch
+        self.finished = [False] * batch  # as plain decoding would say after the committed steps
+        self.halted = [False] * batch  # known to finish at a step that is not committed yet
+        self.records: list[list[dict[str, Any]]] = [[] for _ in range(batch)]
+        self.scores: tuple[torch.Tensor, ...] | None = () if self.keep_scores else None
+        self.raw_logits: tuple[torch.Tensor, ...] | None = () if self.keep_logits else None
+        self.attentions: tuple[Any, ...] | None = () if self.keep_attentions else None
+        self.hidden_states: tuple[Any, ...] | None = () if self.keep_hidden_states else None
+        self.tokens = input_ids.new_zeros((batch, prompt + 64))
+        self.tokens[:, :prompt] = input_ids
+        self.statistics = SpeculationStatistics(
+            batch_size=batch, prompt_tokens=prompt, round_accepted=[[] for _ in range(batch)], new_tokens=[0] * batch
+        )
+
+        running = self._prefill(input_ids, model_kwargs)
+        self.statistics.prompt_seconds = time.perf_counter() - started
+        if self.batch > 1 and self.cache_is_returned and any(isinstance(x, SpareRoomSlidingLayer) for x in self.cache.layers):
+            self.max_lead = _MAX_LEAD
+        else:
+            self.max_lead = self.max_length
+        while running:
+            running = self._round()
+        self._finish(started)
+
+        if self.streamer is not None:
+            self.streamer.end()
+        sequences = self.tokens[:, : prompt + self.steps].clone()
+        if not self.config.return_dict_in_generate:
+            return sequences  # type: ignore[return-value]
+        return SelfSpeculativeOutput(
+            sequences=sequences,
+            scores=self.scores,
+            logits=self.raw_logits,
+            attentions=self.attentions,
+            hidden_states=self.hidden_states,
+            past_key_values=self.cache,
+            speculation=self.statistics,
+        )
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # the prompt
+
+    def _prefill(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
+        """The target's pass over the prompt, and the first token, which it decides alone."""
+        model_kwargs.pop("tokenizer", None)
+        outputs = self.model._prefill(input_ids, self.config, model_kwargs, is_first_iteration=True)
+        self.statistics.target_passes += 1
+        model_kwargs = self.model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
+        self.cache: Cache = model_kwargs.pop("past_key_values")
+        trim_windows(self.cache)
+        self.slots = int(self.cache.get_seq_length())
+        self.prompt_slots = self.slots
+        mask = model_kwargs.pop("attention_mask", None)
+        # Mask over the cached slots and the pending token; `None` while nothing is masked.
+        self.mask: torch.Tensor | None = mask
+        self.positions: torch.Tensor | None = model_kwargs.pop("position_ids", None)
+        if self.positions is not None:
+            # Of the pending token; the block's follow from it.
+            self.positions = self.positions[..., -1:].expand(*self.positions.shape[:-2], self.batch, 1).clone()
+        # Only ever looked at for their last column behind the prompt.
+        self.token_types = {key: model_kwargs.pop(key) for key in list(model_kwargs) if key.endswith("token_type_ids")}
+        model_kwargs.pop("inputs_embeds", None)
+        self.model_kwargs = model_kwargs
+
+        logits = outputs.logits[:, -1:].to(copy=True, dtype=torch.float32, device=self.device)
+        raw = logits.clone() if self.keep_logits else None
+        scores = self._process(logits, 1)
+        if self.do_sample:
+            chosen = torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1)
+        else:
+            chosen = scores[:, 0].argmax(dim=-1, keepdim=True)
+        if self.keep_attentions or self.keep_hidden_states:
+            prompt_record = {"attentions": outputs.get("attentions"), "hidden_states": outputs.get("hidden_states")}
+        for row in range(self.batch):
+            record = self._scores_record(raw, scores, row, 0)
+            if self.keep_attentions or self.keep_hidden_states:
+                record |= {
+                    key: None if states is None else tuple(layer[row : row + 1] for layer in states)
+                    for key, states in prompt_record.items()
+                }
+            self.records[row].append(record)
+        del outputs
+        self._append(chosen, [1] * self.batch)
+        return self._commit()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # one round
+
+    def _round(self) -> bool:
+        """Draft, verify, commit. Returns whether to go on."""
+        active = [not (self.halted[r] or (self.finished[r] and self.stops_at_eos)) for r in range(self.batch)]
+        # Tokens that a row may still add; one of them is the target's own.
+        room = []
+        for row in range(self.batch):
+            lead = self.lengths[row] - (self.prompt + self.steps)
+            limit = min(self.max_length - self.lengths[row], self.max_lead - lead)
+            if active[row] and limit < 1:
+                active[row] = False
+            room.append(limit if active[row] else 1)
+        limit = self._rope_limit(max(room) - 1)
+        length = self.generator.policy.draft_length(limit) if limit > 0 else 0
+        draft = self._draft(length, [min(r - 1, length) for r in room]) if length else None
+        count = 0 if draft is None else draft.tokens.shape[1]
+
+        started = time.perf_counter()
+        if draft is not None and not self.processors_are_blind:
+            self._write_ahead(draft.tokens)
+        outputs = self._verify(draft, count)
+        logits = outputs.logits[:, -count - 1 :].to(copy=True, dtype=torch.float32, device=self.device)
+        raw = logits.clone() if self.keep_logits else None
+        scores = self._process(logits, count + 1)
+        kept, following = self._accept(draft, scores)
+        accepted = kept.tolist()  # the one place where the host waits for the device
+        self.statistics.verify_seconds += time.perf_counter() - started
+        self.statistics.target_passes += 1
+
+        drafted = [0] * self.batch if draft is None else draft.lengths
+        rows = [row for row in range(self.batch) if active[row]]
+        added = [accepted[row] + 1 if active[row] else 0 for row in range(self.batch)]
+        for row in rows:
+            for step in range(added[row]):
+                self.records[row].append(
+                    self._scores_record(raw, scores, row, step) | self._states_record(outputs, row, step, count + 1)
+                )
+        del outputs
+        new = following[:, None]
+        if draft is not None:
+            # Drafted tokens up to the kept ones, and behind them the target's.
+            new = torch.cat((draft.tokens, new), dim=1).scatter(1, kept[:, None], new)
+        self._append(new, added)
+        self._move_on(added, count + 1)
+        self.statistics.record_round(drafted, accepted, rows)
+        self.generator.policy.update(
+            sum(drafted[row] for row in rows),
+            sum(accepted[row] for row in rows),
+            reached_end=any(drafted[row] == length for row in rows),
+        )
+        return self._commit()
+
+    def _draft(self, length: int, limits: list[int]) -> Draft:
+        pending = self._pending()
+
+        def process(drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            if self.processors_are_blind:
+                return self.processors(pending, logits)  # type: ignore[no-any-return]
+            self._write_ahead(drafted)
+            return self._process_step(logits, drafted.shape[1])
+
+        return self.generator.draft(
+            pending,
+            self.cache,
+            length=length,
+            row_limits=limits,
+            attention_mask=self.mask,
+            position_ids=self.positions,
+            model_kwargs=self.model_kwargs,
+            process=process if len(self.processors) else None,
+        )
+
+    def _verify(self, draft: Draft | None, count: int) -> Any:
+        """The target's pass over the pending token and the drafted ones."""
+        block = count + 1
+        pending = self._pending()
+        new = pending if draft is None else torch.cat((pending, draft.tokens), dim=1)
+        mask = self.mask
+        if mask is not None and count:
+            mask = torch.nn.functional.pad(mask, (0, count), value=1)
+        positions = self.positions
+        if positions is not None and count:
+            positions = positions + torch.arange(block, device=positions.device)
+        extra: dict[str, Any] = {
+            key: value[:, -1:].expand(-1, block) if key == "token_type_ids" else value.new_zeros((self.batch, block))
+            for key, value in self.token_types.items()
+        }
+        kwargs = {**self.model_kwargs, **extra}
+        if "logits_to_keep" in kwargs:
+            kwargs["logits_to_keep"] = block
+        inputs = self.model.prepare_inputs_for_generation(
+            self._aligned_ids(new),
+            next_sequence_length=block,
+            past_key_values=self.cache,
+            attention_mask=mask,
+            position_ids=positions,
+            **kwargs,
+        )
+        outputs = self.model(**inputs, return_dict=True)
+        if (cache := outputs.get("past_key_values")) is not None and cache is not self.cache:
+            # phi3 starts a new cache where its long-context rotary embedding sets in.
+            add_spare_room(cache)
+            self.cache = cache
+        return outputs
+
+    def _accept(self, draft: Draft | None, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if draft is None:
+            kept = torch.zeros(self.batch, dtype=torch.long, device=self.device)
+            if self.do_sample:
+                return kept, torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1).squeeze(1)
+            return kept, scores[:, 0].argmax(dim=-1)
+        lengths = torch.tensor(draft.lengths, device=self.device)
+        if self.do_sample:
+            return accept_sampled(draft.tokens, draft.scores, scores, lengths)  # type: ignore[arg-type]
+        return accept_greedy(draft.tokens, scores, lengths)  # type: ignore[arg-type]
+
+    def _move_on(self, added: list[int], block: int) -> None:
+        """Take the rejected tokens out of the cache, and move mask and positions on."""
+        drops = [block - n for n in added]
+        fewest = min(drops)
+        align_rows(self.cache, drops)
+        self.slots += block - fewest
+        moved = [drop - fewest for drop in drops]
+        self.shifts = [shift + move for shift, move in zip(self.shifts, moved, strict=True)]
+        if self.mask is None and any(moved):
+            self.mask = torch.ones((self.batch, self.slots - (block - fewest) + 1), dtype=torch.long, device=self.device)
+        if self.mask is not None:
+            mask = torch.nn.functional.pad(self.mask, (0, block - fewest), value=1)
+            for row, move in enumerate(moved):
+                if move:
+                    mask[row, move:] = mask[row, :-move].clone()
+                    mask[row, :move] = 0
+            self.mask = mask
+        if self.positions is not None:
+            if len(set(added)) == 1:
+                self.positions = self.positions + added[0]
+            else:
+                self.positions = self.positions + torch.tensor(added, device=self.positions.device)[:, None]
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # tokens
+
+    def _make_room(self, columns: int) -> None:
+        if columns > self.tokens.shape[1]:
+            spare = max(64, columns // 8)
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, columns + spare - self.tokens.shape[1]))
+
+    def _write_ahead(self, drafted: torch.Tensor) -> None:
+        """Put drafted tokens behind each row's own, for the processors to see; what is accepted is written over them."""
+        count = drafted.shape[1]
+        self._make_room(max(self.lengths) + count)
+        for row, length in enumerate(self.lengths):
+            self.tokens[row, length : length + count] = drafted[row]
+
+    def _append(self, new: torch.Tensor, added: list[int]) -> None:
+        """Put the first `added[r]` of the new tokens behind row r."""
+        self._make_room(max(self.lengths) + new.shape[1])
+        if len(set(self.lengths)) == 1 and len(set(added)) == 1:
+            self.tokens[:, self.lengths[0] : self.lengths[0] + added[0]] = new[:, : added[0]]
+        else:
+            for row, count in enumerate(added):
+                self.tokens[row, self.lengths[row] : self.lengths[row] + count] = new[row, :count]
+        self.lengths = [length + count for length, count in zip(self.lengths, added, strict=True)]
+
+    def _pending(self) -> torch.Tensor:
+        """The last token of each row, `(B, 1)`."""
+        if len(set(self.lengths)) == 1:
+            return self.tokens[:, self.lengths[0] - 1 : self.lengths[0]]
+        last = torch.tensor(self.lengths, device=self.device)[:, None] - 1
+        return self.tokens.gather(1, last)
+
+    def _aligned_ids(self, new: torch.Tensor) -> torch.Tensor:
+        """Each row's tokens with `new` in place of its last one, aligned at the right."""
+        if len(set(self.lengths)) == 1:
+            return torch.cat((self.tokens[:, : self.lengths[0] - 1], new), dim=1)
+        longest = max(self.lengths)
+        ids = new.new_full((self.batch, longest - 1 + new.shape[1]), self.pad_token_id)
+        for row, length in enumerate(self.lengths):
+            ids[row, longest - length : longest - 1] = self.tokens[row, : length - 1]
+        ids[:, longest - 1 :] = new
+        return ids
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # logits processors
+
+    def _process(self, logits: torch.Tensor, count: int) -> torch.Tensor:
+        """Scores `(B, count, V)` from logits; position i is processed with the row's tokens and the first i drafted ones."""
+        if not len(self.processors):
+            return logits
+        if self.processors_are_blind and count > 1:
+            flat = logits.flatten(0, 1)
+            ids = self._pending().expand(-1, count).reshape(-1, 1)
+            return self.processors(ids, flat).view_as(logits)  # type: ignore[no-any-return]
+        for step in range(count):
+            logits[:, step] = self._process_step(logits[:, step], step)
+        return logits
+
+    def _process_step(self, logits: torch.Tensor, ahead: int) -> torch.Tensor:
+        """Scores `(B, V)` for the token behind the first `ahead` drafted ones, which stand behind each row's tokens."""
+        ends = [length + ahead for length in self.lengths]
+        if len(set(ends)) == 1:
+            return self.processors(self._contiguous(ends[0]), logits)  # type: ignore[no-any-return]
+        scores = torch.empty_like(logits)
+        for end in sorted(set(ends)):
+            rows = [row for row in range(self.batch) if ends[row] == end]
+            if self.processors_are_rowwise:
+                scores[rows] = self.processors(self.tokens[rows, :end], logits[rows])
+            else:
+                # A processor that knows rows by number must see the whole batch; the other rows' answers are not used.
+                scores[rows] = self.processors(self._contiguous(end), logits.clone())[rows]
+        return scores
+
+    def _contiguous(self, end: int) -> torch.Tensor:
+        return self.tokens[:, :end].contiguous()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # recording
+
+    def _scores_record(self, raw: torch.Tensor | None, scores: torch.Tensor, row: int, step: int) -> dict[str, Any]:
+        record: dict[str, Any] = {}
+        if self.keep_scores:
+            record["scores"] = scores[row, step]
+        if raw is not None:
+            record["logits"] = raw[row, step]
+        return record
+
+    def _states_record(self, outputs: Any, row: int, step: int, block: int) -> dict[str, Any]:
+        """Hidden states and attentions of one row and position, cut to what plain decoding gives for that step."""
+        record: dict[str, Any] = {}
+        if self.keep_hidden_states:
+            record["hidden_states"] = tuple(layer[row : row + 1, step : step + 1] for layer in outputs.hidden_states)
+        if self.keep_attentions:
+            shift = self.shifts[row]
+            seen = self.slots - shift + step + 1  # slots of the row when this token was the newest
+            attentions = []
+            for layer, attention in zip(self.cache.layers, outputs.attentions, strict=True):
+                if attention is None:
+                    attentions.append(None)
+                    continue
+                stop = attention.shape[-1] - block + step + 1
+                window = layer.sliding_window if isinstance(layer, SpareRoomSlidingLayer) else seen
+                first = stop - min(seen, window)
+                attentions.append(attention[row : row + 1, :, step : step + 1, max(first, 0) : stop])
+            record["attentions"] = tuple(attentions)
+        return record
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # committing
+
+    def _commit(self) -> bool:
+        """Commit every step that all unfinished rows have reached, as plain decoding would have, one after the other.
+
+        Returns:
+            Whether to go on.
+        """
+        for row in range(self.batch):
+            self._halt_if_known(row)
+        while True:
+            end = self.prompt + self.steps + 1  # columns after this step
+            waiting = [
+                row
+                for row in range(self.batch)
+                if self.lengths[row] < end and not (self.finished[row] and self.stops_at_eos)
+            ]
+            if waiting:
+                return True
+            self._make_room(end)
+            for row in range(self.batch):
+                if self.finished[row] and self.stops_at_eos:
+                    self.tokens[row, end - 1] = self.pad_token_id
+                elif not self.finished[row]:
+                    self.statistics.new_tokens[row] += 1
+            self._record_step()
+            self.steps += 1
+            ids = self._contiguous(end)
+            done = self.criteria(ids, self.scores)
+            if self.streamer is not None:
+                self.streamer.put(ids[:, -1].cpu())
+            for row, is_done in enumerate(done.tolist()):
+                if is_done and not self.finished[row]:
+                    self.finished[row] = True
+                    if self.stops_at_eos:
+                        # What the row holds behind its end was never said.
+                        self.records[row].clear()
+            if all(self.finished):
+                return False
+
+    def _halt_if_known(self, row: int) -> None:
+        """Let a row rest that has its end behind the committed steps already."""
+        if self.batch == 1 or self.finished[row] or self.halted[row]:
+            return
+        if self.lengths[row] >= self.max_length:
+            self.halted[row] = True
+        elif self.eos_token_ids:
+            ahead = self.tokens[row, self.prompt + self.steps : self.lengths[row]].tolist()
+            self.halted[row] = any(token in self.eos_token_ids for token in ahead)
+
+    def _record_step(self) -> None:
+        if not (self.keep_scores or self.keep_logits or self.keep_attentions or self.keep_hidden_states):
+            for records in self.records:
+                records.clear()
+            return
+        records = [rows.pop(0) if rows else None for rows in self.records]
+        known = next(record for record in records if record is not None)
+
+        def stack(key: str) -> torch.Tensor:
+            # A row that has ended has no scores of its own any more.
+            like = known[key]
+            return torch.stack([like.new_zeros(like.shape) if r is None else r[key] for r in records])
+
+        def join(key: str) -> tuple[Any, ...] | None:
+            if known.get(key) is None:
+                return None
+            layers = []
+            for index, like in enumerate(known[key]):
+                if like is None:
+                    layers.append(None)
+                    continue
+                parts = [None if r is None else r[key][index] for r in records]
+                filled = [like.new_zeros(like.shape) if part is None else part for part in parts]
+                layers.append(filled[0] if len(filled) == 1 else torch.cat(filled))
+            return tuple(layers)
+
+        if self.scores is not None:
+            self.scores += (stack("scores"),)
+        if self.raw_logits is not None:
+            self.raw_logits += (stack("logits"),)
+        if self.attentions is not None:
+            self.attentions += (join("attentions"),)
+        if self.hidden_states is not None:
+            self.hidden_states += (join("hidden_states"),)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # the end
+
+    def _finish(self, started: float) -> None:
+        statistics = self.statistics
+        statistics.generated_tokens = sum(statistics.new_tokens)
+        statistics.draft_passes = self.generator.draft_passes
+        statistics.draft_seconds = self.generator.draft_seconds
+        statistics.policy_state = self.generator.policy.state()
+        if self.cache_is_returned:
+            # As plain decoding leaves it: all tokens but the last one, in the columns of the output.
+            length = self.prompt_slots + self.steps - 1
+            if self.batch == 1:
+                self.cache.crop(min(length - self.slots, 0))
+            else:
+                restore_rows(self.cache, self.shifts, length)
+        statistics.total_seconds = time.perf_counter() - started
+
+    def _rope_limit(self, limit: int) -> int:
+        """The most tokens that can be drafted without changing the rotary embedding inside a block.
+
+        Some rotary embeddings depend on the length of the text: all tokens of a block would get those of its end.
+        """
+        parameters = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        if kind not in ("dynamic", "longrope"):
+            return limit
+        config = self.model.config.get_text_config(decoder=True)
+        switch = (
+            parameters.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or config.max_position_embeddings
+        )
+        # `slots + 1` tokens are in the text; the block ends at `slots + 1 + drafted`.
+        before = int(switch) - (self.slots + 1)
+        if before >= 0:
+            return max(min(limit, before), 0)
+        if kind == "longrope" and self.slots > int(switch):
+            return limit
+        return 0

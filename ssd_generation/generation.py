@@ -1,0 +1,399 @@
+"""`generate(self_speculative=…)`: the mixin that adds it to a model, and the functions that put it on and take it off."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicLayer, QuantizedLayer, StaticLayer
+from transformers.generation.configuration_utils import GenerationMode
+
+from .cache import add_spare_room, drop_spare_room
+from .candidate_generator import SelfSpeculativeCandidateGenerator
+from .config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput
+from .drafting import DraftPolicy, make_policy
+from .statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
+from .sublayers import locate_sublayers
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+__all__ = [
+    "SelfSpeculativeMixin",
+    "SelfSpeculativeRequest",
+    "disable_self_speculative",
+    "enable_self_speculative",
+    "is_self_speculative",
+]
+
+SelfSpeculativeRequest = SelfSpeculativeConfig | SkipConfig | Mapping[str, Any] | str | os.PathLike[str] | bool
+"""What `generate(self_speculative=…)` takes: a config, a skip set, either as a dictionary, the path or Hub id of a saved config,
+or `True` for the default stored in `model.generation_config.self_speculative`."""
+
+_ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
+
+# Rows of a batch may lead by so many tokens when a sliding window's cache is to be put back (see decoding.py).
+_HISTORY = 160
+
+
+@dataclass
+class _Call:
+    """A self-speculative `generate` call under way on this thread."""
+
+    model: PreTrainedModel
+    config: SelfSpeculativeConfig
+    cache_is_returned: bool = False
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("ssd_generation_call", default=None)
+
+
+class SelfSpeculativeMixin:
+    """Adds `self_speculative=` to `generate`. Put in front of a model's class by `enable_self_speculative`."""
+
+    last_speculation: SpeculationStatistics | None
+    """Statistics of the last self-speculative call that ended on this model; `None` before the first."""
+
+    def generate(self, *args: Any, self_speculative: SelfSpeculativeRequest | None = None, **kwargs: Any) -> Any:
+        """Generate, drafting with the model itself where `self_speculative` is given; else exactly as in transformers.
+
+        Args:
+            *args: as in transformers' `generate`.
+            self_speculative: a `SelfSpeculativeConfig`, a `SkipConfig`, a dictionary of either, the path or Hub id of a saved
+                config, or `True` for the default stored in `generation_config.self_speculative`. `None` and `False`: plain
+                `generate`.
+            **kwargs: as in transformers' `generate`.
+
+        Returns:
+            As transformers' `generate`. With `return_dict_in_generate=True` the output has the call's statistics under
+            `speculation`; they are in `model.last_speculation` in any case.
+
+        Raises:
+            ValueError: the config does not fit the model, or something was asked for that self-speculative decoding cannot do
+                (see the README); the message says what to do.
+            TypeError: `self_speculative` is of another type.
+        """
+        parent = super().generate  # type: ignore[misc]
+        if self_speculative is None or self_speculative is False:
+            if _CALL.get() is None:
+                return parent(*args, **kwargs)
+            # A plain call from inside a self-speculative one, say from a custom logits processor.
+            token = _CALL.set(None)
+        else:
+            model = cast(PreTrainedModel, self)
+            if kwargs.get("assistant_model") is not None:
+                raise ValueError(
+                    "`self_speculative` and `assistant_model` were both given, but a call drafts either with the model itself or "
+                    "with an assistant. Leave one of them out."
+                )
+            if kwargs.get("custom_generate") is not None:
+                raise ValueError(
+                    "`self_speculative` and `custom_generate` were both given, but a custom decoding method replaces "
+                    "self-speculative decoding. Leave one of them out."
+                )
+            generation_config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+            config = _resolve(model, self_speculative, generation_config)
+            config.validate_for(num_layers=len(locate_sublayers(model)), model_type=model.config.model_type)
+            token = _CALL.set(_Call(model=model, config=config))
+        try:
+            return parent(*args, **kwargs)
+        finally:
+            _CALL.reset(token)
+
+    def _active_call(self) -> _Call | None:
+        call = _CALL.get()
+        return call if call is not None and call.model is self else None
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        if self._active_call() is not None:
+            _refuse_what_cannot_be(cast(PreTrainedModel, self), generation_mode, generation_config, generation_mode_kwargs)
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        call = self._active_call()
+        is_users = model_kwargs.get("past_key_values") is not None
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        if call is not None:
+            cache = model_kwargs.get("past_key_values")
+            _refuse_cache(cast(PreTrainedModel, self), cache)
+            call.cache_is_returned = is_users or bool(generation_config.return_dict_in_generate)
+        return result
+
+    def _sample(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> torch.LongTensor | SelfSpeculativeOutput | Any:
+        call = self._active_call()
+        if call is None:
+            return super()._sample(  # type: ignore[misc]
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        model = cast(PreTrainedModel, self)
+        cache: Cache = model_kwargs["past_key_values"]
+        add_spare_room(cache, history=_HISTORY if input_ids.shape[0] > 1 and call.cache_is_returned else 0)
+        decoding = SelfSpeculativeDecoding(
+            model=model,
+            generator=SelfSpeculativeCandidateGenerator(
+                model, call.config, generation_config, logits_processor, policy=_policy_of(model, call.config.drafting)
+            ),
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            cache_is_returned=call.cache_is_returned,
+        )
+        try:
+            output = decoding.run(input_ids, model_kwargs)
+        finally:
+            if call.cache_is_returned:
+                # A cache that the user passed in is theirs again, whatever happened.
+                drop_spare_room(cache)
+        if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
+            drop_spare_room(output.past_key_values)
+        self.last_speculation = decoding.statistics
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time and cannot be found by its name: pickling and copying go by the original one.
+        state = self.__dict__.copy()
+        return _rebuild, (_original_class(type(self)),), state
+
+
+def _rebuild(original: type) -> Any:
+    cls = _enabled_class(original)
+    return cls.__new__(cls)
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _enabled_class(original: type) -> type:
+    """The class with the mixin in front; same name and module, since pipelines and saved configs go by those."""
+    if original not in _CLASSES:
+        _CLASSES[original] = type(
+            original.__name__,
+            (SelfSpeculativeMixin, original),
+            {
+                "__module__": original.__module__,
+                "__qualname__": original.__qualname__,
+                "__doc__": original.__doc__,
+            },
+        )
+    return _CLASSES[original]
+
+
+def _original_class(cls: type) -> type:
+    return cls.__mro__[cls.__mro__.index(SelfSpeculativeMixin) + 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# switching on and off
+
+
+def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | None = None) -> _ModelT:
+    """Teach a model `generate(..., self_speculative=…)`.
+
+    The model stays the object it is, with its weights and its class's name; a call without `self_speculative` does exactly what
+    it did before. Saving, pickling, copying, pipelines and adapters work as before.
+
+    Args:
+        model: a decoder-only transformers model, or a PEFT model around one.
+        default: a config to store in `model.generation_config.self_speculative`, used by `self_speculative=True`; it is saved
+            and loaded with the generation config.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, a layer of unknown make), or
+            `default` does not fit it.
+    """
+    target = _target_of(model)
+    if not isinstance(target, SelfSpeculativeMixin):
+        _refuse_model(target)
+        locate_sublayers(target)
+        target.__class__ = _enabled_class(type(target))
+        target.last_speculation = None
+    if default is not None:
+        config = _resolve(target, default, None)
+        config.validate_for(num_layers=len(locate_sublayers(target)), model_type=target.config.model_type)
+        assert target.generation_config is not None
+        target.generation_config.self_speculative = config.to_dict()
+        # Otherwise transformers makes the generation config anew from the model's, and the entry is lost.
+        target.generation_config._from_model_config = False
+    return model
+
+
+def disable_self_speculative(model: _ModelT) -> _ModelT:
+    """Undo `enable_self_speculative`: the model has its own class again. A default stored in the generation config stays there.
+
+    Args:
+        model: the model; one that was never enabled is left alone.
+
+    Returns:
+        The same object.
+    """
+    target = _target_of(model)
+    if isinstance(target, SelfSpeculativeMixin):
+        target.__class__ = _original_class(type(target))
+        for name in ("last_speculation", "_speculation_policies"):
+            target.__dict__.pop(name, None)
+    return model
+
+
+def is_self_speculative(model: torch.nn.Module) -> bool:
+    """Whether `enable_self_speculative` was called on this model."""
+    return isinstance(_target_of(model), SelfSpeculativeMixin)
+
+
+def _target_of(model: Any) -> PreTrainedModel:
+    """The transformers model itself, from inside a PEFT wrapper."""
+    get_base_model = getattr(model, "get_base_model", None)
+    target = get_base_model() if callable(get_base_model) else model
+    if not isinstance(target, PreTrainedModel):
+        hint = ""
+        if isinstance(getattr(target, "_orig_mod", None), PreTrainedModel):
+            hint = " `torch.compile(model)` returns a wrapper that `generate` bypasses: enable the model, then call `model.compile()`."
+        raise TypeError(f"A transformers model is needed, but got {type(model).__name__}.{hint}")
+    return target
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# requests
+
+
+def _resolve(
+    model: PreTrainedModel, request: SelfSpeculativeRequest, generation_config: GenerationConfig | None
+) -> SelfSpeculativeConfig:
+    if isinstance(request, SelfSpeculativeConfig):
+        return request
+    if isinstance(request, SkipConfig):
+        return SelfSpeculativeConfig(skip=request)
+    if request is True:
+        for source in (generation_config, model.generation_config):
+            stored = getattr(source, "self_speculative", None)
+            if stored is not None and stored is not True:
+                return _resolve(model, stored, None)
+        raise ValueError(
+            "`self_speculative=True` uses the default stored with the model, but `model.generation_config.self_speculative` is not "
+            "set. Store one with `enable_self_speculative(model, default=config)`, or pass a config."
+        )
+    if isinstance(request, Mapping):
+        return SelfSpeculativeConfig.from_dict(dict(request))
+    if isinstance(request, (str, os.PathLike)):
+        return SelfSpeculativeConfig.from_pretrained(request)
+    raise TypeError(
+        f"`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, or True, but got "
+        f"{type(request).__name__} ({request!r})."
+    )
+
+
+def _policy_of(model: Any, drafting: DraftingConfig) -> DraftPolicy:
+    """The draft-length policy of this model and config: what it learnt is carried from call to call."""
+    policies: dict[DraftingConfig, DraftPolicy] = model.__dict__.setdefault("_speculation_policies", {})
+    if drafting not in policies:
+        policies[drafting] = make_policy(drafting)
+    return policies[drafting]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what cannot be done
+
+
+def _refuse_model(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{name} is a recurrent (stateful) model: it cannot take rejected tokens back, so it cannot draft for itself."
+        )
+    if not model.can_generate():
+        raise ValueError(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
+
+
+def _refuse_what_cannot_be(
+    model: PreTrainedModel,
+    mode: GenerationMode,
+    config: GenerationConfig,
+    mode_kwargs: dict[str, Any],
+) -> None:
+    _refuse_model(model)
+
+    def refuse(what: str, instead: str) -> None:
+        raise ValueError(f"`self_speculative` cannot be combined with {what}. {instead}")
+
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        if config.prompt_lookup_num_tokens is not None:
+            refuse(f"`prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}`", "Leave one of them out.")
+        if config.assistant_early_exit is not None:
+            refuse(f"`assistant_early_exit={config.assistant_early_exit}`", "Leave one of them out.")
+        if config.num_beams is not None and config.num_beams > 1:
+            refuse(f"beam search (`num_beams={config.num_beams}`)", "Use `num_beams=1`, greedy or sampling.")
+        refuse(f"the generation mode '{mode.value}'", "Use greedy decoding or sampling.")
+    if config.use_cache is False:
+        refuse("`use_cache=False`", "The draft reads the target's KV cache: leave `use_cache` on.")
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        refuse(
+            f"classifier-free guidance (`guidance_scale={config.guidance_scale}`)",
+            "Its processor keeps a KV cache of its own that cannot be rolled back: leave it out.",
+        )
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        refuse(
+            f"`cache_implementation={config.cache_implementation!r}`",
+            "Draft and target share a dynamic cache in place: leave `cache_implementation` out.",
+        )
+    if mode_kwargs.get("synced_gpus"):
+        refuse(
+            "`synced_gpus` (FSDP or DeepSpeed ZeRO-3)",
+            "The ranks would make different numbers of passes: use `device_map` or tensor parallelism.",
+        )
+
+
+def _refuse_cache(model: PreTrainedModel, cache: Any) -> None:
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
+        raise ValueError(
+            f"{type(model).__name__} does not keep its keys and values in a transformers `DynamicCache` (but in "
+            f"{type(cache).__name__}), so that draft and target cannot share them."
+        )
+    if getattr(cache, "offloading", False):
+        raise ValueError(
+            "An offloaded cache cannot be drafted from: its layers are not on the model's device. Use a DynamicCache()."
+        )
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, DummyLayer):
+            continue
+        if isinstance(layer, (QuantizedLayer, StaticLayer)) or not isinstance(layer, CacheLayerMixin):
+            raise ValueError(
+                f"Layer {index} of the cache is a {type(layer).__name__}: rejected tokens cannot be taken out of it again. "
+                "Self-speculative decoding needs a DynamicCache(), and a model whose layers are all attention layers."
+            )
+        if not isinstance(layer, DynamicLayer) or not layer.is_croppable or hasattr(layer, "recurrent_states"):
+            raise ValueError(
+                f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected tokens cannot be "
+                "taken out of it again. This model or cache cannot draft for itself."
+            )
+

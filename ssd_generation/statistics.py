@@ -1,0 +1,163 @@
+"""What happened during self-speculative decoding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["SpeculationStatistics"]
+
+
+@dataclass
+class SpeculationStatistics:
+    """Counts and times of one `generate` call.
+
+    A *round* is one pass of the target over what was drafted, after the pass over the prompt. In a batch each row that still
+    generates counts for itself: two rows in one pass are two rounds here, and one in `target_passes`.
+
+    Attributes:
+        batch_size: rows generated at once.
+        prompt_tokens: tokens of the prompt, padding included, per row.
+        generated_tokens: new tokens, summed over rows; those of the prompt pass included, padding not.
+        target_passes: passes of the whole model, the prompt's included.
+        draft_passes: passes of the model in skip mode (one drafted token per row each).
+        drafted_by_depth: how often a token was drafted as the first, second, … of its round.
+        judged_by_depth: how often all tokens before it were accepted, so that it was judged.
+        accepted_by_depth: how often that token was accepted.
+        round_accepted: per row and round, how many drafted tokens were accepted; the round added one token more (unless a
+            stop cut it short).
+        new_tokens: per row, the new tokens, padding not counted.
+        draft_seconds: time in drafting.
+        verify_seconds: time in the target's passes behind the prompt's.
+        prompt_seconds: time in the target's pass over the prompt.
+        total_seconds: time of the whole decoding loop, the prompt's pass included.
+        policy_state: what the draft-length policy had learnt at the end.
+    """
+
+    batch_size: int = 1
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    target_passes: int = 0
+    draft_passes: int = 0
+    drafted_by_depth: list[int] = field(default_factory=list)
+    judged_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    round_accepted: list[list[int]] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    total_seconds: float = 0.0
+    policy_state: dict[str, float] = field(default_factory=dict)
+
+    def record_round(self, drafted: Sequence[int], accepted: Sequence[int], rows: Sequence[int]) -> None:
+        """Add one verified round.
+
+        Args:
+            drafted: tokens drafted, per row of the batch.
+            accepted: how many of them were accepted, per row of the batch.
+            rows: the rows that took part.
+        """
+        for row in rows:
+            while len(self.drafted_by_depth) < drafted[row]:
+                self.drafted_by_depth.append(0)
+                self.judged_by_depth.append(0)
+                self.accepted_by_depth.append(0)
+            for depth in range(drafted[row]):
+                self.drafted_by_depth[depth] += 1
+                self.judged_by_depth[depth] += depth <= accepted[row]
+                self.accepted_by_depth[depth] += depth < accepted[row]
+            self.round_accepted[row].append(accepted[row])
+
+    @property
+    def rounds(self) -> int:
+        """Rounds, summed over rows."""
+        return sum(len(row) for row in self.round_accepted)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens drafted."""
+        return sum(self.drafted_by_depth)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafted tokens that the target accepted."""
+        return sum(self.accepted_by_depth)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted tokens; `None` where nothing was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Probability that the first, second, … token of a round is accepted, given that those before it were.
+
+        A token behind a rejected one is not judged, so each depth counts only the rounds that reached it.
+        """
+        return [
+            accepted / judged if judged else 0.0
+            for accepted, judged in zip(self.accepted_by_depth, self.judged_by_depth, strict=True)
+        ]
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Mean number of tokens a round added; `None` where there was no round."""
+        return (self.accepted_tokens + self.rounds) / self.rounds if self.rounds else None
+
+    @property
+    def tokens_per_round_histogram(self) -> dict[int, int]:
+        """How many rounds added 1, 2, … tokens."""
+        return dict(sorted(Counter(n + 1 for row in self.round_accepted for n in row).items()))
+
+    @property
+    def token_origins(self) -> list[list[bool]]:
+        """Per row and new token: whether it was drafted and accepted (True) or decided by the target (False)."""
+        origins = []
+        for row, tokens in enumerate(self.new_tokens):
+            flags = [False]  # the prompt's pass gives the first token
+            for accepted in self.round_accepted[row]:
+                flags += [True] * accepted + [False]
+            origins.append(flags[:tokens])
+        return origins
+
+    def theoretical_speedup(self, draft_cost: float, verify_cost: float) -> float | None:
+        """The speed-up over plain decoding that this acceptance allows at given costs, overheads left out.
+
+        `S = mean tokens per round / (mean drafted tokens per round · c + v)` (the measured form of Leviathan et al., arXiv
+        2211.17192, theorem 3.8, for a varying draft length).
+
+        Args:
+            draft_cost: c, one draft step / one plain step.
+            verify_cost: v, one verifying pass / one plain step.
+
+        Returns:
+            S, or `None` where there was no round.
+        """
+        if not self.rounds or self.tokens_per_round is None:
+            return None
+        return self.tokens_per_round / (self.drafted_tokens / self.rounds * draft_cost + verify_cost)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts, times and derived figures, as plain JSON types."""
+        return {
+            "batch_size": self.batch_size,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "rounds": self.rounds,
+            "target_passes": self.target_passes,
+            "draft_passes": self.draft_passes,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_by_depth": self.acceptance_by_depth,
+            "tokens_per_round": self.tokens_per_round,
+            "tokens_per_round_histogram": {str(k): v for k, v in self.tokens_per_round_histogram.items()},
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+            "prompt_seconds": self.prompt_seconds,
+            "total_seconds": self.total_seconds,
+            "policy_state": dict(self.policy_state),
+        }
