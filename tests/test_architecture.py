@@ -84,13 +84,14 @@ def _imported_rooms(nodes: Iterator[ast.AST], path: Path, package: Path) -> Iter
     rooms = {_room(p, package) for p in package.rglob("*.py")}
     here = list(path.relative_to(package.parent).parts[:-1])
     for node in nodes:
-        targets: list[list[str]] = []
         if isinstance(node, ast.Import):
             targets = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
             targets = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
         for target in targets:
             if target[0] == package.name:
                 yield target[1] if len(target) > 1 and target[1] in rooms else "__init__", node.lineno
@@ -282,7 +283,9 @@ def project() -> dict[str, Any]:
 
 def test_version_is_kept_in_one_place(project: dict[str, Any]) -> None:
     assert "version" in project["dynamic"]  # hatchling reads __version__
-    assert version("ssd_generation") == ssd_generation.__version__, "installed before the version changed: install again"
+    assert version("ssd_generation") == ssd_generation.__version__, (
+        "installed before the version changed: install again"
+    )
 
 
 # Extras that the tests need, and so are tried at their lower bounds too.
@@ -304,8 +307,8 @@ def test_minimum_versions_are_the_lower_bounds(project: dict[str, Any]) -> None:
     pinned: dict[str, str] = {}
     for line in (ROOT / ".ci" / "minimum-versions.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
-            name, _, number = line.partition("==")
-            pinned[canonicalize_name(name)] = number
+            package, _, number = line.partition("==")
+            pinned[canonicalize_name(package)] = number
 
     def released(number: str) -> tuple[int, ...]:
         return tuple(int(part) for part in re.sub(r"(\.0)+$", "", number).split("."))
