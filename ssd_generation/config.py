@@ -1,0 +1,1068 @@
+"""What to skip, how to draft, and where a config came from: parameters that check themselves and are stored as JSON."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import numbers
+import operator
+import os
+import platform
+import sys
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import date, datetime, timezone
+from itertools import pairwise
+from pathlib import Path, PureWindowsPath
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "CONFIG_NAME",
+    "FORMAT_VERSION",
+    "POLICIES",
+    "PRESETS",
+    "Costs",
+    "DraftingConfig",
+    "Provenance",
+    "SelfSpeculativeConfig",
+    "SkipConfig",
+]
+
+CONFIG_NAME = "self_speculative_config.json"
+FORMAT_VERSION = 1
+POLICIES = ("fixed", "confidence")
+
+# What `from_pretrained` hands on to `huggingface_hub.hf_hub_download`. Checked for local paths too, so that a misspelt
+# keyword never passes in silence.
+_HUB_KEYWORDS = (
+    "cache_dir",
+    "endpoint",
+    "etag_timeout",
+    "force_download",
+    "headers",
+    "local_dir",
+    "local_files_only",
+    "subfolder",
+    "token",
+    "user_agent",
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Skip set
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SkipConfig:
+    """The sub-layers that the draft leaves out.
+
+    `len(skip)` is the number of skipped sub-layers, so an empty skip set is false.
+
+    Args:
+        attention: layers whose attention sub-layer is skipped, counted from 0; any sequence or set of integers. Stored
+            as a sorted tuple.
+        mlp: the same for the MLP sub-layers.
+
+    Raises:
+        TypeError: not a sequence, or an entry that is not an integer (a bool is none).
+        ValueError: a negative or repeated layer.
+    """
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+    if TYPE_CHECKING:
+        # Construction takes more than the fields hold; dataclasses would otherwise tie the two types together.
+        def __init__(self, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attention", _layers("attention", self.attention))
+        object.__setattr__(self, "mlp", _layers("mlp", self.mlp))
+
+    def __len__(self) -> int:
+        return len(self.attention) + len(self.mlp)
+
+    def validate_for(self, num_layers: int) -> None:
+        """Check the skip set against a model.
+
+        Args:
+            num_layers: decoder layers of the model, ≥ 1.
+
+        Raises:
+            ValueError: a layer that the model does not have, or no attention sub-layer is left.
+        """
+        num_layers = _integer("num_layers", num_layers, minimum=1)
+        for kind, layers in (("attention", self.attention), ("mlp", self.mlp)):
+            outside = [layer for layer in layers if layer >= num_layers]
+            if outside:
+                raise ValueError(
+                    f"The skip set names {kind} {_listed(outside)}, but the model has {num_layers} layers (0 to "
+                    f"{num_layers - 1}). Use a skip set that was made for this model."
+                )
+        if len(self.attention) == num_layers:
+            raise ValueError(
+                f"The skip set leaves out all {num_layers} attention sub-layers: the draft would not see the context. "
+                "Keep at least one."
+            )
+
+    def to_dict(self) -> dict[str, list[int]]:
+        """`{"attention": [...], "mlp": [...]}`, the format of the Draft & Verify code."""
+        return {"attention": list(self.attention), "mlp": list(self.mlp)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], name: str | None = None) -> SkipConfig:
+        """Read `{"attention": [...], "mlp": [...]}`, or `"attn"` for `"attention"`.
+
+        Args:
+            data: one skip set, or several keyed by model name (the file of the Draft & Verify code).
+            name: which of several.
+
+        Raises:
+            TypeError, ValueError: an unknown key, or a bad value.
+        """
+        data = _without_version(_choose(data, name))
+        if data.keys() & {"skip", "drafting", "costs", "provenance"}:
+            raise ValueError(
+                f"This is a whole config (keys {_listed(data)}), not a skip set. Read it with "
+                "SelfSpeculativeConfig.from_dict and take its `.skip`."
+            )
+        _check_keys(data, ("attention", "mlp"), "a skip set", aliases=("attn",))
+        if "attention" in data and "attn" in data:
+            raise ValueError("The skip set has both 'attention' and 'attn', two names of one thing. Keep 'attention'.")
+        return cls(attention=data.get("attention", data.get("attn", ())), mlp=data.get("mlp", ()))
+
+    @classmethod
+    def preset(cls, name: str) -> SkipConfig:
+        """A published skip set; see `PRESETS`.
+
+        Raises:
+            ValueError: no preset of that name.
+        """
+        return _preset(name).skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Drafting
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DraftingConfig:
+    """How many tokens to draft in a round.
+
+    The defaults are the constants of Draft & Verify (Zhang et al., ACL 2024, arXiv 2309.08168), with its symbols.
+
+    Args:
+        policy: "fixed", always `max_draft_length` tokens, or "confidence", adaptive draft exiting: drafting stops after
+            a token whose draft probability is below a threshold, which follows the acceptance rate.
+        max_draft_length: tokens per round: exactly (fixed) or at most (confidence), ≥ 1.
+        threshold: γ at the start, in [0, 1].
+        target_acceptance: α, the acceptance rate aimed at, in [0, 1].
+        acceptance_smoothing: β1, weight of the old moving average of the acceptance rate, in [0, 1].
+        threshold_smoothing: β2, weight of the old threshold, in [0, 1].
+        threshold_step: ε, how far one round moves the threshold before smoothing, in [0, 1].
+
+    Raises:
+        TypeError: a parameter of the wrong type.
+        ValueError: a parameter out of range, or an unknown policy.
+    """
+
+    policy: str = "confidence"
+    max_draft_length: int = 12
+    threshold: float = 0.6
+    target_acceptance: float = 0.9
+    acceptance_smoothing: float = 0.5
+    threshold_smoothing: float = 0.9
+    threshold_step: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, str):
+            raise TypeError(f"policy must be {_either(POLICIES)}, but got {_show(self.policy)}.")
+        if self.policy not in POLICIES:
+            raise ValueError(
+                f"Unknown draft-length policy {_show(self.policy)}; use {_either(POLICIES)}."
+                f"{_close(self.policy, POLICIES)}"
+            )
+        object.__setattr__(self, "max_draft_length", _integer("max_draft_length", self.max_draft_length, minimum=1))
+        for name in ("threshold", "target_acceptance", "acceptance_smoothing", "threshold_smoothing", "threshold_step"):
+            value = _number(name, getattr(self, name))
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(
+                    f"{name} must lie between 0 and 1, but got {_show(value)}. Choose a value in that range."
+                )
+            object.__setattr__(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All parameters by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DraftingConfig:
+        """The inverse of `to_dict`; a missing parameter keeps its default.
+
+        Raises:
+            TypeError, ValueError: an unknown key or a bad value.
+        """
+        return cls(**_checked(cls, data, "'drafting'"))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What steps cost, measured on one machine.
+
+    Args:
+        plain_step: seconds of one plain decoding step, > 0.
+        draft_step: seconds of one draft step, > 0.
+        verify: pairs (tokens in the verify pass, seconds), ascending in tokens, at least one.
+
+    Raises:
+        TypeError: a value that is not a number, or `verify` is not a sequence of pairs.
+        ValueError: a time that is not positive and finite; token counts that are not ascending, or below 1.
+    """
+
+    plain_step: float
+    draft_step: float
+    verify: tuple[tuple[int, float], ...]
+
+    if TYPE_CHECKING:
+
+        def __init__(self, plain_step: float, draft_step: float, verify: Iterable[Sequence[float]]) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain_step", _seconds("plain_step", self.plain_step))
+        object.__setattr__(self, "draft_step", _seconds("draft_step", self.draft_step))
+        expected = "a sequence of (tokens, seconds) pairs, such as [(1, 0.031), (4, 0.035)]"
+        if isinstance(self.verify, (str, bytes, Mapping)) or not isinstance(self.verify, Iterable):
+            raise TypeError(f"verify must be {expected}, but got {_show(self.verify)}.")
+        verify: list[tuple[int, float]] = []
+        for pair in self.verify:
+            if isinstance(pair, (str, bytes, Mapping, set, frozenset)) or not isinstance(pair, Iterable):
+                raise TypeError(f"verify must be {expected}, but it has {_show(pair)}.")
+            entry: tuple[Any, ...] = tuple(pair)
+            if len(entry) != 2:
+                raise ValueError(f"verify must be {expected}, but it has {_show(pair)}.")
+            tokens = _integer("A token count in verify", entry[0], minimum=1)
+            if verify and tokens <= verify[-1][0]:
+                raise ValueError(
+                    f"The token counts in verify must ascend, each once, but {tokens} comes after {verify[-1][0]}. "
+                    "Sort the pairs by tokens and keep one per count."
+                )
+            verify.append((tokens, _seconds(f"The time of verifying {tokens} tokens", entry[1])))
+        if not verify:
+            raise ValueError(
+                f"verify must be {expected}, but it is empty. Measure at least one verify pass, or leave out the costs."
+            )
+        object.__setattr__(self, "verify", tuple(verify))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All costs by name; `verify` as lists of two."""
+        return {
+            "plain_step": self.plain_step,
+            "draft_step": self.draft_step,
+            "verify": [[tokens, seconds] for tokens, seconds in self.verify],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Costs:
+        """The inverse of `to_dict`.
+
+        Raises:
+            TypeError, ValueError: an unknown or missing key, or a bad value.
+        """
+        values = _checked(cls, data, "'costs'")
+        missing = [f.name for f in fields(cls) if f.name not in values]
+        if missing:
+            raise ValueError(f"'costs' lacks {_listed(missing)}. Measure them too, or leave out 'costs'.")
+        return cls(**values)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Provenance
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _FrozenMapping(Mapping[str, str]):
+    """A mapping that can be hashed, pickled and not changed; equal to a dict of the same items."""
+
+    def __init__(self, items: Mapping[str, str]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> str:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a config came from: on which model, with what, and when. All of it is optional.
+
+    Args:
+        model_id: Hub id of the model, or the name of its folder.
+        model_type: its architecture, such as "llama", as in the config of its text model.
+        num_layers: its number of decoder layers, ≥ 1.
+        revision: commit of its weights on the Hub.
+        dtype: of its weights, such as "bfloat16".
+        attention_implementation: such as "sdpa".
+        device: such as "cpu" or "cuda (NVIDIA H200)".
+        versions: library to version.
+        date: day in UTC, YYYY-MM-DD.
+        source: free text, such as a citation.
+
+    Raises:
+        TypeError: a field of the wrong type.
+        ValueError: `num_layers` below 1, or a date that is none.
+    """
+
+    model_id: str | None = None
+    model_type: str | None = None
+    num_layers: int | None = None
+    revision: str | None = None
+    dtype: str | None = None
+    attention_implementation: str | None = None
+    device: str | None = None
+    versions: Mapping[str, str] | None = None
+    date: str | None = None
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None and f.name not in ("num_layers", "versions") and not isinstance(value, str):
+                raise TypeError(f"{f.name} must be a string or None, but got {_show(value)}.")
+        if self.num_layers is not None:
+            object.__setattr__(self, "num_layers", _integer("num_layers", self.num_layers, minimum=1))
+        if self.versions is not None:
+            if not isinstance(self.versions, Mapping) or not all(
+                isinstance(k, str) and isinstance(v, str) for k, v in self.versions.items()
+            ):
+                raise TypeError(
+                    "versions must map names to version strings, such as {'torch': '2.13.0'}, but got "
+                    f"{_show(self.versions)}."
+                )
+            object.__setattr__(self, "versions", _FrozenMapping(self.versions))
+        if self.date is not None:
+            try:
+                canonical = date.fromisoformat(self.date).isoformat() == self.date
+            except ValueError:
+                canonical = False
+            if not canonical:
+                raise ValueError(
+                    f"date must be a day written YYYY-MM-DD, such as '2025-01-31', but got {_show(self.date)}."
+                )
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> Provenance:
+        """Describe a loaded model and the libraries it runs on.
+
+        A model loaded from a local folder is named by that folder alone (from the Hub's cache: by its Hub id), so that
+        a shared config tells nothing of the machine's directories.
+
+        Args:
+            model: the target model.
+        """
+        import torch
+        import transformers
+
+        config = model.config
+        text_config = config.get_text_config(decoder=True)
+        model_id, revision = _model_identity(getattr(config, "_name_or_path", None) or "")
+        device = torch.device(model.device)
+        described = device.type
+        if device.type == "cuda":
+            described = f"cuda ({torch.cuda.get_device_name(device)})"
+        return cls(
+            model_id=model_id,
+            model_type=text_config.model_type,
+            num_layers=text_config.num_hidden_layers,
+            revision=getattr(config, "_commit_hash", None) or revision,
+            dtype=str(model.dtype).removeprefix("torch."),
+            attention_implementation=getattr(text_config, "_attn_implementation", None),
+            device=described,
+            versions={
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "transformers": transformers.__version__,
+                "ssd_generation": _own_version(),
+            },
+            date=datetime.now(timezone.utc).date().isoformat(),
+        )
+
+    def __repr__(self) -> str:
+        known = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in known if v is not None)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The known fields by name."""
+        known = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        if self.versions is not None:
+            known["versions"] = dict(self.versions)
+        return known
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Provenance:
+        """The inverse of `to_dict`.
+
+        Raises:
+            TypeError, ValueError: an unknown key or a bad value.
+        """
+        return cls(**_checked(cls, data, "'provenance'"))
+
+
+def _model_identity(name_or_path: str) -> tuple[str | None, str | None]:
+    """Hub id (or folder name) and, if the path tells it, revision of what `from_pretrained` was given."""
+    parts = PureWindowsPath(name_or_path).parts  # splits at both kinds of slash
+    for position, part in enumerate(parts):
+        # The Hub's cache: …/models--org--name/snapshots/<commit>
+        if part.startswith("models--"):
+            hub_id = "/".join(part.removeprefix("models--").split("--", 1))
+            below = parts[position + 1 :]
+            return hub_id, below[1] if len(below) > 1 and below[0] == "snapshots" else None
+    if _looks_like_path(name_or_path) or os.path.isdir(name_or_path):
+        # `or None`: the root of a file system has no name.
+        return os.path.basename(os.path.abspath(os.path.expanduser(name_or_path.replace("\\", "/")))) or None, None
+    return name_or_path or None, None
+
+
+def _own_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ssd_generation")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return str(getattr(sys.modules.get("ssd_generation"), "__version__", "unknown"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The whole
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelfSpeculativeConfig:
+    """Everything `generate(self_speculative=…)` needs to know.
+
+    Args:
+        skip: the sub-layers that the draft leaves out.
+        drafting: how many tokens to draft in a round.
+        costs: measured costs of the steps, or None.
+        provenance: where the config came from, or None. Where it names a model type or a number of layers, the config
+            refuses any other model.
+
+    Raises:
+        TypeError: a part of the wrong type.
+        ValueError: a skip set that does not fit the number of layers in `provenance`.
+    """
+
+    skip: SkipConfig = field(default_factory=SkipConfig)
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
+    costs: Costs | None = None
+    provenance: Provenance | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("skip", SkipConfig),
+            ("drafting", DraftingConfig),
+            ("costs", Costs),
+            ("provenance", Provenance),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, kind) or (value is None and name in ("costs", "provenance")):
+                continue
+            hint = " To read dicts, use SelfSpeculativeConfig.from_dict." if isinstance(value, Mapping) else ""
+            raise TypeError(f"{name} must be a {kind.__name__}, but got {_show(value)}.{hint}")
+        if self.provenance is not None and self.provenance.num_layers is not None:
+            self.skip.validate_for(self.provenance.num_layers)
+
+    def validate_for(self, num_layers: int, model_type: str | None = None) -> None:
+        """Check the config against a model.
+
+        Args:
+            num_layers: decoder layers of the model, ≥ 1.
+            model_type: `model.config.get_text_config(decoder=True).model_type`, as `Provenance.from_model` records it
+                (in multimodal models it differs from `model.config.model_type`), or None not to check it.
+
+        Raises:
+            ValueError: the config was made for a model of another type or number of layers, or its skip set does not
+                fit.
+        """
+        num_layers = _integer("num_layers", num_layers, minimum=1)
+        made_for = self.provenance
+        if made_for is not None:
+            named = f" ({made_for.model_id})" if made_for.model_id else ""
+            advice = "Use a config that was made for this model."
+            if model_type is not None and made_for.model_type not in (None, model_type):
+                raise ValueError(
+                    f"This config was made for a model of type {made_for.model_type!r}{named}, but the model is of "
+                    f"type {model_type!r}. {advice}"
+                )
+            if made_for.num_layers not in (None, num_layers):
+                raise ValueError(
+                    f"This config was made for a model with {made_for.num_layers} layers{named}, but the model has "
+                    f"{num_layers}. {advice}"
+                )
+        self.skip.validate_for(num_layers)
+
+    @classmethod
+    def preset(cls, name: str) -> SelfSpeculativeConfig:
+        """A published config; see `PRESETS`.
+
+        Raises:
+            ValueError: no preset of that name.
+        """
+        return _preset(name)
+
+    # -- dict and JSON -------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict that JSON can hold; `costs` and `provenance` only where there are any."""
+        data: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "skip": self.skip.to_dict(),
+            "drafting": self.drafting.to_dict(),
+        }
+        if self.costs is not None:
+            data["costs"] = self.costs.to_dict()
+        if self.provenance is not None:
+            data["provenance"] = self.provenance.to_dict()
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], name: str | None = None) -> SelfSpeculativeConfig:
+        """Read a config.
+
+        Args:
+            data: what `to_dict` gives (parts may be missing), a skip set alone as `SkipConfig.from_dict` reads it, or
+                several of either keyed by model name.
+            name: which of several.
+
+        Raises:
+            TypeError, ValueError: an unknown key, a newer format, or a bad value.
+        """
+        data = _without_version(_choose(data, name))
+        if data.keys() & set(_SKIP_KEYS) and not data.keys() & set(_PARTS):
+            return cls(skip=SkipConfig.from_dict(data))
+        flat = [key for key in _SKIP_KEYS if key in data]
+        if flat:
+            raise ValueError(
+                f"The config has {_listed(flat)} beside its other parts. Put {_listed(flat)} under 'skip'."
+            )
+        _check_keys(
+            data,
+            ("format_version", *_PARTS),
+            "a config (which can also be a skip set alone: 'attention' and 'mlp')",
+            aliases=_SKIP_KEYS,
+        )
+        # The two optional parts may be null, the others may not: an explicit null there is more likely a mistake.
+        return cls(
+            skip=SkipConfig.from_dict(data["skip"]) if "skip" in data else SkipConfig(),
+            drafting=DraftingConfig.from_dict(data["drafting"]) if "drafting" in data else DraftingConfig(),
+            costs=Costs.from_dict(data["costs"]) if data.get("costs") is not None else None,
+            provenance=Provenance.from_dict(data["provenance"]) if data.get("provenance") is not None else None,
+        )
+
+    def to_json_string(self) -> str:
+        """The config as JSON, layer lists on one line, with a final newline."""
+        return _pretty(self.to_dict()) + "\n"
+
+    @classmethod
+    def from_json_file(cls, path: str | os.PathLike[str], name: str | None = None) -> SelfSpeculativeConfig:
+        """Read a JSON file in any format of `from_dict`.
+
+        Args:
+            path: the file.
+            name: which of several configs in the file.
+
+        Raises:
+            FileNotFoundError: no such file.
+            TypeError, ValueError: malformed JSON (the message names file and line), an unknown key, or a bad value.
+        """
+        shown = os.path.expanduser(os.fspath(path))
+        data = _read_json(shown)
+        # Which file was wrong is what a user needs first; the parsers below know only the dict.
+        try:
+            return cls.from_dict(data, name)
+        except TypeError as error:
+            raise TypeError(f"{shown}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} {_pretty(self.to_dict())}"
+
+    __str__ = __repr__
+
+    # -- folders and the Hub -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained: str | os.PathLike[str],
+        name: str | None = None,
+        revision: str | None = None,
+        **hub_kwargs: Any,
+    ) -> SelfSpeculativeConfig:
+        """Load a config from a folder, a JSON file or the Hub.
+
+        What exists on disk comes first; then the names of `PRESETS`; then the Hub, unless the string looks like a path.
+
+        Args:
+            pretrained: a folder that holds `self_speculative_config.json`, a JSON file (any format of `from_dict`), a
+                preset's name, or a Hub id.
+            name: which config, where the file holds several.
+            revision: branch, tag or commit on the Hub; of no effect on local files.
+            **hub_kwargs: `token`, `cache_dir`, `local_files_only`, `subfolder`, … for
+                `huggingface_hub.hf_hub_download`. `subfolder` works for a local folder too.
+
+        Raises:
+            FileNotFoundError: there is no such file or folder, the folder holds no config, or the Hub could not give
+                one.
+            TypeError, ValueError: the file is malformed, or a keyword is unknown.
+        """
+        unknown = [key for key in hub_kwargs if key not in _HUB_KEYWORDS]
+        if unknown:
+            raise TypeError(
+                f"from_pretrained got an unknown keyword {unknown[0]!r}; allowed are name, revision, "
+                f"{', '.join(_HUB_KEYWORDS)}.{_close(unknown[0], ('name', 'revision', *_HUB_KEYWORDS))}"
+            )
+        if not isinstance(pretrained, (str, os.PathLike)):
+            raise TypeError(
+                f"from_pretrained takes a folder, a JSON file or a Hub id, but got {_show(pretrained)}. To read a "
+                "dict, use SelfSpeculativeConfig.from_dict."
+            )
+        given = os.fspath(pretrained)
+        path = os.path.expanduser(given)
+        if os.path.isdir(path):
+            subfolder = hub_kwargs.get("subfolder")
+            return cls.from_json_file(_config_in(os.path.join(path, subfolder) if subfolder else path), name)
+        if os.path.exists(path):
+            return cls.from_json_file(path, name)
+        if given in PRESETS and isinstance(pretrained, str):
+            if name is not None:
+                raise ValueError(f"{given!r} is a preset and holds a single config. Leave out name={name!r}.")
+            return PRESETS[given]
+        if not isinstance(pretrained, str) or not given or _looks_like_path(given):
+            raise FileNotFoundError(
+                f"There is no file or folder {_show(given)}. Give a folder that holds {CONFIG_NAME}, a JSON file, or a "
+                "Hub id such as 'user/repo'."
+            )
+        return cls.from_json_file(_download(given, revision, hub_kwargs), name)
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **push_kwargs: Any,
+    ) -> Path:
+        """Write `self_speculative_config.json` into a folder, whole or not at all.
+
+        Args:
+            folder: made if it does not exist.
+            push_to_hub: also upload the config.
+            repo_id: where to; the folder's name if None.
+            **push_kwargs: `private`, `token`, `commit_message`, … for `push_to_hub`.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ValueError: `folder` is a file, or `repo_id` or `push_kwargs` are given without `push_to_hub=True`.
+        """
+        if not push_to_hub and (repo_id is not None or push_kwargs):
+            given = [*(["repo_id"] if repo_id is not None else []), *push_kwargs]
+            raise ValueError(
+                f"{_listed(given)} has an effect only when pushing. Add push_to_hub=True, or leave it out."
+            )
+        target = Path(os.path.expanduser(os.fspath(folder)))
+        if target.exists() and not target.is_dir():
+            raise ValueError(
+                f"save_pretrained needs a folder, but {str(target)!r} is a file. Give the folder it lies in."
+            )
+        target.mkdir(parents=True, exist_ok=True)
+        path = target / CONFIG_NAME
+        _write_whole(path, self.to_json_string())
+        if push_to_hub:
+            self.push_to_hub(repo_id if repo_id is not None else target.absolute().name, **push_kwargs)
+        return path
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Upload self-speculative decoding config",
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> CommitInfo:
+        """Upload the config to a model repository on the Hub, which is made if it does not exist.
+
+        Args:
+            repo_id: such as "user/repo".
+            private: whether a new repository is private; None for the account's default.
+            token: of the Hub; None for the one of `hf auth login`.
+            commit_message: of the commit.
+            revision: branch to commit to; None for the main one.
+            create_pr: propose the change instead, as for a model that is someone else's.
+
+        Returns:
+            What the Hub says of the commit.
+        """
+        import huggingface_hub
+
+        api = huggingface_hub.HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        return api.upload_file(
+            path_or_fileobj=self.to_json_string().encode(),
+            path_in_repo=CONFIG_NAME,
+            repo_id=repo.repo_id,
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+_SKIP_KEYS = ("attention", "attn", "mlp")
+_PARTS = ("skip", "drafting", "costs", "provenance")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _looks_like_path(text: str) -> bool:
+    """Whether a string cannot be meant as a Hub id ("name" or "user/name")."""
+    return (
+        text.endswith((".json", "/"))
+        or text.startswith((".", "/", "~"))
+        or "\\" in text
+        or text.count("/") > 1
+        or bool(PureWindowsPath(text).drive)
+    )
+
+
+def _config_in(folder: str) -> str:
+    path = os.path.join(folder, CONFIG_NAME)
+    if os.path.exists(path):
+        return path
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"There is no folder {folder!r}. Check `subfolder`.")
+    others = sorted(entry for entry in os.listdir(folder) if entry.endswith(".json"))
+    found = f"; its JSON files are {_listed(others)}" if others else ""
+    raise FileNotFoundError(
+        f"The folder {folder!r} holds no {CONFIG_NAME}{found}. Give the path of the JSON file itself, or write a "
+        "config there with save_pretrained."
+    )
+
+
+def _download(repo_id: str, revision: str | None, hub_kwargs: Mapping[str, Any]) -> str:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return str(huggingface_hub.hf_hub_download(repo_id, CONFIG_NAME, revision=revision, **hub_kwargs))
+    except (
+        errors.EntryNotFoundError,  # its subclass LocalEntryNotFoundError: the Hub cannot be reached
+        errors.HFValidationError,
+        errors.HfHubHTTPError,
+        errors.OfflineModeIsEnabled,
+    ) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        at = f" (revision {revision!r})" if revision is not None else ""
+        raise FileNotFoundError(
+            f"Found no config {_show(repo_id)}: there is no folder and no JSON file of that name here, it is no preset "
+            f"({', '.join(PRESETS)}), and as a Hub id{at} it gave no {CONFIG_NAME}: {reason} Check the spelling; for "
+            "the Hub, also the connection and, if the repository is private or gated, `token`."
+        ) from error
+
+
+def _read_json(path: str) -> Any:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"There is no file {path!r}. Check the path, or write one with save_pretrained."
+        ) from None
+    except IsADirectoryError:
+        raise ValueError(f"{path!r} is a folder, not a JSON file. Use from_pretrained for folders.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path!r} is not a JSON file in UTF-8 ({error}). Save it as UTF-8 text.") from error
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}, line {error.lineno}, column {error.colno}: malformed JSON ({error.msg}). Correct the file there."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r} stands twice in one object. Keep one of the two.")
+    return data
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that nobody ever sees a part of it."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        # Not `tempfile`, whose files are readable by their owner only: a config is there to be shared.
+        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _pretty(value: Any, indent: str = "") -> str:
+    """JSON with objects spread over lines and lists on one."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    inner = indent + "  "
+    items = (f"{inner}{json.dumps(key, ensure_ascii=False)}: {_pretty(item, inner)}" for key, item in value.items())
+    return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading dicts
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _choose(data: Any, name: str | None) -> Mapping[str, Any]:
+    """The one config that is meant, out of a dict that may hold several keyed by model name."""
+    if not isinstance(data, Mapping):
+        raise TypeError(
+            f"A config is a JSON object (a dict), such as {{'attention': [3, 5], 'mlp': [6]}}, but got {_show(data)}."
+        )
+    # A dict of dicts without any key of ours, one of which has a skip set: the last condition keeps a misspelt key, as
+    # in {"drafing": {…}}, from passing for a model's name.
+    several = (
+        not data.keys() & {"format_version", *_SKIP_KEYS, *_PARTS}
+        and all(isinstance(entry, Mapping) for entry in data.values())
+        and any(entry.keys() & {"skip", *_SKIP_KEYS} for entry in data.values())
+    )
+    if not several:
+        if name is not None:
+            raise ValueError(f"This is a single config, not several keyed by model name. Leave out name={name!r}.")
+        return data
+    if name is None:
+        if len(data) > 1:
+            raise ValueError(f"There are configs for several models: {_listed(data)}. Choose one with name=….")
+        (entry,) = data.values()
+    elif name in data:
+        entry = data[name]
+    else:
+        raise ValueError(f"There is no config named {_show(name)}; there are {_listed(data)}.{_close(name, data)}")
+    chosen: Mapping[str, Any] = entry
+    return chosen
+
+
+def _without_version(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "format_version" not in data:
+        return data
+    version = _integer("format_version", data["format_version"], minimum=1)
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"The config is in format_version {version}, but this ssd_generation reads up to {FORMAT_VERSION}. Update "
+            "the package, or save the config with the version installed here."
+        )
+    return {key: value for key, value in data.items() if key != "format_version"}
+
+
+def _checked(cls: type[Any], data: Any, what: str) -> dict[str, Any]:
+    """The keyword arguments of a dataclass, out of a dict."""
+    names = tuple(f.name for f in fields(cls))
+    if not isinstance(data, Mapping):
+        raise TypeError(
+            f"{what} must be a JSON object (a dict) with keys of {', '.join(names)}, but got {_show(data)}."
+        )
+    _check_keys(data, names, what)
+    return dict(data)
+
+
+def _check_keys(data: Mapping[str, Any], allowed: Sequence[str], what: str, aliases: Sequence[str] = ()) -> None:
+    for key in data:
+        if key not in allowed and key not in aliases:
+            raise ValueError(
+                f"Unknown key {_show(key)} in {what}; allowed are {_listed(allowed)}."
+                f"{_close(key, (*allowed, *aliases))}"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values and messages
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _integer(name: str, value: Any, minimum: int) -> int:
+    number = _index(value)
+    if number is None:
+        raise TypeError(f"{name} must be an integer, at least {minimum}, but got {_show(value)}.")
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, but got {_show(number)}. Choose a larger number.")
+    return number
+
+
+def _index(value: Any) -> int | None:
+    """An integer of whatever library as an int; None for anything else, bools (numpy's and torch's too) among it."""
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, but got {_show(value)}.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a float: {_show(value)}. Choose a smaller number.") from None
+
+
+def _seconds(name: str, value: Any) -> float:
+    seconds = _number(name, value)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(
+            f"{name} must be a positive, finite number of seconds, but got {_show(value)}. Measure it again."
+        )
+    return seconds
+
+
+def _layers(kind: str, value: Any) -> tuple[int, ...]:
+    try:
+        entries = None if isinstance(value, (str, bytes, Mapping)) else list(value)
+    except TypeError:
+        entries = None
+    if entries is None:
+        raise TypeError(
+            f"{kind} must be a sequence of layer numbers, such as [3, 5] ([] to skip none), but got {_show(value)}."
+        )
+    layers: list[int] = []
+    for entry in entries:
+        layer = _index(entry)
+        if layer is None:
+            raise TypeError(
+                f"{kind} has {_show(entry)}, which is not an integer. Give the numbers of the layers to skip, counted "
+                "from 0."
+            )
+        if layer < 0:
+            raise ValueError(
+                f"{kind} has the negative layer {layer}. Layers are counted from 0; give the number itself."
+            )
+        layers.append(layer)
+    layers.sort()
+    for layer, following in pairwise(layers):
+        if layer == following:
+            raise ValueError(f"{kind} has layer {layer} more than once. Name each layer once, counted from 0.")
+    return tuple(layers)
+
+
+def _show(value: Any) -> str:
+    """A value as a message shows it: short."""
+    try:
+        text = repr(value)
+    except Exception:  # such as an integer with more digits than Python prints
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(_show(value) for value in values)
+
+
+def _either(values: Sequence[str]) -> str:
+    return " or ".join(repr(value) for value in values)
+
+
+def _close(word: Any, allowed: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Published skip sets
+# ----------------------------------------------------------------------------------------------------------------------
+
+_DRAFT_AND_VERIFY = (
+    "Zhang et al., Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding, ACL 2024, "
+    "arXiv 2309.08168; https://github.com/dilab-zju/self-speculative-decoding"
+)
+
+
+def _published(model_id: str, num_layers: int, attention: str, mlp: str) -> SelfSpeculativeConfig:
+    return SelfSpeculativeConfig(
+        skip=SkipConfig(attention=map(int, attention.split()), mlp=map(int, mlp.split())),
+        provenance=Provenance(model_id=model_id, model_type="llama", num_layers=num_layers, source=_DRAFT_AND_VERIFY),
+    )
+
+
+#: The skip sets that Draft & Verify published, by the names of its authors.
+PRESETS: Mapping[str, SelfSpeculativeConfig] = MappingProxyType(
+    {
+        "llama-2-13b": _published(
+            "llama-2-13b",
+            40,
+            attention="3 5 6 8 10 11 14 15 18 22 23 24 25 26 27 28 29 30 31 33 34 35 36 37",
+            mlp="6 9 10 11 15 24 25 27 28 35",
+        ),
+        "llama-2-13b-chat": _published(
+            "llama-2-13b-chat",
+            40,
+            attention="7 8 9 10 11 14 15 18 22 23 24 26 27 28 29 30 31 32 33 34 35 36 37 38",
+            mlp="7 10 11 14 27 30 32 33 37 38",
+        ),
+        "codellama-13b": _published(
+            "codellama-13b",
+            40,
+            attention="5 6 9 10 11 14 15 16 21 23 24 26 27 28 29 30 31 32 34 35 36 37",
+            mlp="10 11 12 14 15 25 26 27 30 32 33 34",
+        ),
+        "llama-2-70b": _published(
+            "llama-2-70b",
+            80,
+            attention=(
+                "10 11 13 14 16 18 19 20 21 22 25 27 28 29 30 31 35 41 43 45 46 47 48 49 50 51 52 53 54 55 56 57 58 60 "
+                "61 62 63 65 66 67 68 69 70 74 75 78 79"
+            ),
+            mlp=(
+                "2 4 9 10 13 14 16 20 21 22 24 25 26 27 28 29 31 34 37 41 47 48 49 50 53 54 55 57 58 60 62 63 66 "
+                "67 68 70 76"
+            ),
+        ),
+    }
+)
+
+
+def _preset(name: str) -> SelfSpeculativeConfig:
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ValueError(f"There is no preset {_show(name)}; there are {_listed(PRESETS)}.{_close(name, PRESETS)}")
+    return PRESETS[name]
