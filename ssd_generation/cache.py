@@ -22,10 +22,10 @@ __all__ = [
     "SpareRoomLayer",
     "SpareRoomSlidingLayer",
     "add_spare_room",
-    "align_rows",
     "drop_spare_room",
     "keep_length",
-    "restore_rows",
+    "move_rows",
+    "trim_windows",
 ]
 
 _MIN_SPARE = 32
@@ -50,14 +50,14 @@ class _Room:
     start: int
     end: int
 
-    def _reallocate(self, needed: int) -> None:
-        """Move the valid slots to the front of a room with `needed` slots behind them, and some to spare."""
+    def _reallocate(self, needed: int, drafted: int = 0) -> None:
+        """Move the valid slots, and `drafted` ones behind them, to the front of a room with `needed` slots behind the valid ones."""
         assert self.key_room is not None and self.value_room is not None
         length = self.end - self.start
         rooms = []
         for room in (self.key_room, self.value_room):
             larger = _new_room(room, length + needed + _spare(length + needed))
-            larger[:, :, :length] = room[:, :, self.start : self.end]
+            larger[:, :, : length + drafted] = room[:, :, self.start : self.end + drafted]
             rooms.append(larger)
         self.key_room, self.value_room = rooms
         self.start, self.end = 0, length
@@ -104,12 +104,15 @@ class SpareRoomLayer(_Room, DynamicLayer):
         ) and self.keys.shape[2]:
             self._adopt(self.keys, self.values)
 
-    def reserve(self, slots: int) -> None:
-        """Make sure that `slots` more slots fit behind the valid ones. What the layer holds does not change."""
+    def reserve(self, slots: int, drafted: int = 0) -> None:
+        """Make sure that `slots` slots fit behind the valid ones. What the layer holds does not change.
+
+        The first `drafted` of those slots hold a draft already, which is kept.
+        """
         self._sync()
         assert self.key_room is not None
         if self.end + slots > self.key_room.shape[2]:
-            self._reallocate(slots)
+            self._reallocate(slots, drafted)
             self._show()
 
     def update(
@@ -142,33 +145,21 @@ class SpareRoomLayer(_Room, DynamicLayer):
         self.key_room = self.value_room = None
         self.start = self.end = 0
 
-    def align_rows(self, drops: Sequence[int]) -> None:
-        """See `align_rows`."""
+    def move_rows(self, moves: Sequence[int], slots: int) -> None:
+        """See `move_rows`."""
         if not self.is_initialized:
             return
         self._sync()
-        self.end -= min(drops)
-        self._shift_rows([drop - min(drops) for drop in drops])
-        self._show()
-
-    def _shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move row r of the valid slots by `shifts[r]` slots: to the right where positive, to the left where negative."""
         assert self.key_room is not None and self.value_room is not None
-        for row, shift in enumerate(shifts):
-            length = self.end - self.start - abs(shift)
-            if shift == 0 or length <= 0:
+        end = self.end - (self.get_seq_length() - slots)
+        for row, move in enumerate(moves):
+            source, target = self.start + max(-move, 0), self.start + max(move, 0)
+            length = min(end - target, self.end - source)
+            if move == 0 or length <= 0:
                 continue
-            source, target = (self.start, self.start + shift) if shift > 0 else (self.start - shift, self.start)
             for room in (self.key_room, self.value_room):
                 room[row, :, target : target + length] = room[row, :, source : source + length].clone()
-
-    def restore_rows(self, shifts: Sequence[int], length: int) -> None:
-        """See `restore_rows`."""
-        if not self.is_initialized:
-            return
-        self._sync()
-        self._shift_rows([-shift for shift in shifts])
-        self.end = length
+        self.end = end
         self._show()
 
 
@@ -208,13 +199,13 @@ class SpareRoomSlidingLayer(SpareRoomLayer):
         if self.keys.shape[2] and (self.keys.data_ptr() != view.data_ptr() or self.keys.shape != view.shape):
             self._adopt(self.keys, self.values)
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, drafted: int = 0) -> None:
         self._sync()
         assert self.key_room is not None
         if self.end + slots > self.key_room.shape[2]:
             # Older slots than these no pass can see any more, not even after this one is rolled back.
             self.start = max(self.start, self.end - self.sliding_window + 1 - self.history)
-            self._reallocate(slots)
+            self._reallocate(slots, drafted)
             self._show()
 
     def update(
@@ -259,19 +250,9 @@ class SpareRoomSlidingLayer(SpareRoomLayer):
         super().reset()
         self.cumulative_length = 0
 
-    def align_rows(self, drops: Sequence[int]) -> None:
-        super().align_rows(drops)
-        self.cumulative_length -= min(drops)
-
-    def restore_rows(self, shifts: Sequence[int], length: int) -> None:
-        if not self.is_initialized:
-            return
-        self._sync()
-        self._shift_rows([-shift for shift in shifts])
-        self.end -= self.cumulative_length - length
-        self.cumulative_length = length
-        assert self.end >= self.start
-        self._show()
+    def move_rows(self, moves: Sequence[int], slots: int) -> None:
+        super().move_rows(moves, slots)
+        self.cumulative_length = slots
 
 
 def _sliding_mask_sizes(seen: int, window: int, query_length: int) -> tuple[int, int]:
@@ -304,7 +285,7 @@ class _DraftLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         base, count = self.base, key_states.shape[2]
-        base.reserve(self.drafted + count)
+        base.reserve(self.drafted + count, self.drafted)
         assert base.key_room is not None and base.value_room is not None
         base._write(base.end + self.drafted, key_states, value_states)
         first = self._first_visible()
@@ -498,37 +479,32 @@ def trim_windows(cache: Cache) -> None:
             layer.trim()
 
 
-def align_rows(cache: Cache, drops: Sequence[int]) -> None:
-    """Take the last `drops[r]` tokens of row r out of the cache and align the rows at the right again.
+def move_rows(cache: Cache, moves: Sequence[int], slots: int) -> None:
+    """Move each row of a cache along its slots, and make the cache end at slot `slots`.
 
-    The cache gets `min(drops)` slots shorter. A row that dropped more than that moves to the right, and the slots that become
-    free at its left hold rubbish: the caller masks them, as any left padding.
+    What a row no longer covers at its left holds rubbish: the caller masks it, as any left padding.
 
     Args:
-        cache: the cache, of `len(drops)` rows.
-        drops: tokens to drop, per row.
+        cache: the cache, of `len(moves)` rows.
+        moves: slots to move each row by: to the right where positive, to the left where negative. A row that moves to the left
+            brings in what lay behind slot `slots`.
+        slots: the new length, at most the present one.
 
     Raises:
-        ValueError: rows differ and a layer is of a class that this library does not know how to align.
+        ValueError: rows move, and a layer is of a class that this library does not know how to move rows in.
     """
-    if len(set(drops)) == 1:
-        cache.crop(-drops[0])
+    if not any(moves):
+        # The caller counts in slots; a layer of a KV-sharing or hybrid cache may have no length of its own.
+        cache.crop(slots - int(cache.get_seq_length()))
         return
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, SpareRoomLayer):
-            layer.align_rows(drops)
+            layer.move_rows(moves, slots)
         elif isinstance(layer, CacheLayerMixin):
             raise ValueError(
-                f"Rows of a batch accepted different numbers of tokens, and cache layer {index} ({type(layer).__name__}) cannot "
-                "be aligned row by row. Generate one prompt at a time with this model or cache."
+                f"Rows of a batch accepted different numbers of tokens, and the rows of cache layer {index} "
+                f"({type(layer).__name__}) cannot be moved. Generate one prompt at a time with this model or cache."
             )
-
-
-def restore_rows(cache: Cache, shifts: Sequence[int], length: int) -> None:
-    """Undo the moves of `align_rows`: row r moves `shifts[r]` slots to the left, and all rows end at slot `length`."""
-    for layer in cache.layers:
-        if isinstance(layer, SpareRoomLayer):
-            layer.restore_rows(shifts, length)
 
 
 def keep_length(cache: Any, skipped: frozenset[int], num_layers: int) -> None:

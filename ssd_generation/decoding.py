@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import logits_process
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .cache import SpareRoomSlidingLayer, add_spare_room, align_rows, restore_rows, trim_windows
+from .cache import SpareRoomSlidingLayer, add_spare_room, move_rows, trim_windows
 from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
 from .statistics import SpeculationStatistics
 from .verification import accept_greedy, accept_sampled
@@ -98,12 +98,6 @@ class SelfSpeculativeDecoding:
         limit = stopping_criteria.max_length
         self.max_length = int(limit) if limit is not None else sys.maxsize
         self.processors_are_blind = all(isinstance(p, _BLIND_PROCESSORS) for p in logits_processor)
-        # transformers' own processors look at one row at a time, but for the one that is told the row's number.
-        self.processors_are_rowwise = all(
-            type(p).__module__ == logits_process.__name__
-            and not isinstance(p, logits_process.PrefixConstrainedLogitsProcessor)
-            for p in logits_processor
-        )
         self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.eos_token_ids = frozenset(eos.tolist()) if eos is not None and self.stops_at_eos else frozenset()
@@ -191,7 +185,9 @@ class SelfSpeculativeDecoding:
         # Mask over the cached slots and the pending token; `None` while nothing is masked.
         self.mask: torch.Tensor | None = mask
         self.positions: torch.Tensor | None = model_kwargs.pop("position_ids", None)
+        self._watch_rope()
         if self.positions is not None:
+            self.prompt_positions = self.positions[..., : self.prompt_slots]
             # Of the pending token; the block's follow from it.
             self.positions = self.positions[..., -1:].expand(*self.positions.shape[:-2], self.batch, 1).clone()
         # Only ever looked at for their last column behind the prompt.
@@ -230,11 +226,11 @@ class SelfSpeculativeDecoding:
         room = []
         for row in range(self.batch):
             lead = self.lengths[row] - (self.prompt + self.steps)
-            limit = min(self.max_length - self.lengths[row], self.max_lead - lead)
-            if active[row] and limit < 1:
-                active[row] = False
-            room.append(limit if active[row] else 1)
-        limit = self._rope_limit(max(room) - 1)
+            room.append(min(self.max_length - self.lengths[row], self.max_lead - lead))
+            active[row] = active[row] and room[row] > 0
+        rope_limit = self._wait_for_rope(active)
+        room = [most if active[row] else 1 for row, most in enumerate(room)]
+        limit = min(max(room) - 1, rope_limit)
         length = self.generator.policy.draft_length(limit) if limit > 0 else 0
         draft = self._draft(length, [min(r - 1, length) for r in room]) if length else None
         count = 0 if draft is None else draft.tokens.shape[1]
@@ -305,6 +301,11 @@ class SelfSpeculativeDecoding:
         positions = self.positions
         if positions is not None and count:
             positions = positions + torch.arange(block, device=positions.device)
+        ids = new
+        if self.slots == self.rope_switch:
+            # The model may want the whole text, to compute its cache anew; all rows are equally long here.
+            ids = torch.cat((self.tokens[:, : self.lengths[0] - 1], new), dim=1)
+            positions = None if positions is None else self._all_positions(positions)
         extra: dict[str, Any] = {
             key: value[:, -1:].expand(-1, block) if key == "token_type_ids" else value.new_zeros((self.batch, block))
             for key, value in self.token_types.items()
@@ -313,7 +314,7 @@ class SelfSpeculativeDecoding:
         if "logits_to_keep" in kwargs:
             kwargs["logits_to_keep"] = block
         inputs = self.model.prepare_inputs_for_generation(
-            self._aligned_ids(new),
+            ids,
             next_sequence_length=block,
             past_key_values=self.cache,
             attention_mask=mask,
@@ -339,22 +340,27 @@ class SelfSpeculativeDecoding:
         return accept_greedy(draft.tokens, scores, lengths)  # type: ignore[arg-type]
 
     def _move_on(self, added: list[int], block: int) -> None:
-        """Take the rejected tokens out of the cache, and move mask and positions on."""
-        drops = [block - n for n in added]
-        fewest = min(drops)
-        align_rows(self.cache, drops)
-        self.slots += block - fewest
-        moved = [drop - fewest for drop in drops]
-        self.shifts = [shift + move for shift, move in zip(self.shifts, moved, strict=True)]
-        if self.mask is None and any(moved):
-            self.mask = torch.ones((self.batch, self.slots - (block - fewest) + 1), dtype=torch.long, device=self.device)
+        """Take the rejected tokens out of the cache, and move rows, mask and positions on."""
+        # A row's slots end where its accepted tokens do, and all rows end where the longest does.
+        lengths = [self.slots - shift + count for shift, count in zip(self.shifts, added, strict=True)]
+        slots = max(lengths)
+        shifts = [slots - length for length in lengths]
+        moves = [new - old for new, old in zip(shifts, self.shifts, strict=True)]
+        move_rows(self.cache, moves, slots)
+        if self.mask is None and any(moves):
+            self.mask = torch.ones((self.batch, self.slots + 1), dtype=torch.long, device=self.device)
         if self.mask is not None:
-            mask = torch.nn.functional.pad(self.mask, (0, block - fewest), value=1)
-            for row, move in enumerate(moved):
-                if move:
+            # It covers the pending token, too.
+            mask = torch.nn.functional.pad(self.mask, (0, slots - self.slots), value=1)
+            for row, move in enumerate(moves):
+                if move > 0:
                     mask[row, move:] = mask[row, :-move].clone()
                     mask[row, :move] = 0
+                elif move < 0:
+                    mask[row, :move] = mask[row, -move:].clone()
+                    mask[row, move:] = 1
             self.mask = mask
+        self.slots, self.shifts = slots, shifts
         if self.positions is not None:
             if len(set(added)) == 1:
                 self.positions = self.positions + added[0]
@@ -374,7 +380,8 @@ class SelfSpeculativeDecoding:
         count = drafted.shape[1]
         self._make_room(max(self.lengths) + count)
         for row, length in enumerate(self.lengths):
-            self.tokens[row, length : length + count] = drafted[row]
+            if not (self.finished[row] and self.stops_at_eos):  # those hold padding there
+                self.tokens[row, length : length + count] = drafted[row]
 
     def _append(self, new: torch.Tensor, added: list[int]) -> None:
         """Put the first `added[r]` of the new tokens behind row r."""
@@ -392,17 +399,6 @@ class SelfSpeculativeDecoding:
             return self.tokens[:, self.lengths[0] - 1 : self.lengths[0]]
         last = torch.tensor(self.lengths, device=self.device)[:, None] - 1
         return self.tokens.gather(1, last)
-
-    def _aligned_ids(self, new: torch.Tensor) -> torch.Tensor:
-        """Each row's tokens with `new` in place of its last one, aligned at the right."""
-        if len(set(self.lengths)) == 1:
-            return torch.cat((self.tokens[:, : self.lengths[0] - 1], new), dim=1)
-        longest = max(self.lengths)
-        ids = new.new_full((self.batch, longest - 1 + new.shape[1]), self.pad_token_id)
-        for row, length in enumerate(self.lengths):
-            ids[row, longest - length : longest - 1] = self.tokens[row, : length - 1]
-        ids[:, longest - 1 :] = new
-        return ids
 
     # ------------------------------------------------------------------------------------------------------------------
     # logits processors
@@ -426,12 +422,9 @@ class SelfSpeculativeDecoding:
             return self.processors(self._contiguous(ends[0]), logits)  # type: ignore[no-any-return]
         scores = torch.empty_like(logits)
         for end in sorted(set(ends)):
+            # The whole batch each time, since a processor may know its rows by number; only the rows that end here are used.
             rows = [row for row in range(self.batch) if ends[row] == end]
-            if self.processors_are_rowwise:
-                scores[rows] = self.processors(self.tokens[rows, :end], logits[rows])
-            else:
-                # A processor that knows rows by number must see the whole batch; the other rows' answers are not used.
-                scores[rows] = self.processors(self._contiguous(end), logits.clone())[rows]
+            scores[rows] = self.processors(self._contiguous(end), logits.clone())[rows]
         return scores
 
     def _contiguous(self, end: int) -> torch.Tensor:
@@ -566,31 +559,53 @@ class SelfSpeculativeDecoding:
         if self.cache_is_returned:
             # As plain decoding leaves it: all tokens but the last one, in the columns of the output.
             length = self.prompt_slots + self.steps - 1
-            if self.batch == 1:
-                self.cache.crop(min(length - self.slots, 0))
-            else:
-                restore_rows(self.cache, self.shifts, length)
+            move_rows(self.cache, [-shift for shift in self.shifts], length)
         statistics.total_seconds = time.perf_counter() - started
 
-    def _rope_limit(self, limit: int) -> int:
-        """The most tokens that can be drafted without changing the rotary embedding inside a block.
+    # ------------------------------------------------------------------------------------------------------------------
+    # rotary embeddings that depend on the length of the text
 
-        Some rotary embeddings depend on the length of the text: all tokens of a block would get those of its end.
+    def _watch_rope(self) -> None:
+        """See whether the rotary embedding depends on the length of the text.
+
+        Beyond a length, `dynamic` changes with every token, and `longrope` changes once (phi3 then computes its cache anew). All
+        tokens of a pass get the embedding of its end, so no block may reach across that length.
         """
-        parameters = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
-        if kind not in ("dynamic", "longrope"):
-            return limit
         config = self.model.config.get_text_config(decoder=True)
-        switch = (
-            parameters.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-            or config.max_position_embeddings
-        )
-        # `slots + 1` tokens are in the text; the block ends at `slots + 1 + drafted`.
-        before = int(switch) - (self.slots + 1)
-        if before >= 0:
-            return max(min(limit, before), 0)
-        if kind == "longrope" and self.slots > int(switch):
-            return limit
+        parameters = getattr(config, "rope_parameters", None) or {}
+        self.rope_kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        self.rope_switch = sys.maxsize
+        if self.rope_kind in ("dynamic", "longrope"):
+            self.rope_switch = int(
+                getattr(config, "original_max_position_embeddings", None)
+                or parameters.get("original_max_position_embeddings")
+                or config.max_position_embeddings
+            )
+
+    def _columns(self, row: int) -> int:
+        """Tokens in the text of a row, the pending one and padding included."""
+        return self.slots - self.shifts[row] + 1
+
+    def _wait_for_rope(self, active: list[bool]) -> int:
+        """Rest the rows that must wait for others before the embedding changes; returns the most tokens to draft now."""
+        if self.rope_switch == sys.maxsize:
+            return sys.maxsize
+        rows = [row for row in range(self.batch) if active[row]]
+        slowest = min(self._columns(row) for row in rows)
+        if slowest < self.rope_switch:
+            for row in rows:
+                active[row] = self._columns(row) < self.rope_switch
+            # Resting rows are in the pass as well, and its end is theirs.
+            return max(self.rope_switch - self.slots - 1, 0)
+        padding = 0
+        if self.positions is not None:
+            padding = min(self._columns(row) - 1 - int(self.positions[..., row, 0].max()) for row in range(self.batch))
+        if self.rope_kind == "longrope" and slowest - padding > self.rope_switch + 1:
+            return sys.maxsize
         return 0
+
+    def _all_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions of the whole text, for a model that computes its cache anew; all rows are equally long then."""
+        behind = self.slots + 1 - self.prompt_slots
+        later = self.prompt_positions[..., -1:] + torch.arange(1, behind + 1, device=positions.device)
+        return torch.cat((self.prompt_positions, later), dim=-1)

@@ -355,7 +355,7 @@ def _refuse_what_cannot_be(
             refuse(f"beam search (`num_beams={config.num_beams}`)", "Use `num_beams=1`, greedy or sampling.")
         refuse(f"the generation mode '{mode.value}'", "Use greedy decoding or sampling.")
     if config.use_cache is False:
-        refuse("`use_cache=False`", "The draft reads the target's KV cache: leave `use_cache` on.")
+        refuse("`use_cache=False`", "The draft reads the target's KV cache: pass `use_cache=True` (some models switch it off in their config).")
     if config.guidance_scale is not None and config.guidance_scale != 1:
         refuse(
             f"classifier-free guidance (`guidance_scale={config.guidance_scale}`)",

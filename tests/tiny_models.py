@@ -198,6 +198,7 @@ def tiny_model(family: str = "llama", seed: int = 0, attn_implementation: str | 
     assert model.generation_config is not None
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
+    model.generation_config.use_cache = True  # mpt's config says False
     return model
 
 

@@ -1,0 +1,234 @@
+"""What the loops cost beside the model's own passes: this library's and transformers' assisted decoding, in one run.
+
+    python -m ssd_generation.benchmark.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5] [--json]
+
+The draft leaves nothing out (an empty skip set here, the model as its own `assistant_model` there), so both accept everything
+and make the same passes. The clock runs on around every call of the model; what is left is the loop: per drafted token, what
+passes inside drafting; per round, the rest (verification, acceptance, stopping criteria, bookkeeping).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from ..candidate_generator import SelfSpeculativeCandidateGenerator
+from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from ..generation import enable_self_speculative
+from ..models import load_model
+
+__all__ = ["measure_overhead"]
+
+PROMPT = "Explain in three sentences why the sky is blue, and then why sunsets are red."
+
+
+class _Clock:
+    """Seconds inside the model's passes, and inside drafting."""
+
+    def __init__(self) -> None:
+        self.passes = self.drafting = self.passes_in_drafting = 0.0
+        self.drafted = self.rounds = 0
+        self._started = 0.0
+
+    def before(self, *_: Any) -> None:
+        self._started = time.perf_counter()
+
+    def after(self, *_: Any) -> None:
+        self.passes += time.perf_counter() - self._started
+
+    def around(self, draft: Callable[..., Any], count: Callable[[Any, tuple[Any, ...]], int]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started, passes = time.perf_counter(), self.passes
+            result = draft(*args, **kwargs)
+            self.drafting += time.perf_counter() - started
+            self.passes_in_drafting += self.passes - passes
+            drafted = count(result, args)
+            self.drafted += drafted
+            self.rounds += drafted > 0
+            return result
+
+        return timed
+
+
+@contextmanager
+def _watched(model: Any, owner: type, method: str, count: Callable[[Any, tuple[Any, ...]], int]) -> Iterator[_Clock]:
+    clock = _Clock()
+    original = getattr(owner, method)
+    handles = [model.register_forward_pre_hook(clock.before), model.register_forward_hook(clock.after)]
+    setattr(owner, method, clock.around(original, count))
+    try:
+        yield clock
+    finally:
+        setattr(owner, method, original)
+        for handle in handles:
+            handle.remove()
+
+
+def measure_overhead(
+    model: Any, tokenizer: Any, draft_length: int = 5, new_tokens: int = 96, repeats: int = 5
+) -> dict[str, Any]:
+    """Time both loops, interleaved.
+
+    Args:
+        model: a transformers model; it is enabled.
+        tokenizer: its tokenizer.
+        draft_length: tokens per round.
+        new_tokens: tokens per call; end-of-sequence is off.
+        repeats: counted calls of each loop, after one that is not.
+
+    Returns:
+        Medians over the repeats, in seconds: a plain step, and per loop the time outside the model's passes per drafted token and
+        per round, with minimum and maximum; and each as a share of a plain step.
+    """
+    enable_self_speculative(model)
+    text = PROMPT
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
+        )
+    inputs = tokenizer(text, return_tensors="pt").to(model.device)
+    common = {
+        "max_new_tokens": new_tokens,
+        "min_new_tokens": 0,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+    }
+    config = SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=draft_length))
+    settings = model.generation_config
+    saved = {
+        name: getattr(settings, name, None)
+        for name in ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    }
+    settings.num_assistant_tokens = draft_length
+    settings.num_assistant_tokens_schedule = "constant"
+    settings.assistant_confidence_threshold = 0.0
+
+    def ours() -> dict[str, float]:
+        with _watched(
+            model, SelfSpeculativeCandidateGenerator, "draft", lambda draft, args: draft.tokens.shape[1]
+        ) as clock:
+            started = time.perf_counter()
+            model.generate(**inputs, **common, self_speculative=config)
+            return split(clock, time.perf_counter() - started)
+
+    def theirs() -> dict[str, float]:
+        with _watched(
+            model,
+            AssistedCandidateGenerator,
+            "get_candidates",
+            lambda result, args: result[0].shape[1] - args[1].shape[1],
+        ) as clock:
+            started = time.perf_counter()
+            model.generate(**inputs, **common, assistant_model=model)
+            return split(clock, time.perf_counter() - started)
+
+    def plain() -> dict[str, float]:
+        started = time.perf_counter()
+        model.generate(**inputs, **common)
+        return {"step": (time.perf_counter() - started) / new_tokens}
+
+    def split(clock: _Clock, total: float) -> dict[str, float]:
+        inside = clock.drafting - clock.passes_in_drafting
+        outside = total - clock.drafting - (clock.passes - clock.passes_in_drafting)
+        return {
+            "per_drafted_token": inside / max(clock.drafted, 1),
+            "per_round": outside / max(clock.rounds, 1),
+            "drafted": clock.drafted,
+            "rounds": clock.rounds,
+        }
+
+    runs: dict[str, list[dict[str, float]]] = {"plain": [], "ours": [], "transformers": []}
+    try:
+        for repeat in range(repeats + 1):
+            for name, run in (("plain", plain), ("ours", ours), ("transformers", theirs)):
+                measured = run()
+                if repeat:
+                    runs[name].append(measured)
+    finally:
+        for name, value in saved.items():
+            setattr(settings, name, value)
+
+    step = statistics.median(run["step"] for run in runs["plain"])
+    report: dict[str, Any] = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "draft_length": draft_length,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "plain_step": step,
+    }
+    for name in ("ours", "transformers"):
+        report[name] = {key: int(runs[name][0][key]) for key in ("drafted", "rounds")}
+        for key in ("per_drafted_token", "per_round"):
+            values = [run[key] for run in runs[name]]
+            median = statistics.median(values)
+            report[name][key] = {
+                "median": median,
+                "min": min(values),
+                "max": max(values),
+                "share_of_plain_step": median / step,
+            }
+    for key in ("per_drafted_token", "per_round"):
+        report[f"{key}_ratio"] = statistics.median(
+            a[key] / b[key] for a, b in zip(runs["ours"], runs["transformers"], strict=True)
+        )
+    return report
+
+
+def main() -> None:
+    """The command of the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ssd_generation.benchmark.overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="demo", help="Hub id, folder, GGUF file or 'demo' (SmolLM2-135M-Instruct)")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--draft-length", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    arguments = parser.parse_args()
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
+    report = measure_overhead(model, tokenizer, arguments.draft_length, arguments.new_tokens, arguments.repeats)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+        return
+    print(
+        f"plain step {report['plain_step'] * 1e3:.1f} ms; torch {report['torch']}, transformers {report['transformers']}, "
+        f"{report['dtype']} on {report['device']}, {report['threads']} threads, draft length {report['draft_length']}"
+    )
+    print(f"{'time outside the passes':28} {'median ms':>10} {'min':>8} {'max':>8} {'of a plain step':>16}")
+    for name, title in (("ours", "this library"), ("transformers", "assisted decoding")):
+        for key in ("per_drafted_token", "per_round"):
+            row = report[name][key]
+            print(
+                f"{title + ', ' + key.replace('per_', '').replace('_', ' '):28.40} {row['median'] * 1e3:10.3f} "
+                f"{row['min'] * 1e3:8.3f} {row['max'] * 1e3:8.3f} {row['share_of_plain_step']:16.2%}"
+            )
+    print(
+        f"ours / transformers': {report['per_drafted_token_ratio']:.2f} per drafted token, "
+        f"{report['per_round_ratio']:.2f} per round"
+    )
+
+
+if __name__ == "__main__":
+    main()
