@@ -90,7 +90,8 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):  # type: ignore[mis
         policy: DraftPolicy | None = None,
     ) -> None:
         layout = locate_sublayers(model)
-        config.validate_for(num_layers=len(layout), model_type=model.config.model_type)
+        model_type = model.config.get_text_config(decoder=True).model_type
+        config.validate_for(num_layers=len(layout), model_type=model_type)
         self.model = model
         self.config = config
         self.policy = policy if policy is not None else make_policy(config.drafting)

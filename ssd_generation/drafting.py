@@ -74,7 +74,7 @@ class FixedPolicy(DraftPolicy):
 
 
 class ConfidencePolicy(DraftPolicy):
-    """Adaptive draft exiting (Draft & Verify, Zhang et al., ACL 2024, arXiv 2309.08168, section 4.2).
+    """Adaptive draft exiting (Draft & Verify, Zhang et al., ACL 2024, arXiv 2309.08168).
 
     Drafting stops after a token whose draft probability is below a threshold γ. After each round, with the share of drafted
     tokens that matched, `m ← β1·m + (1 − β1)·share`; then γ' = γ + ε if m < α, γ' = γ if the round drafted the maximum, else

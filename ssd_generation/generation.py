@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicLayer, QuantizedLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache import add_spare_room, drop_spare_room
@@ -99,7 +99,7 @@ class SelfSpeculativeMixin:
                 )
             generation_config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
             config = _resolve(model, self_speculative, generation_config)
-            config.validate_for(num_layers=len(locate_sublayers(model)), model_type=model.config.model_type)
+            config.validate_for(num_layers=len(locate_sublayers(model)), model_type=_model_type(model))
             token = _CALL.set(_Call(model=model, config=config))
         try:
             return parent(*args, **kwargs)
@@ -239,7 +239,7 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
         target.last_speculation = None
     if default is not None:
         config = _resolve(target, default, None)
-        config.validate_for(num_layers=len(locate_sublayers(target)), model_type=target.config.model_type)
+        config.validate_for(num_layers=len(locate_sublayers(target)), model_type=_model_type(target))
         assert target.generation_config is not None
         target.generation_config.self_speculative = config.to_dict()
         # Otherwise transformers makes the generation config anew from the model's, and the entry is lost.
@@ -309,6 +309,11 @@ def _resolve(
         f"`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, or True, but got "
         f"{type(request).__name__} ({request!r})."
     )
+
+
+def _model_type(model: PreTrainedModel) -> str:
+    # Of the language model inside, where the model takes pictures as well: that is what provenance records.
+    return str(model.config.get_text_config(decoder=True).model_type)
 
 
 def _policy_of(model: Any, drafting: DraftingConfig) -> DraftPolicy:
@@ -384,7 +389,7 @@ def _refuse_cache(model: PreTrainedModel, cache: Any) -> None:
             "An offloaded cache cannot be drafted from: its layers are not on the model's device. Use a DynamicCache()."
         )
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, DummyLayer):
+        if type(layer).__name__ == "DummyLayer":  # holds nothing (KV sharing, MLP-only layers); not in transformers 5.18
             continue
         if isinstance(layer, (QuantizedLayer, StaticLayer)) or not isinstance(layer, CacheLayerMixin):
             raise ValueError(

@@ -1,0 +1,101 @@
+"""The candidate generator keeps its contract: it works in transformers' own assisted decoding loop, unmodified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import WINDOW, prompt, tiny_model
+from transformers import GenerationConfig
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ssd_generation import DraftingConfig, SelfSpeculativeCandidateGenerator, SelfSpeculativeConfig, SkipConfig
+
+NEW = 24
+SKIP = SkipConfig(attention=[0, 1], mlp=[2])
+
+
+def in_upstreams_loop(model: Any, config: SelfSpeculativeConfig) -> list[SelfSpeculativeCandidateGenerator]:
+    """Give the model our candidate generator, as a user of transformers' interface would."""
+    made: list[SelfSpeculativeCandidateGenerator] = []
+
+    class WithGenerator(type(model)):  # type: ignore[misc]
+        def _get_candidate_generator(self, generation_config: Any, logits_processor: Any, **kwargs: Any) -> Any:
+            made.append(SelfSpeculativeCandidateGenerator(self, config, generation_config, logits_processor))
+            return made[-1]
+
+    model.__class__ = WithGenerator
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "bloom", "falcon-alibi", "opt", "gpt_oss"])
+@pytest.mark.parametrize("policy", ["fixed", "confidence"])
+def test_greedy_text_is_the_targets(family: str, policy: str) -> None:
+    model = tiny_model(family)
+    ids = prompt(WINDOW + 5)
+    expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    drafting = DraftingConfig(policy=policy, max_draft_length=4, threshold=0.3)
+    made = in_upstreams_loop(model, SelfSpeculativeConfig(SKIP, drafting))
+    got = model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_model=model)
+    assert torch.equal(got, expected)
+    assert len(made) == 1 and made[0].draft_passes > 4
+
+
+def test_an_empty_skip_set_is_always_accepted() -> None:
+    model = tiny_model("gemma2")
+    made = in_upstreams_loop(model, SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=4)))
+    accepted: list[tuple[int, int]] = []
+    original = SelfSpeculativeCandidateGenerator.update_candidate_strategy
+
+    def watched(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> None:
+        accepted.append((self._last_round[0], int(num_matches)))
+        original(self, input_ids, scores, num_matches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelfSpeculativeCandidateGenerator, "update_candidate_strategy", watched)
+        model.generate(prompt(9), max_new_tokens=21, do_sample=False, assistant_model=model)
+    assert accepted == [(0, 0)] + [(4, 4)] * 4
+    assert made[0].draft_passes == 16
+
+
+def test_sampling_returns_the_scores_that_were_drawn_from() -> None:
+    model = tiny_model()
+    made = in_upstreams_loop(model, SelfSpeculativeConfig(SKIP, DraftingConfig(policy="fixed", max_draft_length=3)))
+    seen: list[Any] = []
+    original = SelfSpeculativeCandidateGenerator.get_candidates
+
+    def watched(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+        result = original(self, input_ids, **kwargs)
+        seen.append((result[0].shape[1] - input_ids.shape[1], result[0], result[1]))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelfSpeculativeCandidateGenerator, "get_candidates", watched)
+        model.generate(prompt(9), max_new_tokens=NEW, do_sample=True, top_k=4, assistant_model=model)
+    assert made and seen[0][0] == 0 and seen[0][2] is None, "the target takes the prompt alone"
+    for length, candidates, scores in seen[1:]:
+        if length == 0:
+            assert scores is None
+            continue
+        assert scores.shape == (1, length, 64)
+        # Processed: all but four words are impossible, and the drafted one is possible.
+        assert (scores.isfinite().sum(dim=-1) == 4).all()
+        assert scores.gather(2, candidates[:, -length:, None]).isfinite().all()
+
+
+def test_the_interface() -> None:
+    model = tiny_model()
+    settings = GenerationConfig(max_length=12, do_sample=False)
+    generator = SelfSpeculativeCandidateGenerator(model, SelfSpeculativeConfig(SKIP), settings)
+    assert isinstance(generator, CandidateGenerator)
+    assert generator.requires_model_outputs and generator.model_kwargs_overrides == {}
+    candidates, scores = generator.get_candidates(prompt(9), model_kwargs={}, is_first_iteration=True)
+    assert torch.equal(candidates, prompt(9)) and scores is None
+
+
+def test_a_config_for_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"17"):
+        SelfSpeculativeCandidateGenerator(
+            tiny_model(), SelfSpeculativeConfig(SkipConfig(attention=[17])), GenerationConfig(max_length=12)
+        )
