@@ -10,6 +10,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"  # for child processes too
 
 import random
 import socket
@@ -20,7 +21,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-THREADS = int(os.environ.get("OMP_NUM_THREADS") or min(2, os.cpu_count() or 1))
+# Tiny models are slower on two threads than on one, and many times slower beside other work; a real one is faster.
+THREADS = 1
+THREADS_OF_SLOW_TESTS = min(2, os.cpu_count() or 1)
 
 # The same examples on every run, and no clock: a first call into torch or a busy machine is not a failure.
 settings.register_profile(
@@ -29,13 +32,14 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-def pytest_configure() -> None:
-    torch.set_num_threads(THREADS)
+def _is_slow(request: pytest.FixtureRequest) -> bool:
+    return request.node.get_closest_marker("slow") is not None
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Each test starts from the same random state, whichever tests ran before it."""
+def same_start(request: pytest.FixtureRequest) -> None:
+    """Each test starts with the same threads and the same random state, whichever tests ran before it."""
+    torch.set_num_threads(THREADS_OF_SLOW_TESTS if _is_slow(request) else THREADS)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -44,7 +48,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only tests marked `slow` may reach beyond this machine."""
-    if request.node.get_closest_marker("slow") is not None:
+    if _is_slow(request):
         return
 
     connect = socket.socket.connect
