@@ -339,7 +339,7 @@ def test_readme_has_the_test_command_that_ci_runs() -> None:
 
 # --- Nothing of the machine it was written on -----------------------------------------------------
 # Somebody's folder, or where packages come from here. `someone` is the user of made-up examples.
-MACHINE_SPECIFIC = re.compile(r"/(?:root|work)/|/(?:home|Users)/(?!someone/)|(?i:index[-_]url)")
+MACHINE_SPECIFIC = re.compile(r"/(?:root|work)/|/(?:home|Users)/(?!someone\b)|(?i:index[-_]url)")
 
 
 def _tracked_files() -> list[Path]:
