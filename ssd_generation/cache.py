@@ -42,78 +42,85 @@ def _new_room(like: torch.Tensor, slots: int) -> torch.Tensor:
     return like.new_empty((*like.shape[:2], slots, like.shape[3]))
 
 
-class _Room:
-    """Two tensors with spare slots. The valid slots are `start … end` (of a full-attention layer: `0 … end`)."""
+class SpareRoomLayer(DynamicLayer):  # type: ignore[misc]
+    """A `DynamicLayer` that appends in place.
+
+    The valid slots are `start … end` of two tensors, `key_room` and `value_room`; a full-attention layer starts at 0. `keys` and
+    `values` are views of them, made when asked for; assigning to them, as transformers' own methods do, takes the tensor over.
+    """
 
     key_room: torch.Tensor | None
     value_room: torch.Tensor | None
-    start: int
-    end: int
-
-    def _reallocate(self, needed: int, drafted: int = 0) -> None:
-        """Move the valid slots, and `drafted` ones behind them, to the front of a room with `needed` slots behind the valid ones."""
-        assert self.key_room is not None and self.value_room is not None
-        length = self.end - self.start
-        rooms = []
-        for room in (self.key_room, self.value_room):
-            larger = _new_room(room, length + needed + _spare(length + needed))
-            larger[:, :, : length + drafted] = room[:, :, self.start : self.end + drafted]
-            rooms.append(larger)
-        self.key_room, self.value_room = rooms
-        self.start, self.end = 0, length
-
-    def _write(self, at: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        assert self.key_room is not None and self.value_room is not None
-        stop = at + key_states.shape[2]
-        self.key_room[:, :, at:stop] = key_states
-        self.value_room[:, :, at:stop] = value_states
-
-
-class SpareRoomLayer(_Room, DynamicLayer):
-    """A `DynamicLayer` that appends in place."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         self.key_room = self.value_room = None
         self.start = self.end = 0
+        super().__init__(**kwargs)
+
+    def _first(self) -> int:
+        """The first slot that the next token sees."""
+        return self.start
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """`(batch_size, num_heads, sequence_length, head_dim)`, a view."""
+        return None if self.key_room is None else self.key_room[:, :, self._first() : self.end]
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self._take_over(keys, self.values)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """`(batch_size, num_heads, sequence_length, head_dim)`, a view."""
+        return None if self.value_room is None else self.value_room[:, :, self._first() : self.end]
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self._take_over(self.keys, values)
+
+    def _take_over(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
+        """Hold these tensors from now on. They are copied when the room first has to grow."""
+        self.key_room, self.value_room = keys, values
+        known = keys if keys is not None else values
+        self.start, self.end = 0, 0 if known is None else known.shape[2]
+
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Start from keys and values that another layer held."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self._take_over(keys, values)
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.key_room, self.value_room = _new_room(key_states, 0), _new_room(value_states, 0)
-        self.start = self.end = 0
-        self._show()
-        self.is_initialized = True
-
-    def _show(self) -> None:
-        assert self.key_room is not None and self.value_room is not None
-        self.keys, self.values = self.key_room[:, :, : self.end], self.value_room[:, :, : self.end]
-
-    def _adopt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take over keys and values that somebody else made (they are copied when the room first grows)."""
-        self.dtype, self.device = keys.dtype, keys.device
-        self.key_room, self.value_room = keys, values
-        self.start, self.end = 0, keys.shape[2]
-        self.keys, self.values = keys, values
-        self.is_initialized = True
-
-    def _sync(self) -> None:
-        """Follow what was done to `keys` and `values` behind our back (batch selection, beam reordering, offloading)."""
-        assert self.keys is not None and self.values is not None and self.key_room is not None
-        if (
-            self.keys.data_ptr() != self.key_room.data_ptr() or self.keys.shape[0] != self.key_room.shape[0]
-        ) and self.keys.shape[2]:
-            self._adopt(self.keys, self.values)
+        self.adopt(_new_room(key_states, 0), _new_room(value_states, 0))
 
     def reserve(self, slots: int, drafted: int = 0) -> None:
         """Make sure that `slots` slots fit behind the valid ones. What the layer holds does not change.
 
         The first `drafted` of those slots hold a draft already, which is kept.
         """
-        self._sync()
-        assert self.key_room is not None
-        if self.end + slots > self.key_room.shape[2]:
-            self._reallocate(slots, drafted)
-            self._show()
+        assert self.key_room is not None and self.value_room is not None
+        if self.end + slots <= self.key_room.shape[2]:
+            return
+        self._forget()
+        length = self.end - self.start
+        rooms = []
+        for room in (self.key_room, self.value_room):
+            larger = _new_room(room, length + slots + _spare(length + slots))
+            larger[:, :, : length + drafted] = room[:, :, self.start : self.end + drafted]
+            rooms.append(larger)
+        self.key_room, self.value_room = rooms
+        self.start, self.end = 0, length
+
+    def _forget(self) -> None:
+        """Drop slots that no pass can see any more."""
+
+    def write(self, at: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Write into slots `at …` of the room."""
+        assert self.key_room is not None and self.value_room is not None
+        stop = at + key_states.shape[2]
+        self.key_room[:, :, at:stop] = key_states
+        self.value_room[:, :, at:stop] = value_states
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -122,34 +129,25 @@ class SpareRoomLayer(_Room, DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]
         self.reserve(count)
-        self._write(self.end, key_states, value_states)
+        first = self._first()
+        self.write(self.end, key_states, value_states)
         self.end += count
-        self._show()
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+        assert self.key_room is not None and self.value_room is not None
+        return self.key_room[:, :, first : self.end], self.value_room[:, :, first : self.end]
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             super().crop(tokens_to_remove)  # raises transformers' own error
-        if tokens_to_remove == 0 or not self.is_initialized:
-            return
-        self._sync()
-        self.end = max(self.end + tokens_to_remove, 0)
-        self._show()
+        if self.is_initialized:
+            self.end = max(self.end + tokens_to_remove, self.start)
 
     def get_seq_length(self) -> int:
         return self.end if self.is_initialized else 0
-
-    def reset(self) -> None:
-        super().reset()
-        self.key_room = self.value_room = None
-        self.start = self.end = 0
 
     def move_rows(self, moves: Sequence[int], slots: int) -> None:
         """See `move_rows`."""
         if not self.is_initialized:
             return
-        self._sync()
         assert self.key_room is not None and self.value_room is not None
         end = self.end - (self.get_seq_length() - slots)
         for row, move in enumerate(moves):
@@ -160,7 +158,6 @@ class SpareRoomLayer(_Room, DynamicLayer):
             for room in (self.key_room, self.value_room):
                 room[row, :, target : target + length] = room[row, :, source : source + length].clone()
         self.end = end
-        self._show()
 
 
 class SpareRoomSlidingLayer(SpareRoomLayer):
@@ -171,68 +168,39 @@ class SpareRoomSlidingLayer(SpareRoomLayer):
 
     is_sliding = True
 
-    def __init__(self, sliding_window: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, sliding_window: int, history: int = 0, **kwargs: Any) -> None:
         self.sliding_window = int(sliding_window)
         self.cumulative_length = 0
-        self.history = 0
+        self.history = history
         """Slots before the window that are kept as well, for rows of a batch that run ahead of the others."""
-        self._sliding_window_tensor = torch.tensor(self.sliding_window, dtype=torch.long)
         self.record_past = True
+        super().__init__(**kwargs)
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor:
+        return torch.tensor(self.sliding_window, dtype=torch.long, device=getattr(self, "device", None))
 
     def activate_past_recording(self) -> None:
         """Nothing to do: the past needed to roll one pass back is always kept."""
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self._sliding_window_tensor = self._sliding_window_tensor.to(key_states.device)
+    def _first(self) -> int:
+        return max(self.start, self.end - self.sliding_window + 1)
 
-    def _show(self) -> None:
-        assert self.key_room is not None and self.value_room is not None
-        first = max(self.start, self.end - self.sliding_window + 1)
-        self.keys, self.values = self.key_room[:, :, first : self.end], self.value_room[:, :, first : self.end]
-
-    def _sync(self) -> None:
-        assert self.keys is not None and self.values is not None and self.key_room is not None
-        first = max(self.start, self.end - self.sliding_window + 1)
-        view = self.key_room[:, :, first : self.end]
-        if self.keys.shape[2] and (self.keys.data_ptr() != view.data_ptr() or self.keys.shape != view.shape):
-            self._adopt(self.keys, self.values)
-
-    def reserve(self, slots: int, drafted: int = 0) -> None:
-        self._sync()
-        assert self.key_room is not None
-        if self.end + slots > self.key_room.shape[2]:
-            # Older slots than these no pass can see any more, not even after this one is rolled back.
-            self.start = max(self.start, self.end - self.sliding_window + 1 - self.history)
-            self._reallocate(slots, drafted)
-            self._show()
+    def _forget(self) -> None:
+        self.start = max(self.start, self._first() - self.history)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        count = key_states.shape[2]
-        self.reserve(count)
-        self._write(self.end, key_states, value_states)
-        first = max(self.start, self.end - self.sliding_window + 1)
-        self.end += count
-        self.cumulative_length += count
-        self._show()
-        assert self.key_room is not None and self.value_room is not None
-        return self.key_room[:, :, first : self.end], self.value_room[:, :, first : self.end]
+        self.cumulative_length += key_states.shape[2]
+        return super().update(key_states, value_states)
 
     def trim(self) -> None:
         """Give the memory of slots back that no pass will see (after a long prompt)."""
-        if self.is_initialized and self.end - self.start > 2 * self.sliding_window + _MIN_SPARE:
-            self.start = max(self.start, self.end - self.sliding_window + 1 - self.history)
-            self._reallocate(0)
-            self._show()
+        if self.key_room is not None and self.key_room.shape[2] > 2 * (self.sliding_window + self.history) + _MIN_SPARE:
+            self.reserve(self.key_room.shape[2] - self.end + 1)
 
     def crop(self, tokens_to_remove: int) -> None:
-        if not self.is_initialized:
-            return
         before = self.end
         super().crop(tokens_to_remove)
         self.cumulative_length -= before - self.end
@@ -245,10 +213,6 @@ class SpareRoomSlidingLayer(SpareRoomLayer):
 
     def get_max_length(self) -> int:
         return self.sliding_window
-
-    def reset(self) -> None:
-        super().reset()
-        self.cumulative_length = 0
 
     def move_rows(self, moves: Sequence[int], slots: int) -> None:
         super().move_rows(moves, slots)
@@ -287,7 +251,7 @@ class _DraftLayer(CacheLayerMixin):  # type: ignore[misc]
         base, count = self.base, key_states.shape[2]
         base.reserve(self.drafted + count, self.drafted)
         assert base.key_room is not None and base.value_room is not None
-        base._write(base.end + self.drafted, key_states, value_states)
+        base.write(base.end + self.drafted, key_states, value_states)
         first = self._first_visible()
         self.drafted += count
         stop = base.end + self.drafted
@@ -446,12 +410,12 @@ def add_spare_room(cache: Cache, history: int = 0) -> None:
         if type(layer) is DynamicLayer:
             new = SpareRoomLayer()
         elif type(layer) is DynamicSlidingWindowLayer:
-            new = SpareRoomSlidingLayer(layer.sliding_window)
-            new.cumulative_length, new.history = layer.cumulative_length, history
+            new = SpareRoomSlidingLayer(layer.sliding_window, history)
+            new.cumulative_length = layer.cumulative_length
         else:
             continue
         if layer.is_initialized and layer.keys is not None and layer.keys.numel():
-            new._adopt(layer.keys, layer.values)
+            new.adopt(layer.keys, layer.values)
         cache.layers[index] = new
 
 

@@ -195,8 +195,7 @@ class SelfSpeculativeDecoding:
         model_kwargs.pop("inputs_embeds", None)
         self.model_kwargs = model_kwargs
 
-        logits = outputs.logits[:, -1:].to(copy=True, dtype=torch.float32, device=self.device)
-        raw = logits.clone() if self.keep_logits else None
+        raw, logits = self._logits(outputs, 1)
         scores = self._process(logits, 1)
         if self.do_sample:
             chosen = torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1)
@@ -239,8 +238,7 @@ class SelfSpeculativeDecoding:
         if draft is not None and not self.processors_are_blind:
             self._write_ahead(draft.tokens)
         outputs = self._verify(draft, count)
-        logits = outputs.logits[:, -count - 1 :].to(copy=True, dtype=torch.float32, device=self.device)
-        raw = logits.clone() if self.keep_logits else None
+        raw, logits = self._logits(outputs, count + 1)
         scores = self._process(logits, count + 1)
         kept, following = self._accept(draft, scores)
         accepted = kept.tolist()  # the one place where the host waits for the device
@@ -429,6 +427,13 @@ class SelfSpeculativeDecoding:
 
     def _contiguous(self, end: int) -> torch.Tensor:
         return self.tokens[:, :end].contiguous()
+
+    def _logits(self, outputs: Any, count: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The last `count` positions' logits in float32, as they are (where they are asked for) and to be processed in place."""
+        raw = outputs.logits[:, -count:].to(dtype=torch.float32, device=self.device)
+        # The prompt's logits may be large: what is kept must not keep them.
+        logits = raw.clone() if len(self.processors) or self.keep_scores or self.keep_logits else raw
+        return (raw.clone() if self.keep_logits else None), logits
 
     # ------------------------------------------------------------------------------------------------------------------
     # recording
