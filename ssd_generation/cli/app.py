@@ -1,0 +1,54 @@
+"""The sub-commands, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import generate, inspect, presets
+
+# Typer joins the lines of the first paragraph only; the others are kept as they are.
+HELP = """Self-speculative decoding: a language model drafts for itself.
+
+It drafts a few tokens with some of its own sub-layers left out, then checks them all in one pass. No second model, \
+no training, the same text.
+
+[bold]Start here[/bold]
+
+  ssd generate --compare                      decode three ways, side by side
+  ssd generate "Why is the sky blue?"         just the answer
+  ssd generate --show-draft                   which tokens were drafted
+  ssd inspect demo                            what there is to leave out
+"""
+
+app = typer.Typer(
+    name="ssd",
+    add_completion=False,
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+    # Errors are told in one line (see `main`); a traceback, where there is one, is Python's own.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(help=HELP)
+def ssd(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Say the version, or how to go on where no sub-command was named."""
+    if version:
+        from importlib.metadata import version as version_of
+
+        print(f"ssd_generation {version_of('ssd_generation')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.get_help()  # prints it
+        raise typer.Exit
+
+
+app.command(help=generate.HELP)(generate.generate)
+app.command(help=inspect.HELP)(inspect.inspect)
+app.command(help=presets.HELP)(presets.presets)

@@ -1,0 +1,153 @@
+"""What all sub-commands share: the two consoles, errors in one line, progress, JSON, and quiet libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Faults of what was asked for, or of the machine; anything else is a fault of this library and keeps its traceback.
+_USER_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError)
+_PATIENCE = 2.0  # seconds without a word
+
+
+def out() -> Console:
+    """The console for results."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def err() -> Console:
+    """The console for everything else."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def debugging() -> bool:
+    """Whether the user asked for tracebacks and the libraries' own messages."""
+    return os.environ.get("SSD_DEBUG", "0") not in ("", "0")
+
+
+def print_error(error: Exception) -> bool:
+    """Say what was wrong, in one line on stderr.
+
+    Returns:
+        Whether it was a mistake that can be said in a line; else nothing was printed.
+    """
+    from rich.text import Text
+
+    is_usage = hasattr(error, "format_message") and hasattr(
+        error, "exit_code"
+    )  # of typer, which does not export the class
+    is_memory = type(error).__name__ == "OutOfMemoryError"  # of torch, which may not be loaded
+    if not (is_usage or is_memory or isinstance(error, _USER_ERRORS)):
+        return False
+    if debugging():
+        import traceback
+
+        traceback.print_exception(error)
+    if is_usage:
+        message = str(error.format_message())  # type: ignore[attr-defined]
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            end = "" if message.endswith((".", "?")) else "."
+            message = f"{message}{end} See `{context.command_path} --help`."
+    else:
+        # One line; what is indented was meant to stand by itself, such as the last words of a program that failed.
+        message = re.sub(r"\s*\n(?!\s)", " ", str(error).strip()) or type(error).__name__
+    # Not wrapped to the terminal: a message is a line to copy.
+    err().print(Text.assemble(("error:", "bold red"), " ", (message, "red")), soft_wrap=True)
+    return True
+
+
+def print_json(document: Any) -> None:
+    """Write the one JSON document of a `--json` run to stdout."""
+    is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Without transformers' progress bars and advice, and without Python warnings, unless `SSD_DEBUG=1`."""
+    if debugging():
+        yield
+        return
+    from transformers.utils import logging as transformers_logging
+
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    others = [logging.getLogger(name) for name in ("huggingface_hub", "torch", "accelerate")]
+    levels = [logger.level for logger in others]
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for logger in others:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(others, levels, strict=True):
+            logger.setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr; where that is no terminal, a line now and then once it takes longer than two seconds.
+
+    Args:
+        title: what is being done.
+        total: number of steps; `None` for a spinner.
+
+    Yields:
+        A function to call with the name of each step as it begins.
+    """
+    console = err()
+    if not console.is_terminal:
+        yield _Lines(title, total).step
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = [SpinnerColumn(), TextColumn("{task.description}")]
+    if total is not None:
+        columns += [BarColumn(bar_width=20), MofNCompleteColumn()]
+    # transient: what is done is not worth a line.
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(title, total=total, completed=-1 if total is not None else 0)
+
+        def step(name: str) -> None:
+            bar.update(task, description=f"{title}: {name}" if name else title, advance=1 if total is not None else 0)
+
+        yield step
+
+
+class _Lines:
+    """Progress for a log file."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        self.title = title
+        self.total = total
+        self.done = -1
+        self.said = time.monotonic()
+
+    def step(self, name: str) -> None:
+        self.done += 1
+        if time.monotonic() - self.said >= _PATIENCE:
+            of = f" {self.done}/{self.total}" if self.total is not None else ""
+            print(f"{self.title}{of}: {name}", file=sys.stderr, flush=True)
+            self.said = time.monotonic()

@@ -1,0 +1,256 @@
+"""What the options mean: layers, configs, devices, prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..config import SelfSpeculativeConfig, SkipConfig
+
+DEMO = "demo"
+DEMO_PRESET = "smollm2-135m-instruct"
+
+_WHAT_TO_SKIP = "What to skip"
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONFIG",
+        help="A JSON file, a folder that holds one, a Hub id, or a preset (`ssd presets`). Default: the one that comes "
+        "with the demo model, or is stored with the model.",
+        rich_help_panel=_WHAT_TO_SKIP,
+    ),
+]
+ConfigNameOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Which config, where the file holds one per model.",
+        rich_help_panel=_WHAT_TO_SKIP,
+    ),
+]
+SkipAttentionOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LAYERS",
+        help="Layers whose attention the draft leaves out, counted from 0: `5,7,10-12`.",
+        rich_help_panel=_WHAT_TO_SKIP,
+    ),
+]
+SkipMlpOption = Annotated[
+    str | None,
+    typer.Option(metavar="LAYERS", help="The same for the MLPs.", rich_help_panel=_WHAT_TO_SKIP),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layers
+
+
+def parse_layers(option: str, text: str | None) -> list[int]:
+    """Layer numbers from a list such as `5,7,10-12`.
+
+    Args:
+        option: name of the option, for the message.
+        text: the list; `None` or empty for no layers.
+
+    Raises:
+        ValueError: not such a list.
+    """
+    layers: list[int] = []
+    for part in re.split(r"[,\s]+", (text or "").strip(" ,")):
+        match = re.fullmatch(r"(\d+)(?:[-–](\d+))?", part)
+        if part and match is None:
+            raise ValueError(
+                f"{option}: {part!r} is no layer. Write layer numbers, counted from 0, and ranges, with commas between "
+                "them: 5,7,10-12."
+            )
+        if match is not None:
+            first, last = int(match[1]), int(match[2] or match[1])
+            if last < first:
+                raise ValueError(f"{option}: the range {part!r} runs backwards. Write {last}-{first}.")
+            if last > 100_000:
+                raise ValueError(f"{option}: no model has a layer {last}.")
+            layers += range(first, last + 1)
+    return layers
+
+
+def describe_layers(layers: Sequence[int]) -> str:
+    """The reverse of `parse_layers`, with runs of three and more as ranges."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    shown: list[str] = []
+    for run in runs:
+        shown += [f"{run[0]}–{run[-1]}"] if len(run) > 2 else [str(layer) for layer in run]
+    return ", ".join(shown)
+
+
+def describe_skip(skip: SkipConfig) -> str:
+    """A skip set in words, such as "attention 5, 7, 10–12 and MLP 9"."""
+    kinds = (("attention", skip.attention), ("MLP", skip.mlp))
+    return " and ".join(f"{kind} {describe_layers(layers)}" for kind, layers in kinds if layers)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# configs
+
+
+def requested_config(
+    config: str | None, config_name: str | None, skip_attention: str | None, skip_mlp: str | None
+) -> SelfSpeculativeConfig | None:
+    """The config that the options name; `None` where they name none.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: the options contradict one another, or the config cannot be read.
+    """
+    from ..config import SelfSpeculativeConfig, SkipConfig
+
+    if config is not None:
+        if skip_attention is not None or skip_mlp is not None:
+            raise ValueError("--config and --skip-attention/--skip-mlp both say what to skip. Leave one of them out.")
+        return SelfSpeculativeConfig.from_pretrained(config, name=config_name)
+    if config_name is not None:
+        raise ValueError(f"--config-name {config_name} needs --config, the file that holds configs by name.")
+    if skip_attention is None and skip_mlp is None:
+        return None
+    skip = SkipConfig(
+        attention=parse_layers("--skip-attention", skip_attention), mlp=parse_layers("--skip-mlp", skip_mlp)
+    )
+    return SelfSpeculativeConfig(skip=skip)
+
+
+def default_config(model_name: str, generation_config: Any) -> SelfSpeculativeConfig | None:
+    """The config that goes with a model, if there is one: the demo model's, or what is stored with the model."""
+    from ..config import PRESETS, SelfSpeculativeConfig, SkipConfig
+
+    if model_name == DEMO:
+        if DEMO_PRESET in PRESETS:
+            return SelfSpeculativeConfig.preset(DEMO_PRESET)
+        return SelfSpeculativeConfig(skip=SkipConfig(attention=[10, 14, 18]))
+    stored = getattr(generation_config, "self_speculative", None)
+    if isinstance(stored, Mapping):
+        return SelfSpeculativeConfig.from_dict(stored)
+    if isinstance(stored, str):
+        return SelfSpeculativeConfig.from_pretrained(stored)
+    return None
+
+
+def with_drafting(config: SelfSpeculativeConfig, policy: str | None, draft_length: int | None) -> SelfSpeculativeConfig:
+    """A config with another draft-length policy or draft length, where one is given."""
+    changes: dict[str, Any] = {}
+    if policy is not None:
+        changes["policy"] = policy
+    if draft_length is not None:
+        changes["max_draft_length"] = draft_length
+    if not changes:
+        return config
+    return dataclasses.replace(config, drafting=dataclasses.replace(config.drafting, **changes))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# models and prompts
+
+
+def load(
+    name: str, dtype: str, device: str | None, device_map: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model onto its device, with something to look at meanwhile.
+
+    Raises:
+        ValueError, FileNotFoundError, …: as `load_model`; an unknown device.
+    """
+    import os
+
+    import torch
+
+    from ..models import fetch_demo, load_model
+    from .console import progress
+
+    if device is not None and device_map is not None:
+        raise ValueError("--device and --device-map both say where the model goes. Leave one of them out.")
+    where: torch.device | None = None
+    if device_map is None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            where = torch.device(device)
+            torch.empty(0, device=where)
+        except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"--device {device}: {reason} Write cpu, cuda, cuda:1, mps, …") from error
+    if name == DEMO:
+        fetch_demo()  # shows its own progress
+    if name == DEMO or os.path.exists(os.path.expanduser(name)):
+        with progress(f"Loading {name}"):
+            model, tokenizer = load_model(name, dtype=dtype, device_map=device_map)
+    else:
+        # The Hub's own bars tell how far a download is; a spinner would come between them.
+        model, tokenizer = load_model(name, dtype=dtype, device_map=device_map)
+    return (model if where is None else model.to(where)), tokenizer
+
+
+def read_prompt(prompt: str | None, default: str) -> str:
+    """The prompt: as given, from stdin for `-`, or the default.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    if prompt is None:
+        return default
+    if prompt == "-":
+        prompt = sys.stdin.read().rstrip("\n")
+        if not prompt.strip():
+            raise ValueError("The prompt from stdin is empty.")
+    if not prompt.strip():
+        raise ValueError(
+            "The prompt is empty. Give some text, `-` to read it from stdin, or leave it out for an example."
+        )
+    return prompt
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None, use_template: bool
+) -> dict[str, torch.Tensor]:
+    """The model's inputs: the prompt in the tokenizer's chat template, or as it is where there is none.
+
+    Returns:
+        `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
+
+    Raises:
+        ValueError: `system` without a chat template, the template refuses, or nothing is left of the prompt.
+    """
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if system is not None and not (has_template and use_template):
+        missing = "--no-chat-template leaves it out" if has_template else "this model's tokenizer has none"
+        raise ValueError(f"--system needs a chat template, but {missing}. Put it into the prompt itself.")
+    if has_template and use_template:
+        messages = [{"role": "user", "content": prompt}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        try:
+            encoded: Any = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        except Exception as error:  # a template is a program of its own, and may raise what it likes
+            raise ValueError(
+                f"The model's chat template refused the prompt: {error} Try "
+                f"{'without --system' if system is not None else '--no-chat-template'}."
+            ) from error
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    if encoded["input_ids"].shape[1] == 0:
+        raise ValueError("The tokenizer makes nothing of the prompt: it has no tokens. Write another one.")
+    return {key: encoded[key] for key in ("input_ids", "attention_mask") if key in encoded}

@@ -1,0 +1,595 @@
+"""The command line: what is on stdout, what on stderr, and the exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+import ssd_generation
+from ssd_generation import SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.cli import main
+from ssd_generation.cli import options as cli_options
+from ssd_generation.cli.options import describe_layers, parse_layers
+from ssd_generation.sublayers import locate_sublayers
+from tiny_models import CONFIGS, LAYERS, WINDOW, tiny_model
+
+TEXT = ["the rain falls on the fields", "a river runs to the sea", "what falls as rain runs as a river"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+SKIP = ["--skip-attention", "1", "--skip-mlp", "2"]
+SHORT = ["--max-new-tokens", "12"]
+
+
+def tiny_tokenizer() -> Any:
+    """Byte-level BPE trained on three sentences: random tokens are often parts of characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|pad|>", "<|start|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|start|>", eos_token="<|end|>"
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with its tokenizer, as `save_pretrained` writes them."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = tiny_tokenizer()
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@dataclass
+class Run:
+    status: int | str | None
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.status == 0, self.err
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def ssd(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    for name in ("SSD_DEBUG", "NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments: str, stdin: str = "") -> Run:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        captured = capfd.readouterr()
+        return Run(left.value.code, captured.out, captured.err)
+
+    return run
+
+
+def answer(folder: str, prompt: str, template: bool = True, **kwargs: Any) -> str:
+    """What plain `generate` says."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    text = TEMPLATE_OF.format(prompt) if template else prompt
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    ids = model.generate(**inputs, **{"max_new_tokens": 12, "do_sample": False, **kwargs})
+    return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+TEMPLATE_OF = "<|start|>user\n{}<|end|><|start|>assistant\n"
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def test_the_answer_alone_is_on_stdout(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "the river", "--model", folder, *SKIP, *SHORT)
+    assert run.status == 0
+    assert run.out == answer(folder, "the river") + "\n"
+    assert "12 tokens in" in run.err and "tokens per round" in run.err
+    assert "\x1b" not in run.out + run.err
+
+
+def test_json_is_one_document(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "the river", "-m", folder, *SKIP, *SHORT, "--json")
+    document = run.json
+    assert document["text"] == answer(folder, "the river")
+    assert document["prompt"] == "the river"
+    assert len(document["token_ids"]) == sum(piece["tokens"] for piece in document["token_origins"]) == 12
+    assert document["config"]["skip"] == {"attention": [1], "mlp": [2]}
+    assert document["speculation"]["generated_tokens"] == 12
+    assert document["environment"]["dtype"] == "float32"
+    assert "comparison" not in document
+    assert run.err == ""
+
+
+def test_prompt_from_stdin(ssd: Callable[..., Run], folder: str) -> None:
+    document = ssd("generate", "-", "-m", folder, *SKIP, *SHORT, "--json", stdin="rain\n\nfalls\n").json
+    assert document["prompt"] == "rain\n\nfalls"
+
+
+def test_without_a_prompt_there_is_an_example(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "-m", folder, *SKIP, *SHORT)
+    assert run.status == 0
+    assert "Prompt: Explain" in run.err and "Prompt" not in run.out
+
+
+def test_chat_template_and_system_message(ssd: Callable[..., Run], folder: str) -> None:
+    common = ["generate", "rain", "-m", folder, *SKIP, *SHORT, "--json"]
+    chat, raw, system = (
+        ssd(*common).json,
+        ssd(*common, "--no-chat-template").json,
+        ssd(*common, "--system", "be brief").json,
+    )
+    assert raw["text"] == answer(folder, "rain", template=False)
+    assert raw["prompt_tokens"] < chat["prompt_tokens"] < system["prompt_tokens"]
+
+
+def test_drafting_options(ssd: Callable[..., Run], folder: str) -> None:
+    document = ssd(
+        "generate", "x", "-m", folder, *SKIP, *SHORT, "--json", "--policy", "fixed", "--draft-length", "3"
+    ).json
+    assert document["config"]["drafting"]["policy"] == "fixed"
+    assert document["config"]["drafting"]["max_draft_length"] == 3
+    assert document["config"]["skip"] == {"attention": [1], "mlp": [2]}
+
+
+def test_sampling_is_repeatable(ssd: Callable[..., Run], folder: str) -> None:
+    sampled = ["generate", "rain", "-m", folder, *SKIP, *SHORT, "--json", "--temperature", "1.5", "--top-p", "0.9"]
+    first, again, other = (ssd(*sampled, "--seed", seed).json for seed in ("1", "1", "2"))
+    assert first["token_ids"] == again["token_ids"] != other["token_ids"]
+    assert first["decoding"] == {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "top_p": 0.9, "seed": 1}
+    unseeded = ssd(*sampled).json
+    assert ssd(*sampled, "--seed", str(unseeded["decoding"]["seed"])).json["token_ids"] == unseeded["token_ids"]
+
+
+def test_temperature_zero_is_greedy(ssd: Callable[..., Run], folder: str) -> None:
+    document = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--json", "--temperature", "0").json
+    assert document["decoding"]["do_sample"] is False
+    assert document["text"] == answer(folder, "rain")
+
+
+# --- which config ---------------------------------------------------------------------------------
+
+
+def test_config_from_a_file_of_several(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "skips.json"
+    file.write_text(json.dumps({"a": {"attention": [0], "mlp": []}, "b": {"attn": [3], "mlp": [1]}}))
+    common = ["generate", "rain", "-m", folder, *SHORT, "--json", "--config", str(file)]
+    assert ssd(*common, "--config-name", "b").json["config"]["skip"] == {"attention": [3], "mlp": [1]}
+    assert "Choose one" in ssd(*common).err
+
+
+def test_config_stored_with_the_model(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    enable_self_speculative(model, default=SkipConfig(attention=[2]))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    assert ssd("generate", "x", "-m", str(tmp_path), *SHORT, "--json").json["config"]["skip"]["attention"] == [2]
+    assert ssd("inspect", str(tmp_path), "--json").json["skip"]["attention"] == [2]
+
+
+def test_the_demo_model_has_a_config_of_its_own(
+    ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cli_options.default_config("demo", None)
+    assert config is not None and len(config.skip) > 0
+    monkeypatch.setattr("ssd_generation.models.fetch_demo", lambda: Path(folder))
+    small = SelfSpeculativeConfig(skip=SkipConfig(attention=[3]))
+    monkeypatch.setattr(cli_options, "default_config", lambda name, stored: small if name == "demo" else None)
+    assert ssd("generate", "x", *SHORT, "--json").json["config"]["skip"]["attention"] == [3]
+    assert ssd("inspect", "--json").json["skip"]["attention"] == [3]
+
+
+def test_no_config_is_an_error_that_teaches(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "x", "-m", folder)
+    assert run.status == 2 and run.out == ""
+    assert "--config" in run.err and "--skip-attention" in run.err and f"ssd inspect {folder}" in run.err
+
+
+# --- --compare ------------------------------------------------------------------------------------
+
+
+def test_compare_prints_a_table(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")
+    assert run.status == 0
+    text = answer(folder, "rain")
+    assert run.out.startswith(text + "\n")
+    rows = {line.split("  ")[0]: line for line in run.out.splitlines()}
+    assert rows["plain"].split()[1] == "12"
+    assert rows["self-speculative"].rstrip().endswith("yes")
+    assert "differs at token" in rows["draft alone"] and "logit margin" in run.out
+    flat = " ".join(run.out.split())
+    assert "leaves out 2 of 8 sub-layers: attention 1 and MLP 2" in flat
+    assert "Extra memory (computed)" in flat and "float32" in flat and torch.__version__ in flat
+
+
+def test_compare_as_json(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "2", "--json")
+    methods = run.json["comparison"]["methods"]
+    assert list(methods) == ["plain", "draft alone", "self-speculative"]
+    assert methods["self-speculative"]["identical_to_plain"] is True
+    assert methods["self-speculative"]["token_ids"] == methods["plain"]["token_ids"] == run.json["token_ids"]
+    assert methods["draft alone"]["first_difference"]["logit_margin"] > 0
+    assert len(methods["plain"]["seconds"]) == 2
+
+
+def test_compare_says_that_small_models_gain_nothing(
+    ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssd_generation.comparison import MethodResult
+
+    monkeypatch.setattr(MethodResult, "ratio", property(lambda self: 0.8))
+    run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")
+    assert "layer skipping alone gains them little or nothing" in " ".join(run.out.split())
+
+
+def test_compare_does_not_compare_sampled_texts(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "x", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1", "--temperature", "1")
+    assert run.status == 0
+    assert run.out.count("sampled") == 2 and "differs" not in run.out
+
+
+def test_compare_shows_both_texts_where_they_differ(
+    ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssd_generation import comparison
+
+    real = comparison._run
+
+    def wrong(model: Any, inputs: Any, config: Any, method: str, kwargs: Any) -> list[int]:
+        ids = real(model, inputs, config, method, kwargs)
+        return [*ids[:3], (ids[3] + 1) % 300, *ids[4:]] if method == "self-speculative" else ids
+
+    monkeypatch.setattr(comparison, "_run", wrong)
+    run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")
+    flat = " ".join(run.out.split())
+    assert "Plain decoding says:" in flat and "The text differs from plain decoding at token 4." in flat
+
+
+# --- --show-draft and --html ----------------------------------------------------------------------
+
+
+def test_show_draft(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--show-draft")
+    assert run.status == 0
+    answered, view = run.out.split("Where each token came from")
+    assert answered.strip() == answer(folder, "rain").strip()
+    assert "⟦" in view and "drafted and accepted · ⟦decided by the target⟧" in view
+    assert "12 tokens: " in view
+
+
+def test_html_file(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "answer.html"
+    run = ssd("generate", "<rain>", "-m", folder, *SKIP, *SHORT, "--html", str(file))
+    assert run.status == 0 and "Written to" in run.err and "Where each" not in run.out
+    html = file.read_text(encoding="utf-8")
+    assert "&lt;rain&gt;" in html and html.count('title="token') >= 3
+    assert os.listdir(tmp_path) == ["answer.html"]
+
+
+# --- inspect and presets --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "opt", "bloom", "mixtral", "gpt_oss", "deepseek_v3", "gemma2", "falcon"]
+)
+def test_inspect_needs_no_weights(ssd: Callable[..., Run], family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    CONFIGS[family]().save_pretrained(tmp_path)  # nothing but config.json
+    document = ssd("inspect", str(tmp_path), "--skip-attention", "1", "--skip-mlp", "2,3", "--json").json
+    layout = locate_sublayers(model)
+    assert [layer["attention"]["parameters"] for layer in document["layers"]] == [
+        layer.attention.num_parameters() for layer in layout.layers if layer.attention
+    ]
+    assert [layer["mlp"]["parameters"] for layer in document["layers"]] == [
+        layer.mlp.num_parameters() for layer in layout.layers if layer.mlp
+    ]
+    assert document["skipped_parameters"] == layout.skipped_parameters(SkipConfig(attention=[1], mlp=[2, 3]))
+    assert [layer["layer"] for layer in document["layers"] if layer["mlp"]["skipped"]] == [2, 3]
+    totals = document["parameters"]
+    assert totals.pop("all") == sum(totals.values())
+    assert (document["skipped_sublayers"], document["sublayers"]) == (3, 2 * LAYERS)
+
+
+def test_inspect_names_sliding_windows(ssd: Callable[..., Run], tmp_path: Path) -> None:
+    for family, windows in (("mistral", [WINDOW] * 4), ("gemma3", [WINDOW, None, WINDOW, None])):
+        CONFIGS[family]().save_pretrained(tmp_path)
+        layers = ssd("inspect", str(tmp_path), "--json").json["layers"]
+        assert [layer["attention"]["window"] for layer in layers] == windows
+    assert f"self_attn, sliding {WINDOW}" in ssd("inspect", str(tmp_path)).out
+
+
+def test_inspect_prints_a_table(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("inspect", folder, *SKIP)
+    rows = [line.split() for line in run.out.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert run.out.count("left out") == 2
+    assert "leaves out 2 of 8 sub-layers: attention 1 and MLP 2" in " ".join(run.out.split())
+    bare = ssd("inspect", folder)
+    assert bare.status == 0 and "left out" not in bare.out and "--skip-attention" in bare.out
+
+
+def test_inspect_loads_the_model_where_it_must(
+    ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ssd_generation.sublayers as sublayers
+
+    real, tried = sublayers.locate_sublayers, []
+
+    def fails_without_weights(model: Any) -> Any:
+        tried.append(type(next(model.parameters())).__name__)
+        if len(tried) == 1:
+            raise RuntimeError("no fake version of this operator")
+        return real(model)
+
+    monkeypatch.setattr(sublayers, "locate_sublayers", fails_without_weights)
+    assert ssd("inspect", folder, "--json").json["parameters"]["all"] > 0
+    assert tried == ["FakeTensor", "Parameter"]
+
+
+def test_presets(ssd: Callable[..., Run]) -> None:
+    run = ssd("presets")
+    assert run.status == 0 and all(name in run.out for name in ssd_generation.config.PRESETS)
+    assert ssd("presets", "--json").json["llama-2-13b"]["skip"]["attention"][0] == 3
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "-m", "{}", "--skip-attention", "9"], "0 to 3"),
+        (["generate", "x", "-m", "{}", "--skip-attention", "0-3"], "all 4 attention"),
+        (["generate", "x", "-m", "{}", "--skip-mlp", "1,1"], "more than once"),
+        (["generate", "x", "-m", "{}", "--skip-mlp", "a"], "--skip-mlp: 'a' is no layer"),
+        (["generate", "x", "-m", "{}", "--skip-mlp", "3-1"], "runs backwards. Write 1-3"),
+        (["generate", "x", "-m", "{}", "--config", "llama-2-13b"], "made for a model"),
+        (["generate", "x", "-m", "{}", "--config", "./nowhere.json"], "no file or folder './nowhere.json'"),
+        (["generate", "x", "-m", "{}", "--config", "a.json", "--skip-mlp", "1"], "Leave one of them out"),
+        (["generate", "x", "-m", "{}", "--config-name", "a"], "needs --config"),
+        (["generate", "x", "-m", "{}", *SKIP, "--policy", "lucky"], "Unknown draft-length policy 'lucky'"),
+        (["generate", "x", "-m", "{}", *SKIP, "--draft-length", "0"], "--draft-length"),
+        (["generate", "x", "-m", "{}", *SKIP, "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["generate", "x", "-m", "{}", *SKIP, "--top-p", "0.5"], "--top-p 0.5 needs --temperature"),
+        (["generate", "x", "-m", "{}", *SKIP, "--seed", "1"], "--seed 1 needs --temperature"),
+        (["generate", "x", "-m", "{}", *SKIP, "--repeats", "2"], "--repeats 2 needs --compare"),
+        (["generate", "x", "-m", "{}", *SKIP, "--html", "nowhere/x.html"], "no folder 'nowhere'"),
+        (["generate", "x", "-m", "{}", *SKIP, "--dtype", "float33"], "float33"),
+        (["generate", "x", "-m", "{}", *SKIP, "--device", "gpu"], "--device gpu"),
+        (["generate", "x", "-m", "{}", *SKIP, "--device", "cpu", "--device-map", "auto"], "Leave one of them out"),
+        (["generate", "x", "-m", "{}", *SKIP, "--system", "y", "--no-chat-template"], "--system needs a chat template"),
+        (["generate", " ", "-m", "{}", *SKIP], "The prompt is empty"),
+        (["generate", "-", "-m", "{}", *SKIP], "The prompt from stdin is empty"),
+        (["generate", "x", "-m", "./nowhere", *SKIP], "./nowhere"),
+        (["generate", "x", "--colour"], "No such option: --colour. See `ssd generate --help`."),
+        (["inspect", "./nowhere.gguf"], "no GGUF file './nowhere.gguf'"),
+        (["inspect", "./nowhere"], "Found no model './nowhere'"),
+        (["inspect", "{}", "--skip-mlp", "7"], "0 to 3"),
+        (["generat"], "Did you mean 'generate'?"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    ssd: Callable[..., Run], folder: str, arguments: list[str], message: str
+) -> None:
+    run = ssd(*(argument.format(folder) for argument in arguments))
+    assert run.status == 2
+    assert run.out == ""
+    assert run.err.startswith("error: ") and run.err.count("\n") == 1
+    assert message in run.err
+
+
+def test_a_file_that_is_no_model(ssd: Callable[..., Run], tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
+    file.touch()
+    for command in (["inspect", str(file)], ["generate", "x", *SKIP, "-m", str(file)]):
+        run = ssd(*command)
+        assert run.status == 2 and "not a" in run.err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32), "attention"),
+        (lambda: transformers.T5Config(), "t5 model, which is no causal language model"),
+    ],
+)
+def test_a_model_that_cannot_draft(
+    ssd: Callable[..., Run], config: Callable[[], Any], message: str, tmp_path: Path
+) -> None:
+    config().save_pretrained(tmp_path)
+    run = ssd("inspect", str(tmp_path))
+    assert run.status == 2 and run.err.startswith("error: ") and message in run.err
+    assert len(run.err) < 500
+
+
+def test_a_template_that_refuses(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    tokenizer.save_pretrained(tmp_path)
+    run = ssd("generate", "x", "-m", str(tmp_path), *SKIP, "--system", "y")
+    assert run.status == 2 and "System role not supported" in run.err and "without --system" in run.err
+
+
+def test_debugging_shows_the_traceback_of_a_mistake(
+    ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_DEBUG", "1")
+    run = ssd("generate", "x", "-m", folder, "--skip-attention", "9")
+    assert run.status == 2 and "Traceback" in run.err and run.err.splitlines()[-1].startswith("error: ")
+
+
+def test_ctrl_c_is_quiet(ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_options, "encode", interrupted)
+    run = ssd("generate", "x", "-m", folder, *SKIP)
+    assert run.status == 130 and run.out + run.err == ""
+
+
+def test_faults_of_ours_keep_their_traceback(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr(cli_options, "encode", broken)
+    with pytest.raises(AttributeError, match="a bug"):
+        main(["generate", "x", "-m", folder, *SKIP])
+
+
+def test_memory_that_runs_out_is_told_in_one_line(
+    ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(cli_options, "encode", full)
+    run = ssd("generate", "x", "-m", folder, *SKIP)
+    assert run.status == 2 and run.err == "error: CUDA out of memory.\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_missing_packages_are_named(ssd: Callable[..., Run], missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    run = ssd("--help")
+    assert run.status == 2 and missing in run.err and 'pip install "ssd_generation[cli]"' in run.err
+
+
+# --- the rest -------------------------------------------------------------------------------------
+
+
+def test_help_teaches(ssd: Callable[..., Run]) -> None:
+    assert "ssd generate --compare" in ssd("--help").out
+    assert ssd().out.strip() == ssd("-h").out.strip()
+    assert "--skip-attention 10-14,18 --compare" in ssd("generate", "--help").out
+    assert "ssd inspect demo" in ssd("inspect", "--help").out
+    assert "--config" in ssd("presets", "--help").out
+
+
+def test_version(ssd: Callable[..., Run]) -> None:
+    assert ssd("--version").out == f"ssd_generation {ssd_generation.__version__}\n"
+
+
+def test_python_dash_m(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["python -m ssd_generation", "--version"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("ssd_generation", run_name="__main__")
+    assert left.value.code == 0 and capfd.readouterr().out.startswith("ssd_generation ")
+
+
+def test_the_command_line_itself_loads_nothing_heavy() -> None:
+    # The package without its __init__, which is not the command line's doing.
+    package = Path(ssd_generation.__file__).parent
+    source = f"""
+        import sys, types
+        package = types.ModuleType("ssd_generation")
+        package.__path__ = [{str(package)!r}]
+        sys.modules["ssd_generation"] = package
+        from ssd_generation.cli import main
+        try:
+            main(["generate", "--help"])
+        except SystemExit as left:
+            assert left.code == 0
+        print(sorted({{"torch", "transformers", "numpy", "ssd_generation.config"}} & set(sys.modules)))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_libraries_are_quiet_and_then_as_they_were() -> None:
+    from ssd_generation.cli.console import quiet_libraries
+
+    before = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+        list(warnings.filters),
+    )
+    with quiet_libraries():
+        warnings.warn("unheard", UserWarning, stacklevel=1)
+        assert transformers_logging.get_verbosity() == transformers_logging.ERROR
+    after = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled(), list(warnings.filters)
+    assert after == before
+
+
+def test_progress_in_a_log_file_waits_two_seconds(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssd_generation.cli import console
+
+    now = iter([0.0, 1.0, 2.5, 2.5, 3.0, 5.0, 5.0])
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    with console.progress("Counting", total=4) as step:
+        for name in ("one", "two", "three", "four"):
+            step(name)
+    assert capfd.readouterr().err == "Counting 1/4: two\nCounting 3/4: four\n"
+
+
+def test_progress_in_a_terminal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from ssd_generation.cli import console
+
+    file = io.StringIO()
+    monkeypatch.setattr(console, "err", lambda: Console(file=file, force_terminal=True, width=60))
+    with console.progress("Counting", total=2) as step:
+        step("one")
+        step("two")
+    assert "Counting: two" in file.getvalue() and "1/2" in file.getvalue()
+    with console.progress("Waiting"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "shown"),
+    [
+        (None, [], ""),
+        ("", [], ""),
+        ("5", [5], "5"),
+        ("5,7,10-12", [5, 7, 10, 11, 12], "5, 7, 10–12"),
+        (" 1 2, 3 ,", [1, 2, 3], "1–3"),
+        ("4-4, 6", [4, 6], "4, 6"),
+        ("1,2,4,5", [1, 2, 4, 5], "1, 2, 4, 5"),
+    ],
+)
+def test_layers(text: str | None, layers: list[int], shown: str) -> None:
+    assert parse_layers("--skip", text) == layers
+    assert describe_layers(layers) == shown
+
+
+@pytest.mark.parametrize("text", ["a", "-1", "1.5", "1-", "1--2", "99999999999"])
+def test_no_layers(text: str) -> None:
+    with pytest.raises(ValueError, match="--skip: "):
+        parse_layers("--skip", text)
