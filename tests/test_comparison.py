@@ -70,7 +70,7 @@ def test_margin_is_what_plain_decoding_decided_by(model: Any, at: int) -> None:
     assert difference is not None
     assert (difference.token, difference.plain_token, difference.other_token) == (at + 1, plain[at], other[at])
     assert difference.logit_margin == pytest.approx(float(logits[plain[at]] - logits[other[at]]), rel=1e-4)
-    assert difference.logit_margin > 0
+    assert difference.logit_margin is not None and difference.logit_margin > 0
 
 
 def test_margin_is_taken_after_the_logits_processors(model: Any) -> None:
