@@ -133,6 +133,20 @@ def test_json_is_one_document(ssd: Callable[..., Run], folder: str) -> None:
     assert run.err == ""
 
 
+def test_what_others_print_does_not_spoil_the_document(
+    ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cli_options.encode
+
+    def chatty(*args: Any) -> Any:
+        print("a word from a library")
+        return real(*args)
+
+    monkeypatch.setattr(cli_options, "encode", chatty)
+    run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--json")
+    assert run.json["text"] and run.err == "a word from a library\n"
+
+
 def test_prompt_from_stdin(ssd: Callable[..., Run], folder: str) -> None:
     document = ssd("generate", "-", "-m", folder, *SKIP, *SHORT, "--json", stdin="rain\n\nfalls\n").json
     assert document["prompt"] == "rain\n\nfalls"
@@ -316,6 +330,7 @@ def test_inspect_needs_no_weights(ssd: Callable[..., Run], family: str, tmp_path
         layer.mlp.num_parameters() for layer in layout.layers if layer.mlp
     ]
     assert document["skipped_parameters"] == layout.skipped_parameters(SkipConfig(attention=[1], mlp=[2, 3]))
+    assert [layer["layer"] for layer in document["layers"] if layer["attention"]["skipped"]] == [1]
     assert [layer["layer"] for layer in document["layers"] if layer["mlp"]["skipped"]] == [2, 3]
     totals = document["parameters"]
     assert totals.pop("all") == sum(totals.values())
@@ -458,6 +473,27 @@ def test_ctrl_c_is_quiet(ssd: Callable[..., Run], folder: str, monkeypatch: pyte
     monkeypatch.setattr(cli_options, "encode", interrupted)
     run = ssd("generate", "x", "-m", folder, *SKIP)
     assert run.status == 130 and run.out + run.err == ""
+
+
+def test_ctrl_c_before_a_sub_command_runs_is_quiet_too(
+    ssd: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ssd_generation.cli.app.app", interrupted)
+    run = ssd("presets")
+    assert run.status == 130 and run.out + run.err == ""
+
+
+def test_a_reader_that_goes_away_is_no_fault(ssd: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("ssd_generation.cli.app.app", broken)
+    monkeypatch.setattr(os, "dup2", lambda *args: None)
+    run = ssd("presets")
+    assert run.status == 1 and run.err == ""
 
 
 def test_faults_of_ours_keep_their_traceback(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
