@@ -1,10 +1,10 @@
 """KV cache layers with spare room, and the draft's view of them.
 
 Shapes: keys and values are `(batch_size, num_heads, sequence_length, head_dim)`; *slots* are positions along
-`sequence_length`, the same for all rows. transformers' own `DynamicLayer` copies all slots for each new token. The layers here
-keep a *room*, a tensor with spare slots behind the valid ones: a pass writes its keys and values into the spare slots and
-attends to a view, `crop` moves a counter. A draft writes behind the valid slots of the same room, so nothing of the prefix is
-copied to draft, and nothing of the target's cache changes.
+`sequence_length`, the same for all rows. transformers' own `DynamicLayer` copies all slots for each new token. The
+layers here keep a *room*, a tensor with spare slots behind the valid ones: a pass writes its keys and values into the
+spare slots and attends to a view, `crop` moves a counter. A draft writes behind the valid slots of the same room, so
+nothing of the prefix is copied to draft, and nothing of the target's cache changes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MIN_SPARE = 32
 
 
 def _spare(length: int) -> int:
-    # A thirty-second of the context: a copy of the room every so many tokens, and at most 3 % more memory than the keys and
-    # values themselves.
+    # A thirty-second of the context: a copy of the room every so many tokens, and at most 3 % more memory than the keys
+    # and values themselves.
     return max(_MIN_SPARE, length // 32)
 
 
@@ -42,11 +42,12 @@ def _new_room(like: torch.Tensor, slots: int) -> torch.Tensor:
     return like.new_empty((*like.shape[:2], slots, like.shape[3]))
 
 
-class SpareRoomLayer(DynamicLayer):  # type: ignore[misc]
+class SpareRoomLayer(DynamicLayer):
     """A `DynamicLayer` that appends in place.
 
-    The valid slots are `start … end` of two tensors, `key_room` and `value_room`; a full-attention layer starts at 0. `keys` and
-    `values` are views of them, made when asked for; assigning to them, as transformers' own methods do, takes the tensor over.
+    The valid slots are `start … end` of two tensors, `key_room` and `value_room`; a full-attention layer starts at 0.
+    `keys` and `values` are views of them, made when asked for; assigning to them, as transformers' own methods do,
+    takes the tensor over.
     """
 
     key_room: torch.Tensor | None
@@ -163,7 +164,8 @@ class SpareRoomLayer(DynamicLayer):  # type: ignore[misc]
 class SpareRoomSlidingLayer(SpareRoomLayer):
     """A `DynamicSlidingWindowLayer` that appends in place and can always be rolled back by what it was last given.
 
-    The room keeps the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the room is full.
+    The room keeps the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the room is
+    full.
     """
 
     is_sliding = True
@@ -228,7 +230,7 @@ def _sliding_mask_sizes(seen: int, window: int, query_length: int) -> tuple[int,
 # the draft's view
 
 
-class _DraftLayer(CacheLayerMixin):  # type: ignore[misc]
+class _DraftLayer(CacheLayerMixin):
     """What a draft sees of a layer with spare room: the valid slots, and behind them its own."""
 
     is_sliding = False
@@ -286,7 +288,7 @@ class _SlidingDraftLayer(_DraftLayer):
         return self.base.sliding_window
 
 
-class GhostLayer(CacheLayerMixin):  # type: ignore[misc]
+class GhostLayer(CacheLayerMixin):
     """Stands for the cache layer of a skipped attention: it holds nothing and knows its length from a live layer.
 
     Masks and positions are read off the first cache layer of each kind, which may be a skipped one.
@@ -313,7 +315,8 @@ class GhostLayer(CacheLayerMixin):  # type: ignore[misc]
     @staticmethod
     def _refuse() -> None:
         raise RuntimeError(
-            "This cache was filled in draft mode: it has no keys and values for the attention sub-layers that were skipped. "
+            "This cache was filled in draft mode: it has no keys and values for the attention sub-layers that were "
+            "skipped. "
             "Start the whole model with a new cache."
         )
 
@@ -335,11 +338,11 @@ class GhostLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to reset: the length is the live layer's."""
 
 
-class DraftCache(Cache):  # type: ignore[misc]
-    """The cache that a drafting pass is given: the target's prefix, read in place, and the draft's own tokens behind it.
+class DraftCache(Cache):
+    """What a drafting pass is given: the target's prefix, read in place, and the draft's own tokens behind it.
 
-    A layer whose attention is skipped is never written to; in its place stands a live layer of the same kind, so that masks and
-    positions, which transformers reads off the first layer of each kind, are right.
+    A layer whose attention is skipped is never written to; in its place stands a live layer of the same kind, so that
+    masks and positions, which transformers reads off the first layer of each kind, are right.
 
     Args:
         target: the target's cache, holding the verified prefix. It is never written to.
@@ -387,7 +390,7 @@ class DraftCache(Cache):  # type: ignore[misc]
 
 
 def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
-    """A shallow copy of a layer without spare room: it aliases the target's tensors and `cat` leaves those untouched."""
+    """A shallow copy of a layer without spare room: it aliases the tensors, and `cat` leaves those untouched."""
     fork = copy.copy(layer)
     if getattr(fork, "record_past", False):
         fork.record_past = False
@@ -401,9 +404,9 @@ def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
 def add_spare_room(cache: Cache, history: int = 0) -> None:
     """Exchange the plain dynamic layers of a cache for layers with spare room, in place; what it holds stays.
 
-    `history` slots before the window of a sliding layer are kept too: as many as one row of a batch may have to be rolled back.
-    Layers of other classes stay as they are: a draft then reads them through a fork, which copies the prefix once per token as
-    plain decoding does.
+    `history` slots before the window of a sliding layer are kept too: as many as one row of a batch may have to be
+    rolled back. Layers of other classes stay as they are: a draft then reads them through a fork, which copies the
+    prefix once per token as plain decoding does.
     """
     for index, layer in enumerate(cache.layers):
         new: SpareRoomLayer
@@ -450,8 +453,8 @@ def move_rows(cache: Cache, moves: Sequence[int], slots: int) -> None:
 
     Args:
         cache: the cache, of `len(moves)` rows.
-        moves: slots to move each row by: to the right where positive, to the left where negative. A row that moves to the left
-            brings in what lay behind slot `slots`.
+        moves: slots to move each row by: to the right where positive, to the left where negative. A row that moves to
+            the left brings in what lay behind slot `slots`.
         slots: the new length, at most the present one.
 
     Raises:

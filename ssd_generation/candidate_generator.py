@@ -51,8 +51,8 @@ class Draft:
 
     Attributes:
         tokens: `(B, k)` drafted tokens.
-        scores: `(B, k, V)` scores after all logits processors, whose softmax the tokens were drawn from; `None` under greedy
-            decoding or where k = 0.
+        scores: `(B, k, V)` scores after all logits processors, whose softmax the tokens were drawn from; `None` under
+            greedy decoding or where k = 0.
         lengths: tokens drafted per row, 0 … k; what stands behind them in `tokens` is to be ignored.
     """
 
@@ -61,17 +61,19 @@ class Draft:
     lengths: list[int]
 
 
-class SelfSpeculativeCandidateGenerator(CandidateGenerator):  # type: ignore[misc]
+class SelfSpeculativeCandidateGenerator(CandidateGenerator):
     """Candidate generator whose draft is the target model itself, with chosen sub-layers left out.
 
-    Implements transformers' candidate-generator interface, and works in transformers' own assisted decoding loop unmodified.
-    The target fills its cache with the prompt alone; from then on each round drafts some tokens in skip mode. The draft reads
-    the target's keys and values in place, never writes to them, and keeps its own only until the end of the round.
+    Implements transformers' candidate-generator interface, and works in transformers' own assisted decoding loop
+    unmodified. The target fills its cache with the prompt alone; from then on each round drafts some tokens in skip
+    mode. The draft reads the target's keys and values in place, never writes to them, and keeps its own only until the
+    end of the round.
 
     Args:
         model: the target model.
         config: what to skip and how far to draft.
-        generation_config: the prepared generation config of the call (`do_sample`, `max_length`, end-of-sequence tokens).
+        generation_config: the prepared generation config of the call (`do_sample`, `max_length`, end-of-sequence
+            tokens).
         logits_processor: the processors of the call, applied to the draft's logits exactly as to the target's.
         policy: draft-length policy; by default a new one made from `config.drafting`. Pass one to carry its state on.
 
@@ -127,16 +129,18 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):  # type: ignore[mis
         """Draft a continuation of `input_ids`.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): the text so far; the cache holds all but its last
+            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): the text so far; the cache holds all but its
+            last
                 token.
             model_kwargs: the target's keyword arguments, with its cache under `past_key_values`.
             model_outputs: outputs of the target's last pass; not used.
             is_first_iteration: whether the target has not seen the prompt yet. Nothing is drafted then.
-            n_last_matches: drafted tokens accepted in the last round; not used, `update_candidate_strategy` gets it too.
+            n_last_matches: drafted tokens accepted in the last round; not used, `update_candidate_strategy` gets it
+                too.
 
         Returns:
-            `torch.LongTensor` of shape `(1, sequence_length + k)`, and the scores that the k tokens were drawn from, of shape
-            `(1, k, vocab_size)`; `None` for the scores under greedy decoding or where nothing was drafted.
+            `torch.LongTensor` of shape `(1, sequence_length + k)`, and the scores that the k tokens were drawn from, of
+            shape `(1, k, vocab_size)`; `None` for the scores under greedy decoding or where nothing was drafted.
         """
         self._last_round = 0, 0
         cache = (model_kwargs or {}).get("past_key_values")
@@ -195,11 +199,13 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):  # type: ignore[mis
         """Draft up to `length` tokens per row in skip mode.
 
         Args:
-            last_token (`torch.LongTensor` of shape `(B, 1)`): the last token of each row, which is not in the cache yet.
+            last_token (`torch.LongTensor` of shape `(B, 1)`): the last token of each row, which is not in the cache
+            yet.
             cache: the target's cache.
             length: the most tokens to draft, ≥ 1.
             row_limits: the most tokens that are of use, per row.
-            attention_mask (`torch.LongTensor` of shape `(B, slots + 1)`, *optional*): mask of the cached slots and the last
+            attention_mask (`torch.LongTensor` of shape `(B, slots + 1)`, *optional*): mask of the cached slots and the
+            last
                 token.
             position_ids (`torch.LongTensor` of shape `(B, 1)`, *optional*): position of the last token.
             model_kwargs: further keyword arguments of the model's passes.

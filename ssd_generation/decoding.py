@@ -1,13 +1,14 @@
 """The decoding loop: draft, verify, commit.
 
-transformers' own assisted loop looks at the stopping criteria once per round, takes one row only, and feeds a continued cache
-its prompt again. This loop commits token by token, in the order in which plain decoding would have: the criteria, the streamer
-and the recorded scores see the same calls with the same arguments. Rows of a batch run at their own speed; a step is committed
-when all unfinished rows have reached it.
+transformers' own assisted loop looks at the stopping criteria once per round, takes one row only, and feeds a continued
+cache its prompt again. This loop commits token by token, in the order in which plain decoding would have: the criteria,
+the streamer and the recorded scores see the same calls with the same arguments. Rows of a batch run at their own speed;
+a step is committed when all unfinished rows have reached it.
 
-Layouts: `tokens` is aligned at the left, as in `generate`'s output: row r holds `lengths[r]` tokens, column t is step t of every
-row. The cache is aligned at the right: a row that lags `shifts[r]` slots behind the longest one has as many masked slots at its
-left, which every model supports as left padding.
+Layouts: `tokens` is aligned at the left, as in `generate`'s output: row r holds `lengths[r]` tokens, column t is step t
+    of every
+row. The cache is aligned at the right: a row that lags `shifts[r]` slots behind the longest one has as many masked
+slots at its left, which every model supports as left padding.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ _BLIND_PROCESSORS: tuple[type, ...] = tuple(
     )
     if hasattr(logits_process, name)
 )
-# Rows of a batch whose cache is returned may run this many tokens ahead of the slowest, so that sliding layers can be put back.
+# Rows of a batch whose cache is returned may run this many tokens ahead of the slowest, so that sliding layers can be
+# put back.
 _MAX_LEAD = 64
 
 
 @dataclass
-class SelfSpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+class SelfSpeculativeOutput(GenerateDecoderOnlyOutput):
     """`GenerateDecoderOnlyOutput` with the statistics of the call under `speculation`."""
 
     speculation: SpeculationStatistics | None = None
@@ -111,7 +113,9 @@ class SelfSpeculativeDecoding:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def run(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> torch.LongTensor | SelfSpeculativeOutput:
+    def run(
+        self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]
+    ) -> torch.LongTensor | SelfSpeculativeOutput:
         """Generate.
 
         Args:
@@ -119,8 +123,8 @@ class SelfSpeculativeDecoding:
             model_kwargs: the model's keyword arguments as `generate` prepared them, with the cache.
 
         Returns:
-            The sequences, of shape `(B, prompt_length + new_tokens)`, or a `SelfSpeculativeOutput` if the generation config asks
-            for a dictionary.
+            The sequences, of shape `(B, prompt_length + new_tokens)`, or a `SelfSpeculativeOutput` if the generation
+            config asks for a dictionary.
         """
         started = time.perf_counter()
         batch, prompt = input_ids.shape
@@ -145,7 +149,11 @@ class SelfSpeculativeDecoding:
 
         running = self._prefill(input_ids, model_kwargs)
         self.statistics.prompt_seconds = time.perf_counter() - started
-        if self.batch > 1 and self.cache_is_returned and any(isinstance(x, SpareRoomSlidingLayer) for x in self.cache.layers):
+        if (
+            self.batch > 1
+            and self.cache_is_returned
+            and any(isinstance(x, SpareRoomSlidingLayer) for x in self.cache.layers)
+        ):
             self.max_lead = _MAX_LEAD
         else:
             self.max_lead = self.max_length
@@ -374,7 +382,7 @@ class SelfSpeculativeDecoding:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, columns + spare - self.tokens.shape[1]))
 
     def _write_ahead(self, drafted: torch.Tensor) -> None:
-        """Put drafted tokens behind each row's own, for the processors to see; what is accepted is written over them."""
+        """Put drafted tokens behind each row's own, for the processors to see; accepted ones are written over them."""
         count = drafted.shape[1]
         self._make_room(max(self.lengths) + count)
         for row, length in enumerate(self.lengths):
@@ -402,7 +410,7 @@ class SelfSpeculativeDecoding:
     # logits processors
 
     def _process(self, logits: torch.Tensor, count: int) -> torch.Tensor:
-        """Scores `(B, count, V)` from logits; position i is processed with the row's tokens and the first i drafted ones."""
+        """Scores `(B, count, V)`; position i is processed with the row's tokens and the first i drafted ones."""
         if not len(self.processors):
             return logits
         if self.processors_are_blind and count > 1:
@@ -420,7 +428,8 @@ class SelfSpeculativeDecoding:
             return self.processors(self._contiguous(ends[0]), logits)  # type: ignore[no-any-return]
         scores = torch.empty_like(logits)
         for end in sorted(set(ends)):
-            # The whole batch each time, since a processor may know its rows by number; only the rows that end here are used.
+            # The whole batch each time, since a processor may know its rows by number; only the rows that end here are
+            # used.
             rows = [row for row in range(self.batch) if ends[row] == end]
             scores[rows] = self.processors(self._contiguous(end), logits.clone())[rows]
         return scores
@@ -429,7 +438,7 @@ class SelfSpeculativeDecoding:
         return self.tokens[:, :end].contiguous()
 
     def _logits(self, outputs: Any, count: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The last `count` positions' logits in float32, as they are (where they are asked for) and to be processed in place."""
+        """The last `count` positions' logits in float32: as they are, if they are asked for, and to be processed."""
         raw = outputs.logits[:, -count:].to(dtype=torch.float32, device=self.device)
         # The prompt's logits may be large: what is kept must not keep them.
         logits = raw.clone() if len(self.processors) or self.keep_scores or self.keep_logits else raw
@@ -454,7 +463,7 @@ class SelfSpeculativeDecoding:
         if self.keep_attentions:
             shift = self.shifts[row]
             seen = self.slots - shift + step + 1  # slots of the row when this token was the newest
-            attentions = []
+            attentions: list[torch.Tensor | None] = []
             for layer, attention in zip(self.cache.layers, outputs.attentions, strict=True):
                 if attention is None:
                     attentions.append(None)
@@ -519,10 +528,10 @@ class SelfSpeculativeDecoding:
 
     def _record_step(self) -> None:
         if not (self.keep_scores or self.keep_logits or self.keep_attentions or self.keep_hidden_states):
-            for records in self.records:
-                records.clear()
+            for waiting in self.records:
+                waiting.clear()
             return
-        records = [rows.pop(0) if rows else None for rows in self.records]
+        records: list[dict[str, Any] | None] = [rows.pop(0) if rows else None for rows in self.records]
         known = next(record for record in records if record is not None)
 
         def stack(key: str) -> torch.Tensor:
@@ -533,7 +542,7 @@ class SelfSpeculativeDecoding:
         def join(key: str) -> tuple[Any, ...] | None:
             if known.get(key) is None:
                 return None
-            layers = []
+            layers: list[torch.Tensor | None] = []
             for index, like in enumerate(known[key]):
                 if like is None:
                     layers.append(None)
@@ -573,8 +582,8 @@ class SelfSpeculativeDecoding:
     def _watch_rope(self) -> None:
         """See whether the rotary embedding depends on the length of the text.
 
-        Beyond a length, `dynamic` changes with every token, and `longrope` changes once (phi3 then computes its cache anew). All
-        tokens of a pass get the embedding of its end, so no block may reach across that length.
+        Beyond a length, `dynamic` changes with every token, and `longrope` changes once (phi3 then computes its cache
+        anew). All tokens of a pass get the embedding of its end, so no block may reach across that length.
         """
         config = self.model.config.get_text_config(decoder=True)
         parameters = getattr(config, "rope_parameters", None) or {}
@@ -592,7 +601,7 @@ class SelfSpeculativeDecoding:
         return self.slots - self.shifts[row] + 1
 
     def _wait_for_rope(self, active: list[bool]) -> int:
-        """Rest the rows that must wait for others before the embedding changes; returns the most tokens to draft now."""
+        """Rest rows that must wait for others before the embedding changes; returns the most tokens to draft."""
         if self.rope_switch == sys.maxsize:
             return sys.maxsize
         rows = [row for row in range(self.batch) if active[row]]

@@ -11,12 +11,12 @@ __all__ = ["ConfidencePolicy", "DraftPolicy", "FixedPolicy", "make_policy"]
 class DraftPolicy(ABC):
     """Decides the draft length of each round.
 
-    A round asks `draft_length` once, then `keep_drafting` after each drafted token, and reports the outcome to `update`. A
-    policy keeps its state from round to round and from call to call.
+    A round asks `draft_length` once, then `keep_drafting` after each drafted token, and reports the outcome to
+    `update`. A policy keeps its state from round to round and from call to call.
 
     Attributes:
-        needs_probability: whether `keep_drafting` wants the probability of the drafted token. Where it does not, the draft loop
-            never waits for the device.
+        needs_probability: whether `keep_drafting` wants the probability of the drafted token. Where it does not, the
+            draft loop never waits for the device.
     """
 
     needs_probability: bool = False
@@ -26,7 +26,8 @@ class DraftPolicy(ABC):
         """The most tokens to draft in this round.
 
         Args:
-            limit: the most that can be of use (tokens left until the maximum length, less the one that verification adds), ≥ 0.
+            limit: the most that can be of use (tokens left until the maximum length, less the one that verification
+                adds), ≥ 0.
 
         Returns:
             A number from 0 to `limit`. 0 makes the round a plain decoding step.
@@ -37,9 +38,9 @@ class DraftPolicy(ABC):
 
         Args:
             depth: tokens drafted so far in this round, ≥ 1.
-            probability: of the token drafted last, under the draft's distribution after all logits processors; meaningless
-                where `needs_probability` is false. The token itself is always verified: dropping a drawn token for its
-                probability would bias sampling.
+            probability: of the token drafted last, under the draft's distribution after all logits processors;
+                meaningless where `needs_probability` is false. The token itself is always verified: dropping a drawn
+                token for its probability would bias sampling.
         """
         return True
 
@@ -76,9 +77,9 @@ class FixedPolicy(DraftPolicy):
 class ConfidencePolicy(DraftPolicy):
     """Adaptive draft exiting (Draft & Verify, Zhang et al., ACL 2024, arXiv 2309.08168).
 
-    Drafting stops after a token whose draft probability is below a threshold γ. After each round, with the share of drafted
-    tokens that matched, `m ← β1·m + (1 − β1)·share`; then γ' = γ + ε if m < α, γ' = γ if the round drafted the maximum, else
-    γ' = γ − ε; and `γ ← β2·γ + (1 − β2)·γ'`.
+    Drafting stops after a token whose draft probability is below a threshold γ. After each round, with the share of
+    drafted tokens that matched, `m ← β1·m + (1 − β1)·share`; then γ' = γ + ε if m < α, γ' = γ if the round drafted the
+    maximum, else γ' = γ − ε; and `γ ← β2·γ + (1 − β2)·γ'`.
 
     Args:
         max_length: the most tokens per round, ≥ 1.

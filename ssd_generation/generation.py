@@ -1,4 +1,4 @@
-"""`generate(self_speculative=…)`: the mixin that adds it to a model, and the functions that put it on and take it off."""
+"""`generate(self_speculative=…)`: the mixin that adds it, and the functions that put it on a model and take it off."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 SelfSpeculativeRequest = SelfSpeculativeConfig | SkipConfig | Mapping[str, Any] | str | os.PathLike[str] | bool
-"""What `generate(self_speculative=…)` takes: a config, a skip set, either as a dictionary, the path or Hub id of a saved config,
-or `True` for the default stored in `model.generation_config.self_speculative`."""
+"""What `generate(self_speculative=…)` takes: a config, a skip set, either as a dictionary, the path or Hub id of a
+saved config, or `True` for the default stored in `model.generation_config.self_speculative`."""
 
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 
@@ -65,9 +65,9 @@ class SelfSpeculativeMixin:
 
         Args:
             *args: as in transformers' `generate`.
-            self_speculative: a `SelfSpeculativeConfig`, a `SkipConfig`, a dictionary of either, the path or Hub id of a saved
-                config, or `True` for the default stored in `generation_config.self_speculative`. `None` and `False`: plain
-                `generate`.
+            self_speculative: a `SelfSpeculativeConfig`, a `SkipConfig`, a dictionary of either, the path or Hub id of a
+                saved config, or `True` for the default stored in `generation_config.self_speculative`. `None` and
+                `False`: plain `generate`.
             **kwargs: as in transformers' `generate`.
 
         Returns:
@@ -75,8 +75,8 @@ class SelfSpeculativeMixin:
             `speculation`; they are in `model.last_speculation` in any case.
 
         Raises:
-            ValueError: the config does not fit the model, or something was asked for that self-speculative decoding cannot do
-                (see the README); the message says what to do.
+            ValueError: the config does not fit the model, or something was asked for that self-speculative decoding
+                cannot do (see the README); the message says what to do.
             TypeError: `self_speculative` is of another type.
         """
         parent = super().generate  # type: ignore[misc]
@@ -89,8 +89,8 @@ class SelfSpeculativeMixin:
             model = cast(PreTrainedModel, self)
             if kwargs.get("assistant_model") is not None:
                 raise ValueError(
-                    "`self_speculative` and `assistant_model` were both given, but a call drafts either with the model itself or "
-                    "with an assistant. Leave one of them out."
+                    "`self_speculative` and `assistant_model` were both given, but a call drafts either with the model "
+                    "itself or with an assistant. Leave one of them out."
                 )
             if kwargs.get("custom_generate") is not None:
                 raise ValueError(
@@ -111,18 +111,25 @@ class SelfSpeculativeMixin:
         return call if call is not None and call.model is self else None
 
     def _validate_generation_mode(
-        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+        self,
+        generation_mode: GenerationMode,
+        generation_config: GenerationConfig,
+        generation_mode_kwargs: dict[str, Any],
     ) -> None:
         if self._active_call() is not None:
-            _refuse_what_cannot_be(cast(PreTrainedModel, self), generation_mode, generation_config, generation_mode_kwargs)
-        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
+            _refuse_what_cannot_be(
+                cast(PreTrainedModel, self), generation_mode, generation_config, generation_mode_kwargs
+            )
+        parent = super()._validate_generation_mode  # type: ignore[misc]
+        parent(generation_mode, generation_config, generation_mode_kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         call = self._active_call()
         is_users = model_kwargs.get("past_key_values") is not None
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        parent = super()._prepare_cache_for_generation  # type: ignore[misc]
+        result = parent(generation_config, model_kwargs, *args, **kwargs)
         if call is not None:
             cache = model_kwargs.get("past_key_values")
             _refuse_cache(cast(PreTrainedModel, self), cache)
@@ -183,7 +190,7 @@ class SelfSpeculativeMixin:
 
 def _rebuild(original: type) -> Any:
     cls = _enabled_class(original)
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 _CLASSES: dict[type, type] = {}
@@ -215,21 +222,21 @@ def _original_class(cls: type) -> type:
 def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | None = None) -> _ModelT:
     """Teach a model `generate(..., self_speculative=…)`.
 
-    The model stays the object it is, with its weights and its class's name; a call without `self_speculative` does exactly what
-    it did before. Saving, pickling, copying, pipelines and adapters work as before.
+    The model stays the object it is, with its weights and its class's name; a call without `self_speculative` does
+    exactly what it did before. Saving, pickling, copying, pipelines and adapters work as before.
 
     Args:
         model: a decoder-only transformers model, or a PEFT model around one.
-        default: a config to store in `model.generation_config.self_speculative`, used by `self_speculative=True`; it is saved
-            and loaded with the generation config.
+        default: a config to store in `model.generation_config.self_speculative`, used by `self_speculative=True`; it is
+            saved and loaded with the generation config.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: `model` is not a transformers model.
-        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, a layer of unknown make), or
-            `default` does not fit it.
+        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, a layer of unknown make),
+            or `default` does not fit it.
     """
     target = _target_of(model)
     if not isinstance(target, SelfSpeculativeMixin):
@@ -248,7 +255,9 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
 
 
 def disable_self_speculative(model: _ModelT) -> _ModelT:
-    """Undo `enable_self_speculative`: the model has its own class again. A default stored in the generation config stays there.
+    """Undo `enable_self_speculative`: the model has its own class again.
+
+    A default stored in the generation config stays there.
 
     Args:
         model: the model; one that was never enabled is left alone.
@@ -276,7 +285,10 @@ def _target_of(model: Any) -> PreTrainedModel:
     if not isinstance(target, PreTrainedModel):
         hint = ""
         if isinstance(getattr(target, "_orig_mod", None), PreTrainedModel):
-            hint = " `torch.compile(model)` returns a wrapper that `generate` bypasses: enable the model, then call `model.compile()`."
+            hint = (
+                " `torch.compile(model)` returns a wrapper that `generate` bypasses: enable the model, then call "
+                "`model.compile()`."
+            )
         raise TypeError(f"A transformers model is needed, but got {type(model).__name__}.{hint}")
     return target
 
@@ -298,8 +310,9 @@ def _resolve(
             if stored is not None and stored is not True:
                 return _resolve(model, stored, None)
         raise ValueError(
-            "`self_speculative=True` uses the default stored with the model, but `model.generation_config.self_speculative` is not "
-            "set. Store one with `enable_self_speculative(model, default=config)`, or pass a config."
+            "`self_speculative=True` uses the default stored with the model, but "
+            "`model.generation_config.self_speculative` is not set. Store one with "
+            "`enable_self_speculative(model, default=config)`, or pass a config."
         )
     if isinstance(request, Mapping):
         return SelfSpeculativeConfig.from_dict(dict(request))
@@ -334,7 +347,8 @@ def _refuse_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
     if getattr(model, "_is_stateful", False):
         raise ValueError(
-            f"{name} is a recurrent (stateful) model: it cannot take rejected tokens back, so it cannot draft for itself."
+            f"{name} is a recurrent (stateful) model: it cannot take rejected tokens back, so it cannot draft for "
+            "itself."
         )
     if not model.can_generate():
         raise ValueError(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
@@ -360,7 +374,10 @@ def _refuse_what_cannot_be(
             refuse(f"beam search (`num_beams={config.num_beams}`)", "Use `num_beams=1`, greedy or sampling.")
         refuse(f"the generation mode '{mode.value}'", "Use greedy decoding or sampling.")
     if config.use_cache is False:
-        refuse("`use_cache=False`", "The draft reads the target's KV cache: pass `use_cache=True` (some models switch it off in their config).")
+        refuse(
+            "`use_cache=False`",
+            "The draft reads the target's KV cache: pass `use_cache=True` (some models switch it off in their config).",
+        )
     if config.guidance_scale is not None and config.guidance_scale != 1:
         refuse(
             f"classifier-free guidance (`guidance_scale={config.guidance_scale}`)",
@@ -389,16 +406,22 @@ def _refuse_cache(model: PreTrainedModel, cache: Any) -> None:
             "An offloaded cache cannot be drafted from: its layers are not on the model's device. Use a DynamicCache()."
         )
     for index, layer in enumerate(cache.layers):
-        if type(layer).__name__ == "DummyLayer":  # holds nothing (KV sharing, MLP-only layers); not in transformers 5.18
+        if (
+            type(layer).__name__ == "DummyLayer"
+        ):  # holds nothing (KV sharing, MLP-only layers); not in transformers 5.18
             continue
         if isinstance(layer, (QuantizedLayer, StaticLayer)) or not isinstance(layer, CacheLayerMixin):
             raise ValueError(
-                f"Layer {index} of the cache is a {type(layer).__name__}: rejected tokens cannot be taken out of it again. "
-                "Self-speculative decoding needs a DynamicCache(), and a model whose layers are all attention layers."
+                f"Layer {index} of the cache is a {type(layer).__name__}: rejected tokens cannot be taken out of "
+                "it again. Self-speculative decoding needs a DynamicCache(), and a model whose layers are all "
+                "attention layers."
             )
-        if not isinstance(layer, DynamicLayer) or not layer.is_croppable or hasattr(layer, "recurrent_states"):
+        if (
+            not isinstance(layer, DynamicLayer)
+            or not getattr(layer, "is_croppable", True)
+            or hasattr(layer, "recurrent_states")
+        ):
             raise ValueError(
-                f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected tokens cannot be "
-                "taken out of it again. This model or cache cannot draft for itself."
+                f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected "
+                "tokens cannot be taken out of it again. This model or cache cannot draft for itself."
             )
-

@@ -1,8 +1,8 @@
 """Turning a model into its own draft, and back.
 
-Skip mode puts a `forward` into the instance dictionary of each module that the skip set leaves out, and takes it away again in
-`finally`. Nothing stays on the model in between, accelerate's own instance `forward` is respected, and the modelling code is
-never copied.
+Skip mode puts a `forward` into the instance dictionary of each module that the skip set leaves out, and takes it away
+again in `finally`. Nothing stays on the model in between, accelerate's own instance `forward` is respected, and the
+modelling code is never copied.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def _lock_of(model: nn.Module) -> threading.RLock:
 class SkipMode:
     """Context manager under which a model leaves out the sub-layers of a skip set.
 
-    Built once and entered many times (a few microseconds each). Inside it, only the thread that entered is affected: another
-    thread that runs the same model gets the whole model, and one that wants to enter skip mode on it waits.
+    Built once and entered many times (a few microseconds each). Inside it, only the thread that entered is affected:
+    another thread that runs the same model gets the whole model, and one that wants to enter skip mode on it waits.
 
-    Inside the context, `pause` gives the whole model back until `resume`, without leaving: a custom logits processor that calls
-    the model must see the model as it is.
+    Inside the context, `pause` gives the whole model back until `resume`, without leaving: a custom logits processor
+    that calls the model must see the model as it is.
 
     Args:
         model: the target model.
@@ -136,8 +136,9 @@ def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> Iterator[PreTrainedM
         model.generate(**inputs)
     ```
 
-    A cache that is filled in here has no keys and values for the skipped attention sub-layers: using it with the whole model
-    afterwards raises, rather than giving wrong text. Inside the context, `generate` must not be asked for `self_speculative=`.
+    A cache that is filled in here has no keys and values for the skipped attention sub-layers: using it with the whole
+    model afterwards raises, rather than giving wrong text. Inside the context, `generate` must not be asked for
+    `self_speculative=`.
 
     Args:
         model: a decoder-only transformers model, enabled or not.
@@ -166,4 +167,3 @@ def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> Iterator[PreTrainedM
     finally:
         if handle is not None:
             handle.remove()
-

@@ -14,8 +14,8 @@ __all__ = ["SpeculationStatistics"]
 class SpeculationStatistics:
     """Counts and times of one `generate` call.
 
-    A *round* is one pass of the target over what was drafted, after the pass over the prompt. In a batch each row that still
-    generates counts for itself: two rows in one pass are two rounds here, and one in `target_passes`.
+    A *round* is one pass of the target over what was drafted, after the pass over the prompt. In a batch each row that
+    still generates counts for itself: two rows in one pass are two rounds here, and one in `target_passes`.
 
     Attributes:
         batch_size: rows generated at once.
@@ -26,8 +26,8 @@ class SpeculationStatistics:
         drafted_by_depth: how often a token was drafted as the first, second, … of its round.
         judged_by_depth: how often all tokens before it were accepted, so that it was judged.
         accepted_by_depth: how often that token was accepted.
-        round_accepted: per row and round, how many drafted tokens were accepted; the round added one token more (unless a
-            stop cut it short).
+        round_accepted: per row and round, how many drafted tokens were accepted; the round added one token more (unless
+            a stop cut it short).
         new_tokens: per row, the new tokens, padding not counted.
         draft_seconds: time in drafting.
         verify_seconds: time in the target's passes behind the prompt's.
@@ -126,8 +126,8 @@ class SpeculationStatistics:
     def theoretical_speedup(self, draft_cost: float, verify_cost: float) -> float | None:
         """The speed-up over plain decoding that this acceptance allows at given costs, overheads left out.
 
-        `S = mean tokens per round / (mean drafted tokens per round · c + v)` (the measured form of Leviathan et al., arXiv
-        2211.17192, theorem 3.8, for a varying draft length).
+        `S = mean tokens per round / (mean drafted tokens per round · c + v)` (the measured form of Leviathan et al.,
+        arXiv 2211.17192, theorem 3.8, for a varying draft length).
 
         Args:
             draft_cost: c, one draft step / one plain step.

@@ -1,8 +1,8 @@
 """Where a model's attention and MLP sub-layers are, and how one is skipped.
 
-The only file that knows model families, and it knows them by shape: the decoder layers are the `ModuleList` as long as the
-config says, their sub-layers are found by the usual attribute names, and everything else (what a sub-layer returns, which
-norms belong to it alone, whether it adds the residual itself) is read off one forward pass over a single token.
+The only file that knows model families, and it knows them by shape: the decoder layers are the `ModuleList` as long as
+the config says, their sub-layers are found by the usual attribute names, and everything else (what a sub-layer returns,
+which norms belong to it alone, whether it adds the residual itself) is read off one forward pass over a single token.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class LayerLayout:
         attention: its attention sub-layer, or `None`.
         mlp: its MLP sub-layer, or `None`.
         output_length: `None` where the layer returns a tensor, else the length of the tuple.
-        can_be_bypassed: whether leaving out both sub-layers leaves nothing of the layer. False where the layer normalises the
-            residual stream itself (post-norm), which then stays in the draft.
+        can_be_bypassed: whether leaving out both sub-layers leaves nothing of the layer. False where the layer
+            normalises the residual stream itself (post-norm), which then stays in the draft.
     """
 
     module: nn.Module
@@ -124,8 +124,8 @@ class DecoderLayout:
         sub = layout.attention if kind == "attention" else layout.mlp
         if sub is None:
             raise ValueError(
-                f"Layer {layer} ({type(layout.module).__name__}) has no {kind} sub-layer that can be found: it consists of "
-                f"{_names(layout.module)}. Leave {kind} {layer} out of the skip set."
+                f"Layer {layer} ({type(layout.module).__name__}) has no {kind} sub-layer that can be found: it "
+                f"consists of {_names(layout.module)}. Leave {kind} {layer} out of the skip set."
             )
         if kind == "attention" and layer in self.shares_kv:
             raise ValueError(
@@ -148,8 +148,8 @@ class DecoderLayout:
         with_attention = {layer.index for layer in self.layers if layer.attention is not None}
         if with_attention and with_attention <= attention:
             raise ValueError(
-                f"The skip set leaves out all {len(with_attention)} attention sub-layers: the draft would not see the context. "
-                "Keep at least one."
+                f"The skip set leaves out all {len(with_attention)} attention sub-layers: the draft would not see the "
+                "context. Keep at least one."
             )
         bypassed = {i for i in attention & mlp if self.layers[i].can_be_bypassed}
         pairs: list[tuple[nn.Module, Stub]] = [
@@ -172,8 +172,8 @@ _LAYOUTS: weakref.WeakKeyDictionary[nn.Module, DecoderLayout] = weakref.WeakKeyD
 def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
     """Find the attention and MLP sub-layers of a causal language model.
 
-    The first call runs the model on one token, to see what the sub-layers return and which norms serve one of them only; the
-    answer is kept with the model and made anew when its modules were exchanged.
+    The first call runs the model on one token, to see what the sub-layers return and which norms serve one of them
+    only; the answer is kept with the model and made anew when its modules were exchanged.
 
     Args:
         model: a decoder-only transformers model.
@@ -201,8 +201,8 @@ def _locate(model: PreTrainedModel) -> DecoderLayout:
     layouts = tuple(_layer_layout(i, layer, trace[i]) for i, layer in enumerate(layers))
     if all(layer.attention is None for layer in layouts):
         raise ValueError(
-            f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of {_names(layers[0])}, "
-            f"and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention class."
+            f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of "
+            f"{_names(layers[0])}, and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention class."
         )
     return DecoderLayout(
         layers=layouts,
@@ -306,8 +306,8 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
             handles.append(layer.register_forward_hook(watch_layer(trace)))
             for name, child in layer.named_children():
                 handles.append(child.register_forward_hook(watch_child(trace, name), with_kwargs=True))
-        # `forward` and not `__call__`: a compiled model need not be compiled for one token with hooks. The random state is
-        # put back, so that a dropout in training mode changes no sampled text.
+        # `forward` and not `__call__`: a compiled model need not be compiled for one token with hooks. The random state
+        # is put back, so that a dropout in training mode changes no sampled text.
         with torch.no_grad(), torch.random.fork_rng(devices=[], enabled=True):
             model.forward(input_ids=token, use_cache=False)
     finally:
@@ -331,8 +331,8 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
     ]
     if unknown:
         raise ValueError(
-            f"Layer {index} ({type(layer).__name__}) has parts beside attention, MLP and norms that this library does not know "
-            f"how to leave out: {', '.join(dict.fromkeys(unknown))}. This model cannot be skipped in."
+            f"Layer {index} ({type(layer).__name__}) has parts beside attention, MLP and norms that this library does "
+            f"not know how to leave out: {', '.join(dict.fromkeys(unknown))}. This model cannot be skipped in."
         )
 
     norms = [call for call in trace.calls if _is_norm(call.module)]
@@ -342,8 +342,8 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
         calls = [call for call in trace.calls if call.module is modules[-1]]
         if len(calls) != 1:
             raise ValueError(
-                f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__}) ran {len(calls)} times for one token "
-                "instead of once: skipping it would not be safe, so this model cannot be skipped in."
+                f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__}) ran {len(calls)} times for one "
+                "token instead of once: skipping it would not be safe, so this model cannot be skipped in."
             )
         output = calls[0].output
         first = next(call for call in trace.calls if call.module is modules[0])
@@ -367,7 +367,10 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
         norm
         for norm in norms
         if id(norm) not in owned
-        and (id(norm.output) not in inputs_of_sublayers or _uses(norm.output, trace.calls) != _first_uses(norm.output, trace.calls))
+        and (
+            id(norm.output) not in inputs_of_sublayers
+            or _uses(norm.output, trace.calls) != _first_uses(norm.output, trace.calls)
+        )
     ]
     output = trace.output
     return LayerLayout(
@@ -388,8 +391,8 @@ def _first_uses(tensor: Any, calls: list[_Call]) -> int:
     return sum(bool(call.inputs) and call.inputs[0] is tensor for call in calls)
 
 
-# Tensors are compared by identity: a norm that is fed the residual stream plus a sub-layer's output sees another tensor than the
-# sub-layer's output, and one whose result is also used as the residual is used twice.
+# Tensors are compared by identity: a norm that is fed the residual stream plus a sub-layer's output sees another tensor
+# than the sub-layer's output, and one whose result is also used as the residual is used twice.
 
 
 def _stands_before(norm: _Call, first: _Call, calls: list[_Call]) -> bool:
@@ -425,7 +428,8 @@ def _layers_read_by_others(config: Any, num_layers: int) -> frozenset[int]:
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     if args:
         return args[0]  # type: ignore[no-any-return]
-    return kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))  # type: ignore[no-any-return]
+    states: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+    return states
 
 
 def _identity(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -447,8 +451,8 @@ def _passthrough(output_length: int | None) -> Stub:
 def _contribution_stub(output_length: int | None, residual_index: int | None) -> Stub:
     """`forward` of a sub-layer that adds nothing to the residual stream.
 
-    It returns fresh zeros each time, since some layers add to the result in place (falcon), or the residual alone where the
-    sub-layer is the one to add it.
+    It returns fresh zeros each time, since some layers add to the result in place (falcon), or the residual alone where
+    the sub-layer is the one to add it.
     """
     rest = () if output_length is None else (None,) * (output_length - 1)
 

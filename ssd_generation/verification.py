@@ -1,8 +1,8 @@
 """Which drafted tokens to keep, and which token follows them: pure tensor functions.
 
-B rows, k drafted tokens at most, V words. One pass of the target over the token before the draft and the k drafted ones gives
-k + 1 distributions p_1 … p_{k+1}: p_i judges drafted token i, and p_{k+1} is free. Row r drafted `lengths[r] ≤ k` tokens; what
-stands in its other columns is ignored.
+B rows, k drafted tokens at most, V words. One pass of the target over the token before the draft and the k drafted ones
+gives k + 1 distributions p_1 … p_{k+1}: p_i judges drafted token i, and p_{k+1} is free. Row r drafted `lengths[r] ≤ k`
+tokens; what stands in its other columns is ignored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def accept_greedy(
         lengths (`torch.LongTensor` of shape `(B,)`): tokens drafted per row, 0 … k.
 
     Returns:
-        The number of drafted tokens kept, n, and the token that follows them, the argmax of the scores behind the last kept
-        token; each of shape `(B,)`.
+        The number of drafted tokens kept, n, and the token that follows them, the argmax of the scores behind the last
+        kept token; each of shape `(B,)`.
     """
     choices = scores.argmax(dim=-1)
     kept = _leading(drafted == choices[:, :-1], lengths)
@@ -45,13 +45,14 @@ def accept_sampled(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1).
 
-    Token x_i, drawn from q_i, is kept with probability min(1, p_i(x_i) / q_i(x_i)). Behind the n kept ones, the next token is
-    drawn from norm(max(0, p_{n+1} − q_{n+1})) after a rejection, else from p_{n+1}. So the tokens are distributed exactly as if
-    each had been drawn from p.
+    Token x_i, drawn from q_i, is kept with probability min(1, p_i(x_i) / q_i(x_i)). Behind the n kept ones, the next
+    token is drawn from norm(max(0, p_{n+1} − q_{n+1})) after a rejection, else from p_{n+1}. So the tokens are
+    distributed exactly as if each had been drawn from p.
 
     Args:
         drafted (`torch.LongTensor` of shape `(B, k)`): drafted tokens.
-        draft_scores (`torch.FloatTensor` of shape `(B, k, V)`): the scores, after all logits processors, whose softmax q each
+        draft_scores (`torch.FloatTensor` of shape `(B, k, V)`): the scores, after all logits processors, whose softmax
+        q each
             token was drawn from. `None` where nothing was drafted.
         scores (`torch.FloatTensor` of shape `(B, k + 1, V)`): the target's scores after all logits processors.
         lengths (`torch.LongTensor` of shape `(B,)`): tokens drafted per row, 0 … k.
@@ -75,7 +76,7 @@ def accept_sampled(
     q_next = q[rows, kept.clamp(max=length - 1)]
     rejected = (kept < lengths)[:, None]
     residual = torch.where(rejected, (p_next - q_next).clamp(min=0), p_next)
-    # p = q up to rounding leaves nothing to draw from; then p itself is the right distribution, since such a token is never
-    # rejected in exact arithmetic.
+    # p = q up to rounding leaves nothing to draw from; then p itself is the right distribution, since such a token is
+    # never rejected in exact arithmetic.
     residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p_next)
     return kept, torch.multinomial(residual, num_samples=1).squeeze(1)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tiny_models import VOCAB, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from ssd_generation import Provenance, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from tiny_models import VOCAB, prompt, tiny_model
 
 SKIP = SkipConfig(attention=[1], mlp=[2])
 
@@ -146,20 +146,26 @@ def test_models_that_cannot_draft_for_themselves() -> None:
         enable_self_speculative(mamba)
     with pytest.raises(TypeError, match="Linear"):
         enable_self_speculative(torch.nn.Linear(2, 2))
-    bert = tf.BertModel(tf.BertConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16))
+    bert = tf.BertModel(
+        tf.BertConfig(
+            vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+        )
+    )
     with pytest.raises(ValueError, match="AutoModelForCausalLM"):
         enable_self_speculative(bert)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # torch's own, on its first compile
     with pytest.raises(TypeError, match=r"model\.compile\(\)"):
-        enable_self_speculative(torch.compile(tiny_model()))
+        compiled: Any = torch.compile(tiny_model())
+        enable_self_speculative(compiled)
 
 
 def test_a_hybrid_model_is_refused() -> None:
     config = tf.Qwen3NextConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8,
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
     )  # fmt: skip
     model = tf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="recurrent|list of 4 decoder layers|attention sub-layer"):
+    with pytest.raises(ValueError, match=r"recurrent|list of 4 decoder layers|attention sub-layer"):
         generate(enable_self_speculative(model))

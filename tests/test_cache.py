@@ -47,15 +47,21 @@ def same(ours: Any, theirs: Any) -> None:
         assert ours.get_mask_sizes(query) == theirs.get_mask_sizes(query)
     width = min(theirs.keys.shape[2], ours.keys.shape[2])
     assert width == (min(theirs.get_seq_length(), WINDOW - 1) if ours.is_sliding else theirs.get_seq_length())
-    assert torch.equal(ours.keys[:, :, -width:] if width else ours.keys, theirs.keys[:, :, theirs.keys.shape[2] - width :])
-    assert torch.equal(ours.values[:, :, -width:] if width else ours.values, theirs.values[:, :, theirs.values.shape[2] - width :])
+    assert torch.equal(
+        ours.keys[:, :, -width:] if width else ours.keys, theirs.keys[:, :, theirs.keys.shape[2] - width :]
+    )
+    assert torch.equal(
+        ours.values[:, :, -width:] if width else ours.values, theirs.values[:, :, theirs.values.shape[2] - width :]
+    )
 
 
 @settings(max_examples=60)
 @given(
     sliding=st.booleans(),
     # Each round: tokens in the pass, and how many of them are taken back.
-    rounds=st.lists(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))), min_size=1, max_size=30),
+    rounds=st.lists(
+        st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))), min_size=1, max_size=30
+    ),
 )
 def test_updates_and_crops_as_in_transformers(sliding: bool, rounds: list[tuple[int, int]]) -> None:
     ours, theirs = pair(sliding)
@@ -128,7 +134,12 @@ def test_a_positive_crop_is_refused_as_in_transformers() -> None:
 def mixed_cache(length: int, rows: int = 2) -> DynamicCache:
     cache = DynamicCache()
     cache.layer_class_to_replicate = None
-    cache.layers = [DynamicSlidingWindowLayer(WINDOW), DynamicLayer(), DynamicSlidingWindowLayer(WINDOW), DynamicLayer()]
+    cache.layers = [
+        DynamicSlidingWindowLayer(WINDOW),
+        DynamicLayer(),
+        DynamicSlidingWindowLayer(WINDOW),
+        DynamicLayer(),
+    ]
     for index, layer in enumerate(cache.layers):
         layer.update(*states(length, index, rows))
     return cache

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import FAMILIES, LAYERS, WINDOW, left_padded, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from tiny_models import FAMILIES, LAYERS, WINDOW, left_padded, prompt, tiny_model
 
 SKIPS = [
     SkipConfig(attention=[1], mlp=[2]),
@@ -34,7 +34,9 @@ def enabled(family: str) -> PreTrainedModel:
     return _MODELS[family]
 
 
-def generate(model: PreTrainedModel, config: SelfSpeculativeConfig | None, inputs: dict[str, Any], **kwargs: Any) -> Any:
+def generate(
+    model: PreTrainedModel, config: SelfSpeculativeConfig | None, inputs: dict[str, Any], **kwargs: Any
+) -> Any:
     options = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
     return model.generate(**inputs, **options, self_speculative=config)
 
@@ -79,7 +81,9 @@ def test_a_continued_cache_gives_the_targets_text(family: str) -> None:
             type(layer) for layer in expected.past_key_values.layers
         ]
         second = torch.cat((got.sequences, prompt(4, rows, seed=5)), dim=1)
-        wanted = generate(model, None, {"input_ids": second}, past_key_values=expected.past_key_values, max_new_tokens=8)
+        wanted = generate(
+            model, None, {"input_ids": second}, past_key_values=expected.past_key_values, max_new_tokens=8
+        )
         for again in (None, config):
             # Made anew, since each continuation writes into its cache.
             turn = generate(model, config, {"input_ids": first}, return_dict_in_generate=True, max_new_tokens=8)
@@ -158,7 +162,8 @@ def test_any_skip_set_and_draft_length(
 
 
 def test_drafting_leaves_the_targets_cache_alone() -> None:
-    # The draft reads the prefix in place; the target's keys and values are the same tensors with the same numbers after it.
+    # The draft reads the prefix in place; the target's keys and values are the same tensors with the same numbers after
+    # it.
     model = enabled("gemma2")
     from ssd_generation import candidate_generator
 

@@ -1,15 +1,16 @@
-"""`pipeline("text-generation")` with `self_speculative`: prompts, chats, batches, streamers, at call and at construction."""
+"""`pipeline("text-generation")` with `self_speculative`: prompts, chats, batches, streamers, at call and at
+construction."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tiny_models import tiny_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from tiny_models import tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[2]), DraftingConfig(policy="fixed", max_draft_length=4))
 CHARACTERS = "#abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789"
@@ -54,5 +55,8 @@ def test_streaming(parts: dict[str, Any], capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_pipelines_own_default_is_sampling(parts: dict[str, Any]) -> None:
     pipe = pipeline("text-generation", **parts)
-    texts = {pipe("a prompt", max_new_tokens=16, do_sample=True, self_speculative=CONFIG)[0]["generated_text"] for _ in range(4)}
+    texts = {
+        pipe("a prompt", max_new_tokens=16, do_sample=True, self_speculative=CONFIG)[0]["generated_text"]
+        for _ in range(4)
+    }
     assert len(texts) > 1

@@ -1,4 +1,5 @@
-"""Under sampling the text has the target's own distribution: a statistical test of four tokens at once, and proof that it can fail."""
+"""Under sampling the text has the target's own distribution: a statistical test of four tokens at once, and proof that
+it can fail."""
 
 from __future__ import annotations
 
@@ -6,16 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, decoding, enable_self_speculative
+from ssd_generation import (
+    DraftingConfig,
+    SelfSpeculativeConfig,
+    SkipConfig,
+    decoding,
+    enable_self_speculative,
+    verification,
+)
 from ssd_generation.candidate_generator import SelfSpeculativeCandidateGenerator
+from tiny_models import prompt, tiny_model
 
 VOCAB, TOKENS, ROWS, CALLS = 5, 4, 2000, 4
 LENGTH = 6
 FIXED = SelfSpeculativeConfig(SkipConfig(attention=[1, 2], mlp=[1]), DraftingConfig(policy="fixed", max_draft_length=2))
-CONFIDENT = SelfSpeculativeConfig(FIXED.skip, DraftingConfig(policy="confidence", max_draft_length=2, threshold=0.3, threshold_step=0.0))
+CONFIDENT = SelfSpeculativeConfig(
+    FIXED.skip, DraftingConfig(policy="confidence", max_draft_length=2, threshold=0.3, threshold_step=0.0)
+)
 
 
 class Favours(LogitsProcessor):
@@ -55,16 +65,25 @@ def ids() -> torch.Tensor:
 
 
 def exact(model: PreTrainedModel, settings: dict[str, Any]) -> torch.Tensor:
-    """The joint distribution of the first tokens, worked out from the target's processed scores, of shape `(V,) * TOKENS`."""
+    """The joint distribution of the first tokens, worked out from the target's processed scores, of shape `(V,) *
+    TOKENS`."""
     joint = torch.ones(())
     texts = ids()
     for _ in range(TOKENS):
         out = model.generate(
-            texts, attention_mask=torch.ones_like(texts), max_new_tokens=1, do_sample=True, return_dict_in_generate=True, output_scores=True, **settings
+            texts,
+            attention_mask=torch.ones_like(texts),
+            max_new_tokens=1,
+            do_sample=True,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **settings,
         )
         step = out.scores[0].double().softmax(dim=-1)
         joint = joint.reshape(-1, 1) * step
-        texts = torch.cat((texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(texts.shape[0])[:, None]), dim=1)
+        texts = torch.cat(
+            (texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(texts.shape[0])[:, None]), dim=1
+        )
     return joint.reshape((VOCAB,) * TOKENS)
 
 
@@ -122,11 +141,12 @@ def test_plain_sampling_passes_the_same_test(model: PreTrainedModel) -> None:
     assert not differs(model, None, SETTINGS["top-p"])
 
 
-# --- broken on purpose: the test above must see each of these --------------------------------------------------------------
+# --- broken on purpose: the test above must see each of these
+# --------------------------------------------------------------
 
 
 def test_it_sees_a_missing_residual_step(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = decoding.accept_sampled
+    original = verification.accept_sampled
 
     def from_p(drafted: Any, draft_scores: Any, scores: Any, lengths: Any) -> Any:
         kept, _ = original(drafted, draft_scores, scores, lengths)
@@ -138,7 +158,7 @@ def test_it_sees_a_missing_residual_step(model: PreTrainedModel, monkeypatch: py
 
 
 def test_it_sees_drafts_accepted_unseen(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = decoding.accept_sampled
+    original = verification.accept_sampled
 
     def trusting(drafted: Any, draft_scores: Any, scores: Any, lengths: Any) -> Any:
         _, following = original(drafted, draft_scores, scores, lengths)
@@ -155,6 +175,7 @@ def test_it_sees_a_draft_distribution_that_is_not_the_one_drawn_from(
 
     def unprocessed(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = original(self, *args, **kwargs)
+        assert draft.scores is not None
         draft.scores = draft.scores * 0.3  # q is not what the tokens were drawn from
         return draft
 
@@ -188,6 +209,7 @@ def test_it_sees_a_dropped_unsure_token(model: PreTrainedModel, monkeypatch: pyt
 
     def drop_unsure(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = original(self, *args, **kwargs)
+        assert draft.scores is not None
         q = draft.scores.softmax(-1).gather(2, draft.tokens[..., None]).squeeze(2)
         draft.lengths = [
             next((i for i in range(n) if row[i] < 0.35), n) for n, row in zip(draft.lengths, q.tolist(), strict=True)
@@ -198,18 +220,23 @@ def test_it_sees_a_dropped_unsure_token(model: PreTrainedModel, monkeypatch: pyt
     assert differs(model, FIXED, {"top_k": 0})
 
 
-# --- seeds -------------------------------------------------------------------------------------------------------------------
+# --- seeds
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_text(model: PreTrainedModel) -> None:
     texts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        texts.append(model.generate(prompt(6, vocab=VOCAB), max_new_tokens=40, do_sample=True, top_k=0, self_speculative=FIXED))
+        texts.append(
+            model.generate(prompt(6, vocab=VOCAB), max_new_tokens=40, do_sample=True, top_k=0, self_speculative=FIXED)
+        )
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
 
 
 def test_impossible_tokens_are_never_said(model: PreTrainedModel) -> None:
-    out = model.generate(ids(), max_new_tokens=60, do_sample=True, top_k=0, suppress_tokens=[0, 2], self_speculative=FIXED)
+    out = model.generate(
+        ids(), max_new_tokens=60, do_sample=True, top_k=0, suppress_tokens=[0, 2], self_speculative=FIXED
+    )
     assert set(out[0, LENGTH:].tolist()) <= {1, 3, 4}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, LAYERS, left_padded, prompt, tiny_model
 from torch import nn
 
 from ssd_generation import SkipConfig, draft_mode
 from ssd_generation.skip_mode import SkipMode
 from ssd_generation.sublayers import SubLayer, locate_sublayers
+from tiny_models import FAMILIES, LAYERS, left_padded, prompt, tiny_model
 
 # Layers that normalise the residual stream itself cannot be left out whole.
 POST_NORM = {"opt-post-norm", "bloom-post-residual"}
@@ -61,7 +61,9 @@ def test_a_stub_removes_the_contribution_and_nothing_else(family: str) -> None:
         cases.append((SkipConfig(attention=[index]), [layout.sublayer("attention", index)]))
         cases.append((SkipConfig(mlp=[index]), [layout.sublayer("mlp", index)]))
     both = SkipConfig(attention=[1, 2], mlp=[2, 3])
-    cases.append((both, [layout.sublayer("attention", i) for i in (1, 2)] + [layout.sublayer("mlp", i) for i in (2, 3)]))
+    cases.append(
+        (both, [layout.sublayer("attention", i) for i in (1, 2)] + [layout.sublayer("mlp", i) for i in (2, 3)])
+    )
     for skip, subs in cases:
         handles = [handle for sub in subs for handle in hook_out(sub)]
         expected = logits(model, ids)
@@ -119,7 +121,7 @@ def test_an_exception_inside_leaves_the_model_as_it_was(family: str) -> None:
 def test_somebody_elses_forward_is_put_back() -> None:
     # accelerate replaces `forward` in the instance dictionary too.
     model = tiny_model()
-    module = locate_sublayers(model).layers[1].module.mlp
+    module: Any = locate_sublayers(model).layers[1].module.mlp
     original = module.forward
     calls = []
 
@@ -205,7 +207,8 @@ def test_two_threads_take_turns() -> None:
     assert wrong == [] and forwards(model) == before
 
 
-# --- draft mode by itself -----------------------------------------------------------------------------------------------
+# --- draft mode by itself
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "bloom", "falcon", "opt", "gpt_oss", "mpt"])
@@ -229,7 +232,8 @@ def test_a_cache_filled_in_draft_mode_is_not_mistaken_for_the_targets() -> None:
         model.generate(out.sequences, past_key_values=out.past_key_values, max_new_tokens=4)
 
 
-# --- models that cannot be skipped in -------------------------------------------------------------------------------------
+# --- models that cannot be skipped in
+# -------------------------------------------------------------------------------------
 
 
 def test_a_part_that_is_not_known_is_named() -> None:

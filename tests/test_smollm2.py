@@ -8,21 +8,31 @@ import pytest
 import torch
 from transformers import pipeline
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draft_mode, enable_self_speculative, load_demo
+from ssd_generation import (
+    DraftingConfig,
+    SelfSpeculativeConfig,
+    SkipConfig,
+    draft_mode,
+    enable_self_speculative,
+    load_demo,
+)
 
 pytestmark = pytest.mark.slow
 
 QUESTIONS = [
     "Why is the sky blue?", "Write a short poem about rain.", "What is 17 + 25?", "Name three rivers in Europe.",
-    "Write a Python function that adds two numbers.", "Explain photosynthesis to a child.", "What is the capital of Italy?",
+    "Write a Python function that adds two numbers.", "Explain photosynthesis to a child.",
+    "What is the capital of Italy?",
     "Summarise the story of Romeo and Juliet.", "How do I boil an egg?", "Translate 'good morning' to Spanish.",
     "List five colours.", "What is a prime number?", "Write an SQL query that counts rows.", "Who wrote Hamlet?",
     "Describe a cat in two sentences.", "What causes tides?", "Give me a recipe for pancakes.", "What is HTML?",
     "Write a haiku about autumn.", "How far away is the moon?", "What does a compiler do?", "Explain gravity.",
     "Write a for loop in C.", "What is the largest ocean?", "Tell me a joke.", "How does a bicycle stay upright?",
-    "What is inflation?", "Name the planets.", "Write an apology email.", "What is a haiku?",
+    "What is inflation?", "Name the planets.", "Write an apology email.",
+    "What is a haiku?",
     "How many days has a leap year?", "Explain recursion.", "What is the boiling point of water?", "Describe Paris.",
-    "Write a JSON object for a person.", "What do bees make?", "How do vaccines work?", "Convert 10 miles to kilometres.",
+    "Write a JSON object for a person.", "What do bees make?", "How do vaccines work?",
+    "Convert 10 miles to kilometres.",
     "Why do leaves fall?", "What is machine learning?",
 ]  # fmt: skip
 
@@ -91,6 +101,8 @@ def test_a_chat_through_the_pipeline(demo: tuple[Any, Any]) -> None:
     config = SelfSpeculativeConfig(
         SelfSpeculativeConfig.preset("smollm2-135m-instruct").skip, DraftingConfig(policy="fixed", max_draft_length=3)
     )
-    answer = pipe(chat_, max_new_tokens=24, do_sample=False, self_speculative=config)[0]["generated_text"][-1]["content"]
+    answer = pipe(chat_, max_new_tokens=24, do_sample=False, self_speculative=config)[0]["generated_text"][-1][
+        "content"
+    ]
     assert answer == pipe(chat_, max_new_tokens=24, do_sample=False)[0]["generated_text"][-1]["content"]
     assert "Paris" in answer

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import WINDOW, prompt, tiny_model
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ssd_generation import DraftingConfig, SelfSpeculativeCandidateGenerator, SelfSpeculativeConfig, SkipConfig
+from tiny_models import WINDOW, prompt, tiny_model
 
 NEW = 24
 SKIP = SkipConfig(attention=[0, 1], mlp=[2])
@@ -44,7 +44,9 @@ def test_greedy_text_is_the_targets(family: str, policy: str) -> None:
 
 def test_an_empty_skip_set_is_always_accepted() -> None:
     model = tiny_model("gemma2")
-    made = in_upstreams_loop(model, SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=4)))
+    made = in_upstreams_loop(
+        model, SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=4))
+    )
     accepted: list[tuple[int, int]] = []
     original = SelfSpeculativeCandidateGenerator.update_candidate_strategy
 

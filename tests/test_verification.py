@@ -44,7 +44,8 @@ def test_rows_are_judged_on_their_own() -> None:
 @given(
     st.integers(1, 4).flatmap(
         lambda k: st.tuples(
-            st.lists(st.integers(0, 2), min_size=k, max_size=k), st.lists(st.integers(0, 2), min_size=k + 1, max_size=k + 1)
+            st.lists(st.integers(0, 2), min_size=k, max_size=k),
+            st.lists(st.integers(0, 2), min_size=k + 1, max_size=k + 1),
         )
     )
 )

@@ -35,7 +35,14 @@ def _small(**changes: Any) -> dict[str, Any]:
 
 def _gpt2(**changes: Any) -> Any:
     return tf.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2, **changes
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=LAYERS,
+        n_head=4,
+        n_positions=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        **changes,
     )
 
 
@@ -65,7 +72,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_neox-sequential": lambda: tf.GPTNeoXConfig(**_small(num_key_value_heads=None, use_parallel_residual=False)),
     "cohere": lambda: tf.CohereConfig(**_small()),
     "falcon": lambda: tf.FalconConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
     "falcon-new": lambda: tf.FalconConfig(
         vocab_size=VOCAB,
@@ -157,7 +169,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         vocab_size=VOCAB, d_model=32, n_layers=LAYERS, n_heads=4, max_seq_len=512, expansion_ratio=2
     ),
     "gptj": lambda: tf.GPTJConfig(
-        vocab_size=VOCAB, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=512, rotary_dim=4, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=LAYERS,
+        n_head=4,
+        n_positions=512,
+        rotary_dim=4,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
     "llama4": lambda: tf.Llama4TextConfig(
         **_small(
@@ -174,7 +193,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 FAMILIES = sorted(CONFIGS)
 
 
-def tiny_model(family: str = "llama", seed: int = 0, attn_implementation: str | None = None, **overrides: Any) -> PreTrainedModel:
+def tiny_model(
+    family: str = "llama", seed: int = 0, attn_implementation: str | None = None, **overrides: Any
+) -> PreTrainedModel:
     """A random model of a family. The weights are large enough for its layers to disagree with one another."""
     config = CONFIGS[family]()
     # With tied embeddings a random model repeats its input for ever.

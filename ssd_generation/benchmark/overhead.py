@@ -1,10 +1,12 @@
 """What the loops cost beside the model's own passes: this library's and transformers' assisted decoding, in one run.
 
-    python -m ssd_generation.benchmark.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5] [--json]
+    python -m ssd_generation.benchmark.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5]
+    [--json]
 
-The draft leaves nothing out (an empty skip set here, the model as its own `assistant_model` there), so both accept everything
-and make the same passes. The clock runs on around every call of the model; what is left is the loop: per drafted token, what
-passes inside drafting; per round, the rest (verification, acceptance, stopping criteria, bookkeeping).
+The draft leaves nothing out (an empty skip set here, the model as its own `assistant_model` there), so both accept
+everything and make the same passes. The clock runs on around every call of the model; what is left is the loop: per
+drafted token, what passes inside drafting; per round, the rest (verification, acceptance, stopping criteria,
+bookkeeping).
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class _Clock:
         self._started = 0.0
         self._passes_in_draft = 0.0
         self._in_draft = False
-        # End of the last part of a round. What comes before the first target pass is over, transformers' preparation of the call
-        # and the prompt, is the same in every method.
+        # End of the last part of a round. What comes before the first target pass is over, transformers' preparation of
+        # the call and the prompt, is the same in every method.
         self._last: float | None = None
 
     def _part(self, started: float, ended: float) -> None:
@@ -110,8 +112,8 @@ def measure_overhead(
         repeats: counted calls of each loop, after one that is not.
 
     Returns:
-        Medians over the repeats, in seconds: a plain step, and per loop the time outside the model's passes per drafted token and
-        per round, with minimum and maximum; and each as a share of a plain step.
+        Medians over the repeats, in seconds: a plain step, and per loop the time outside the model's passes per drafted
+        token and per round, with minimum and maximum; and each as a share of a plain step.
     """
     enable_self_speculative(model)
     text = PROMPT
@@ -231,8 +233,9 @@ def main() -> None:
         print(json.dumps(report, indent=2))
         return
     print(
-        f"plain step {report['plain_step'] * 1e3:.1f} ms; torch {report['torch']}, transformers {report['transformers']}, "
-        f"{report['dtype']} on {report['device']}, {report['threads']} threads, draft length {report['draft_length']}"
+        f"plain step {report['plain_step'] * 1e3:.1f} ms; torch {report['torch']}, transformers "
+        f"{report['transformers']}, {report['dtype']} on {report['device']}, {report['threads']} threads, "
+        f"draft length {report['draft_length']}"
     )
     print(f"{'time outside the passes':28} {'median ms':>10} {'min':>8} {'max':>8} {'of a plain step':>16}")
     for name, title in (("ours", "this library"), ("upstream", "assisted decoding")):
