@@ -143,15 +143,15 @@ class TokenOrigins:
         for piece in self.pieces:
             style = ("green" if piece.drafted else "bold underline yellow") + (" italic" if piece.special else "")
             marked = not (styled or piece.drafted)
-            lines = visible(piece.text).split("\n")
+            *lines, rest = visible(piece.text).split("\n")
             body.append(left if marked else "")
-            for number, line in enumerate(lines):
-                last = number == len(lines) - 1
-                body.append(line if last else line + newline, style=style)
-                if last:
-                    body.append(right if marked else "")
-                else:
-                    body.append("\n")
+            for number, line in enumerate(lines, start=1):
+                body.append(line + newline, style=style)
+                # A piece that ends with its line has its bracket there too.
+                body.append(right if marked and number == len(lines) and not rest else "")
+                body.append("\n")
+            body.append(rest, style=style)
+            body.append(right if marked and (rest or not lines) else "")
         yield body
         yield Text()
         if styled:

@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssd_generation.rendering import TokenOrigins, visible
+from ssd_generation.rendering import OriginPiece, TokenOrigins, visible
 
 END = "<|end|>"
 
@@ -165,6 +165,9 @@ def test_without_styles_brackets_mark_what_the_target_decided(monkeypatch: pytes
 
 def test_newlines_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     assert printed(origins_of("a\n\nb", drafted=True), monkeypatch).splitlines()[:3] == ["a↵", "↵", "b"]
+    assert printed(origins_of("\nb"), monkeypatch).splitlines()[:2] == ["⟦↵⟧", "⟦b⟧"]
+    two_lines = TokenOrigins((OriginPiece("a\nb", drafted=False, first=0),), drafted_tokens=0, decided_tokens=1)
+    assert printed(two_lines, monkeypatch).splitlines()[:2] == ["⟦a↵", "b⟧"]
 
 
 def test_long_answers_are_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

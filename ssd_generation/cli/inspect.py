@@ -313,4 +313,4 @@ def _count(number: int) -> str:
         if size < 999.5:
             return f"{size:.3g}{unit}"
         size /= 1000
-    return f"{size:.3g} G"
+    return f"{size:.3g} B"
