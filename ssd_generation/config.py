@@ -1025,7 +1025,7 @@ def _published(model_id: str, num_layers: int, attention: str, mlp: str) -> Self
     )
 
 
-#: The skip sets that Draft & Verify published, by the names of its authors.
+#: The skip sets that Draft & Verify published, by the names of its authors, and the demo model's.
 PRESETS: Mapping[str, SelfSpeculativeConfig] = MappingProxyType(
     {
         "llama-2-13b": _published(
@@ -1056,6 +1056,18 @@ PRESETS: Mapping[str, SelfSpeculativeConfig] = MappingProxyType(
             mlp=(
                 "2 4 9 10 13 14 16 20 21 22 24 25 26 27 28 29 31 34 37 41 47 48 49 50 53 54 55 57 58 60 62 63 66 "
                 "67 68 70 76"
+            ),
+        ),
+        # The demo model has little to spare (README, "Measured"): the attention sub-layers whose absence changes its
+        # choices least, and a draft short enough for verification to cost no more than a plain step on most CPUs.
+        "smollm2-135m-instruct": SelfSpeculativeConfig(
+            skip=SkipConfig(attention=(6, 9, 26)),
+            drafting=DraftingConfig(policy="confidence", max_draft_length=2),
+            provenance=Provenance(
+                model_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+                model_type="llama",
+                num_layers=30,
+                source="ssd_generation: greedy choice by agreement with the whole model's continuations of six prompts",
             ),
         ),
     }

@@ -124,10 +124,10 @@ def test_layers_can_be_copied_and_pickled(sliding: bool) -> None:
         assert layer.get_seq_length() == 11
 
 
-def test_a_positive_crop_is_refused_as_in_transformers() -> None:
+def test_a_positive_crop_is_refused() -> None:
     layer, _ = pair(False)
     layer.update(*states(5, 0))
-    with pytest.raises(ValueError, match="positive value"):
+    with pytest.raises(ValueError, match="positive number"):
         layer.crop(2)
 
 

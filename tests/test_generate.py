@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
@@ -577,7 +579,11 @@ def test_a_generation_config_object(model: PreTrainedModel) -> None:
     assert torch.equal(plain, model.generate(prompt(9), generation_config=settings, self_speculative=True))
 
 
-def test_rope_that_depends_on_the_length() -> None:
+@pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.23"),
+    reason="older transformers feed phi3 one token without a cache there, and their own text falls apart",
+)
+def test_rope_that_changes_once() -> None:
     # phi3 changes its rotary embedding, and drops its cache, where the text gets longer than it was trained on.
     factors = [1.0, 1.5]
     for rows in (1, 2):
@@ -598,6 +604,10 @@ def test_rope_that_depends_on_the_length() -> None:
         plain, ours = both(model, CONFIG, {"input_ids": prompt(9, rows)})
         assert torch.equal(plain, ours)
         assert model.last_speculation.drafted_tokens > 0
+
+
+def test_rope_that_depends_on_the_length() -> None:
+    for rows in (1, 2):
         dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
         model = enable_self_speculative(tiny_model("llama", max_position_embeddings=16, rope_parameters=dynamic))
         plain, ours = both(model, CONFIG, {"input_ids": prompt(9, rows)})
