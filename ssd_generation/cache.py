@@ -139,8 +139,8 @@ class SpareRoomLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(
-                f"`crop({tokens_to_remove})`: a positive number is not supported. Pass the number of tokens to remove as a "
-                "negative one."
+                f"`crop({tokens_to_remove})`: a positive number is not supported. Pass the number of tokens to remove "
+                "as a negative one."
             )
         if self.is_initialized:
             self.end = max(self.end + tokens_to_remove, self.start)

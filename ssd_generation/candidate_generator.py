@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from .cache import DraftCache, add_spare_room
 from .drafting import DraftPolicy, make_policy
 from .skip_mode import SkipMode
 from .sublayers import locate_sublayers
+from .timing import Stopwatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,7 +105,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.eos_token_ids = frozenset(eos.tolist()) if eos is not None else frozenset()
         self.draft_passes = 0
-        self.draft_seconds = 0.0
+        self.stopwatch = Stopwatch(model.device)
         self._draft_cache: DraftCache | None = None
         self._last_round = 0, 0
 
@@ -214,7 +214,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         Returns:
             The draft.
         """
-        started = time.perf_counter()
+        self.stopwatch.start()
         if self._draft_cache is None or self._draft_cache.target is not cache:
             self._draft_cache = DraftCache(cache, self.skipped_attention)
         else:
@@ -266,7 +266,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
                         break
         count = len(tokens)
         self.draft_passes += count
-        self.draft_seconds += time.perf_counter() - started
+        self.stopwatch.stop()
         return Draft(
             tokens=torch.cat(tokens, dim=1),
             scores=torch.stack(scores, dim=1) if scores else None,

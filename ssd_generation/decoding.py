@@ -27,6 +27,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .cache import SpareRoomSlidingLayer, add_spare_room, move_rows, trim_windows
 from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
 from .statistics import SpeculationStatistics
+from .timing import Stopwatch
 from .verification import accept_greedy, accept_sampled
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class SelfSpeculativeDecoding:
             batch_size=batch, prompt_tokens=prompt, round_accepted=[[] for _ in range(batch)], new_tokens=[0] * batch
         )
 
+        self.verifying = Stopwatch(self.model.device)
         running = self._prefill(input_ids, model_kwargs)
         self.statistics.prompt_seconds = time.perf_counter() - started
         if (
@@ -242,7 +244,7 @@ class SelfSpeculativeDecoding:
         draft = self._draft(length, [min(r - 1, length) for r in room]) if length else None
         count = 0 if draft is None else draft.tokens.shape[1]
 
-        started = time.perf_counter()
+        self.verifying.start()
         if draft is not None and not self.processors_are_blind:
             self._write_ahead(draft.tokens)
         outputs = self._verify(draft, count)
@@ -250,7 +252,7 @@ class SelfSpeculativeDecoding:
         scores = self._process(logits, count + 1)
         kept, following = self._accept(draft, scores)
         accepted = kept.tolist()  # the one place where the host waits for the device
-        self.statistics.verify_seconds += time.perf_counter() - started
+        self.verifying.stop()
         self.statistics.target_passes += 1
 
         drafted = [0] * self.batch if draft is None else draft.lengths
@@ -568,7 +570,8 @@ class SelfSpeculativeDecoding:
         statistics = self.statistics
         statistics.generated_tokens = sum(statistics.new_tokens)
         statistics.draft_passes = self.generator.draft_passes
-        statistics.draft_seconds = self.generator.draft_seconds
+        statistics.draft_seconds = self.generator.stopwatch.seconds()
+        statistics.verify_seconds = self.verifying.seconds()
         statistics.policy_state = self.generator.policy.state()
         if self.cache_is_returned:
             # As plain decoding leaves it: all tokens but the last one, in the columns of the output.
