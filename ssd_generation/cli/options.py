@@ -134,12 +134,10 @@ def requested_config(
 
 def default_config(model_name: str, generation_config: Any) -> SelfSpeculativeConfig | None:
     """The config that goes with a model, if there is one: the demo model's, or what is stored with the model."""
-    from ..config import PRESETS, SelfSpeculativeConfig, SkipConfig
+    from ..config import SelfSpeculativeConfig
 
     if model_name == DEMO:
-        if DEMO_PRESET in PRESETS:
-            return SelfSpeculativeConfig.preset(DEMO_PRESET)
-        return SelfSpeculativeConfig(skip=SkipConfig(attention=[10, 14, 18]))
+        return SelfSpeculativeConfig.preset(DEMO_PRESET)
     stored = getattr(generation_config, "self_speculative", None)
     if isinstance(stored, Mapping):
         return SelfSpeculativeConfig.from_dict(stored)
