@@ -16,6 +16,7 @@ from .drafting import DraftPolicy, make_policy
 from .skip_mode import SkipMode
 from .sublayers import locate_sublayers
 from .timing import Stopwatch
+from .verification import argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -282,7 +283,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
                 return token, None
             return token, probabilities.gather(1, token).squeeze(1)
         if not self.policy.needs_probability:
-            return scores.argmax(dim=-1, keepdim=True), None
-        best, token = scores.max(dim=-1, keepdim=True)
+            return argmax(scores)[:, None], None
+        token = argmax(scores)[:, None]
         # softmax of the largest score alone
-        return token, torch.exp(best.squeeze(1) - torch.logsumexp(scores, dim=-1))
+        return token, torch.exp(scores.gather(1, token).squeeze(1) - torch.logsumexp(scores, dim=-1))

@@ -28,7 +28,7 @@ from .cache import SpareRoomSlidingLayer, add_spare_room, move_rows, trim_window
 from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
 from .statistics import SpeculationStatistics
 from .timing import Stopwatch
-from .verification import accept_greedy, accept_sampled
+from .verification import accept_greedy, accept_sampled, argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -210,7 +210,7 @@ class SelfSpeculativeDecoding:
         if self.do_sample:
             chosen = torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1)
         else:
-            chosen = scores[:, 0].argmax(dim=-1, keepdim=True)
+            chosen = argmax(scores[:, 0])[:, None]
         if self.keep_attentions or self.keep_hidden_states:
             prompt_record = {"attentions": outputs.get("attentions"), "hidden_states": outputs.get("hidden_states")}
         for row in range(self.batch):
@@ -341,7 +341,7 @@ class SelfSpeculativeDecoding:
             kept = torch.zeros(self.batch, dtype=torch.long, device=self.device)
             if self.do_sample:
                 return kept, torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1).squeeze(1)
-            return kept, scores[:, 0].argmax(dim=-1)
+            return kept, argmax(scores[:, 0])
         lengths = torch.tensor(draft.lengths, device=self.device)
         if self.do_sample:
             return accept_sampled(draft.tokens, draft.scores, scores, lengths)  # type: ignore[arg-type]

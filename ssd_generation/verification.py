@@ -9,7 +9,18 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["accept_greedy", "accept_sampled"]
+__all__ = ["accept_greedy", "accept_sampled", "argmax"]
+
+
+def argmax(scores: torch.Tensor) -> torch.Tensor:
+    """`scores.argmax(dim=-1)`, the first of equals.
+
+    On the CPU NumPy's is used, which has the same rule for equals and NaN and takes a tenth of the time: over a large
+    vocabulary torch's costs as much as a small layer.
+    """
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
+    return scores.argmax(dim=-1)
 
 
 def _leading(accepted: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -32,7 +43,7 @@ def accept_greedy(
         The number of drafted tokens kept, n, and the token that follows them, the argmax of the scores behind the last
         kept token; each of shape `(B,)`.
     """
-    choices = scores.argmax(dim=-1)
+    choices = argmax(scores)
     kept = _leading(drafted == choices[:, :-1], lengths)
     return kept, choices.gather(1, kept[:, None]).squeeze(1)
 

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": set(),
     "sublayers": {"config"},
     "skip_mode": {"sublayers", "cache"},
-    "candidate_generator": {"skip_mode", "cache", "drafting", "statistics", "timing"},
+    "candidate_generator": {"skip_mode", "cache", "drafting", "statistics", "timing", "verification"},
     "decoding": {"candidate_generator", "verification"},
     "generation": {"decoding"},
     "comparison": {"generation"},

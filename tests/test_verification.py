@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_generation.verification import accept_greedy, accept_sampled
+from ssd_generation.verification import accept_greedy, accept_sampled, argmax
 
 
 def one_hot_scores(choices: list[list[int]], vocab: int = 6) -> torch.Tensor:
@@ -107,3 +107,14 @@ def test_a_forbidden_token_is_never_kept() -> None:
     q = torch.tensor([5.0, 0.0, 0.0]).expand(rows, 1, 3)
     kept, following = accept_sampled(torch.zeros((rows, 1), dtype=torch.long), q, p, torch.ones(rows, dtype=torch.long))
     assert (kept == 0).all() and (following > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_score_is_torchs(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(4, 3, 1000).to(dtype)
+    scores[0, 0, [7, 500]] = 9.0  # equals: the first
+    scores[1, 1] = -math.inf
+    scores[2, 2, [30, 40]] = math.nan
+    assert torch.equal(argmax(scores), scores.argmax(dim=-1))
+    assert torch.equal(argmax(scores[:, 1]), scores[:, 1].argmax(dim=-1))  # not contiguous
