@@ -8,13 +8,20 @@ model.generate(**inputs, self_speculative=SkipConfig(attention=[5, 7], mlp=[9]))
 ```
 """
 
-from .candidate_generator import SelfSpeculativeCandidateGenerator
-from .config import Costs, DraftingConfig, Provenance, SelfSpeculativeConfig, SkipConfig
-from .decoding import SelfSpeculativeOutput
-from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
-from .models import fetch_demo, load_demo, load_model
-from .skip_mode import draft_mode
-from .statistics import SpeculationStatistics
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .candidate_generator import SelfSpeculativeCandidateGenerator
+    from .config import Costs, DraftingConfig, Provenance, SelfSpeculativeConfig, SkipConfig
+    from .decoding import SelfSpeculativeOutput
+    from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
+    from .models import fetch_demo, load_demo, load_model
+    from .rendering import TokenOrigins
+    from .skip_mode import draft_mode
+    from .statistics import SpeculationStatistics
 
 __version__ = "0.1.0"
 
@@ -27,6 +34,7 @@ __all__ = [
     "SelfSpeculativeOutput",
     "SkipConfig",
     "SpeculationStatistics",
+    "TokenOrigins",
     "__version__",
     "disable_self_speculative",
     "draft_mode",
@@ -36,3 +44,34 @@ __all__ = [
     "load_demo",
     "load_model",
 ]
+
+_HOMES = {
+    "SelfSpeculativeCandidateGenerator": ".candidate_generator",
+    "Costs": ".config",
+    "DraftingConfig": ".config",
+    "Provenance": ".config",
+    "SelfSpeculativeConfig": ".config",
+    "SkipConfig": ".config",
+    "SelfSpeculativeOutput": ".decoding",
+    "disable_self_speculative": ".generation",
+    "enable_self_speculative": ".generation",
+    "is_self_speculative": ".generation",
+    "fetch_demo": ".models",
+    "load_demo": ".models",
+    "load_model": ".models",
+    "TokenOrigins": ".rendering",
+    "draft_mode": ".skip_mode",
+    "SpeculationStatistics": ".statistics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded on first use: `ssd --help` need not wait for torch and transformers."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -30,7 +30,8 @@ class Stopwatch:
         if self._events is None:
             self._started = time.perf_counter()
             return
-        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        event: Any = torch.cuda.Event
+        pair = (event(enable_timing=True), event(enable_timing=True))
         pair[0].record()
         self._events.append(pair)
 
@@ -46,4 +47,4 @@ class Stopwatch:
         if not self._events:
             return self._total
         self._events[-1][1].synchronize()
-        return sum(first.elapsed_time(second) for first, second in self._events) / 1e3
+        return float(sum(first.elapsed_time(second) for first, second in self._events)) / 1e3

@@ -2,22 +2,21 @@
 
     python -m ssd_generation.benchmark.memory [--model demo] [--context 2000] [--new-tokens 64] [--draft-length 5]
 
-Each call runs in a process of its own, after a short call that loads libraries and weights. On CUDA the allocator's
-peak above what was allocated before is read, on the CPU (Linux) that of the resident memory.
+Counted are the bytes of all tensors that are alive at once, above those that were alive before the call: on CUDA by the
+allocator, on the CPU by following every tensor that PyTorch makes. Resident memory would not do there: it differs by
+tens of megabytes from one run to the next.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import statistics
-import threading
-import time
-from pathlib import Path
+import weakref
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
@@ -26,87 +25,93 @@ from ..models import load_model
 __all__ = ["measure_memory"]
 
 
-def _resident() -> int:
-    """Resident bytes of this process (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the storages that operators return until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak: int = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if id(storage) not in inputs and storage not in self._known:
+                    self._known.add(storage)
+                    size = storage.nbytes()
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(storage, self._freed, size)
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
 
 
-class _Peak:
-    """The most resident memory while the block runs, looked at every millisecond."""
-
-    def __enter__(self) -> _Peak:
-        self.start = self.peak = _resident()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            self.peak = max(self.peak, _resident())
-            time.sleep(0.001)
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.peak = max(self.peak, _resident())
-
-
-def _one_call(arguments: dict[str, Any]) -> dict[str, int]:
-    model, _ = load_model(arguments["model"], dtype=arguments["dtype"])
-    enable_self_speculative(model)
-    skip = SkipConfig(attention=arguments["attention"], mlp=arguments["mlp"])
-    config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=arguments["draft_length"]))
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(10, vocabulary, (1, arguments["context"]), generator=generator)
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    request = config if arguments["self_speculative"] else None
-    model.generate(ids[:, :64].to(model.device), max_new_tokens=8, self_speculative=request, **options)
-    ids = ids.to(model.device)
+def _peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
     if model.device.type == "cuda":
         torch.cuda.synchronize()
         start = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        model.generate(ids, max_new_tokens=arguments["new_tokens"], self_speculative=request, **options)
-        used = torch.cuda.max_memory_allocated() - start
-    else:
-        with _Peak() as peak:
-            model.generate(ids, max_new_tokens=arguments["new_tokens"], self_speculative=request, **options)
-        used = peak.peak - peak.start
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"peak": used, "weights": weights}
+        model.generate(ids, **options)
+        return int(torch.cuda.max_memory_allocated() - start)
+    live = _LiveBytes()
+    with live:
+        model.generate(ids, **options)
+    return live.peak
 
 
-def measure_memory(repeats: int = 3, **arguments: Any) -> dict[str, Any]:
-    """Peak memory of both, each call in a process of its own, in turn.
+def measure_memory(
+    model: Any, skip: SkipConfig, context: int = 2000, new_tokens: int = 64, draft_length: int = 5
+) -> dict[str, Any]:
+    """Peak memory of a plain and of a self-speculative call.
 
     Args:
-        repeats: calls of each.
-        **arguments: the command's options.
+        model: a transformers model; it is enabled.
+        skip: what the draft leaves out.
+        context: tokens of the (random) prompt.
+        new_tokens: tokens per call; end-of-sequence is off.
+        draft_length: tokens per round.
 
     Returns:
-        Bytes: `plain` and `self_speculative` (medians and all values), their `difference` (median of the pairs), the
-            `weights`, and
-        the difference as a share of them.
+        Bytes: the peaks of both calls, from the prompt on and while decoding behind a prompt of one token less, their
+            differences,
+        the weights, and the differences as a share of them.
     """
-    context = multiprocessing.get_context("spawn")
-    runs: dict[bool, list[int]] = {False: [], True: []}
-    weights = 0
-    for _ in range(repeats):
-        for speculative in (False, True):
-            with context.Pool(1) as pool:
-                result = pool.apply(_one_call, ({**arguments, "self_speculative": speculative},))
-            runs[speculative].append(result["peak"])
-            weights = result["weights"]
-    difference = statistics.median(b - a for a, b in zip(runs[False], runs[True], strict=True))
-    return {
-        "plain": {"median": statistics.median(runs[False]), "all": runs[False]},
-        "self_speculative": {"median": statistics.median(runs[True]), "all": runs[True]},
-        "difference": difference,
-        "weights": weights,
-        "share_of_weights": difference / weights,
+    enable_self_speculative(model)
+    config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=draft_length))
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(10, vocabulary, (1, context), generator=generator).to(model.device)
+    options: dict[str, Any] = {
+        "max_new_tokens": new_tokens,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
     }
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    report: dict[str, Any] = {"context": context, "new_tokens": new_tokens, "weights": weights}
+    for part in ("whole_call", "decoding"):
+        peaks = []
+        for request in (None, config):
+            extra: dict[str, Any] = {"self_speculative": request}
+            if part == "decoding":
+                # The prompt's pass, which is the same in both and needs the most, is left out.
+                extra["past_key_values"] = model.generate(
+                    ids[:, :-1], **{**options, "max_new_tokens": 1}, return_dict_in_generate=True
+                ).past_key_values
+            peaks.append(_peak_bytes(model, ids, **options, **extra))
+        report[part] = {
+            "plain": peaks[0],
+            "self_speculative": peaks[1],
+            "difference": peaks[1] - peaks[0],
+            "share_of_weights": (peaks[1] - peaks[0]) / weights,
+        }
+    return report
 
 
 def main() -> None:
@@ -123,8 +128,11 @@ def main() -> None:
     parser.add_argument("--draft-length", type=int, default=5)
     parser.add_argument("--attention", type=int, nargs="*", default=[10, 14, 18], help="attention sub-layers left out")
     parser.add_argument("--mlp", type=int, nargs="*", default=[], help="MLP sub-layers left out")
-    parser.add_argument("--repeats", type=int, default=3)
-    print(json.dumps(measure_memory(**vars(parser.parse_args())), indent=2))
+    arguments = parser.parse_args()
+    model, _ = load_model(arguments.model, dtype=arguments.dtype)
+    skip = SkipConfig(attention=arguments.attention, mlp=arguments.mlp)
+    report = measure_memory(model, skip, arguments.context, arguments.new_tokens, arguments.draft_length)
+    print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":
