@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging import version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -319,6 +320,8 @@ def test_html_file(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None
     "family", ["llama", "gpt2", "opt", "bloom", "mixtral", "gpt_oss", "deepseek_v3", "gemma2", "falcon"]
 )
 def test_inspect_needs_no_weights(ssd: Callable[..., Run], family: str, tmp_path: Path) -> None:
+    if family == "opt" and version.parse(transformers.__version__) < version.parse("5.23"):
+        pytest.skip("this transformers' opt cannot run on fake tensors; `ssd inspect` loads its weights instead")
     model = tiny_model(family)
     CONFIGS[family]().save_pretrained(tmp_path)  # nothing but config.json
     document = ssd("inspect", str(tmp_path), "--skip-attention", "1", "--skip-mlp", "2,3", "--json").json
