@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .candidate_generator import SelfSpeculativeCandidateGenerator
-    from .config import Costs, DraftingConfig, Provenance, SelfSpeculativeConfig, SkipConfig
+    from .config import (
+        Costs,
+        DraftingConfig,
+        LookupConfig,
+        PrecisionConfig,
+        Provenance,
+        SelfSpeculativeConfig,
+        SkipConfig,
+    )
     from .decoding import SelfSpeculativeOutput
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
     from .models import fetch_demo, load_demo, load_model
@@ -28,6 +36,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Costs",
     "DraftingConfig",
+    "LookupConfig",
+    "PrecisionConfig",
     "Provenance",
     "SelfSpeculativeCandidateGenerator",
     "SelfSpeculativeConfig",
@@ -49,6 +59,8 @@ _HOMES = {
     "SelfSpeculativeCandidateGenerator": ".candidate_generator",
     "Costs": ".config",
     "DraftingConfig": ".config",
+    "LookupConfig": ".config",
+    "PrecisionConfig": ".config",
     "Provenance": ".config",
     "SelfSpeculativeConfig": ".config",
     "SkipConfig": ".config",

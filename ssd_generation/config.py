@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import json
 import math
@@ -9,15 +10,16 @@ import numbers
 import operator
 import os
 import platform
+import re
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import date, datetime, timezone
 from itertools import pairwise
 from pathlib import Path, PureWindowsPath
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -27,9 +29,12 @@ __all__ = [
     "CONFIG_NAME",
     "FORMAT_VERSION",
     "POLICIES",
+    "PRECISIONS",
     "PRESETS",
     "Costs",
     "DraftingConfig",
+    "LookupConfig",
+    "PrecisionConfig",
     "Provenance",
     "SelfSpeculativeConfig",
     "SkipConfig",
@@ -37,7 +42,12 @@ __all__ = [
 
 CONFIG_NAME = "self_speculative_config.json"
 FORMAT_VERSION = 1
-POLICIES = ("fixed", "confidence")
+POLICIES = ("cost", "confidence", "fixed", "none")
+PRECISIONS = ("int8", "int4")
+GROUP_SIZES = (32, 64, 128, 256)
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 # What `from_pretrained` hands on to `huggingface_hub.hf_hub_download`. Checked for local paths too, so that a misspelt
 # keyword never passes in silence.
@@ -129,7 +139,7 @@ class SkipConfig:
             TypeError, ValueError: an unknown key, or a bad value.
         """
         data = _without_version(_choose(data, name))
-        if data.keys() & {"skip", "drafting", "costs", "provenance"}:
+        if data.keys() & set(_PARTS):
             raise ValueError(
                 f"This is a whole config (keys {_listed(data)}), not a skip set. Read it with "
                 "SelfSpeculativeConfig.from_dict and take its `.skip`."
@@ -150,38 +160,260 @@ class SkipConfig:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Precision
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _FrozenMapping(Mapping[_Key, _Value]):
+    """A mapping that can be hashed, pickled and not changed; equal to a dict of the same items."""
+
+    def __init__(self, items: Mapping[_Key, _Value]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: _Key) -> _Value:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The sub-layers that draft from low-bit copies of their own weights.
+
+    Only the draft computes from the copies; verification uses the weights as loaded, so the text stays the target's.
+    Whether a sub-layer is kept at all is for the skip set to say. A precision config is false if nothing in it is
+    low-bit.
+
+    Args:
+        default: precision of every kept sub-layer that is not named below: "int8" (weight-only, a scale per output
+            channel), "int4" (weight-only, a scale per group of input channels), or None for the weights as loaded.
+        attention: exceptions by layer, counted from 0: {3: "int8", 5: None}. The layers may be strings, as JSON has
+            them. Stored sorted.
+        mlp: the same for the MLP sub-layers.
+        head: precision of the LM head.
+        group_size: input channels that share a scale under int4: 32, 64, 128 or 256.
+
+    Raises:
+        TypeError: a field of the wrong type, or a layer that is not an integer.
+        ValueError: an unknown precision, a negative or repeated layer, or another group size.
+    """
+
+    default: str | None = None
+    attention: Mapping[int, str | None] = field(default_factory=dict)
+    mlp: Mapping[int, str | None] = field(default_factory=dict)
+    head: str | None = None
+    group_size: int = 64
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            default: str | None = None,
+            attention: Mapping[int, str | None] | Mapping[str, str | None] = ...,
+            mlp: Mapping[int, str | None] | Mapping[str, str | None] = ...,
+            head: str | None = None,
+            group_size: int = 64,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        _check_precision("default", self.default)
+        object.__setattr__(self, "attention", _exceptions("attention", self.attention))
+        object.__setattr__(self, "mlp", _exceptions("mlp", self.mlp))
+        _check_precision("head", self.head)
+        group_size = _index(self.group_size)
+        if group_size not in GROUP_SIZES:
+            kind = TypeError if group_size is None else ValueError
+            raise kind(
+                f"group_size must be {_either(GROUP_SIZES)}, but got {_show(self.group_size)}. The kernels take no "
+                "other."
+            )
+        object.__setattr__(self, "group_size", group_size)
+
+    def __bool__(self) -> bool:
+        everything = (self.default, self.head, *self.attention.values(), *self.mlp.values())
+        return any(precision is not None for precision in everything)
+
+    def of(self, kind: str, layer: int) -> str | None:
+        """The precision that a kept sub-layer drafts in.
+
+        Args:
+            kind: "attention" or "mlp".
+            layer: counted from 0.
+
+        Returns:
+            One of `PRECISIONS`, or None for the weights as loaded.
+
+        Raises:
+            ValueError: another kind of sub-layer.
+        """
+        if kind not in ("attention", "mlp"):
+            raise ValueError(
+                f"There are sub-layers of kind 'attention' and 'mlp', but got {_show(kind)}. Choose one of them."
+            )
+        exceptions: Mapping[int, str | None] = getattr(self, kind)
+        return exceptions.get(layer, self.default)
+
+    def validate_for(self, num_layers: int) -> None:
+        """Check the exceptions against a model.
+
+        Args:
+            num_layers: decoder layers of the model, ≥ 1.
+
+        Raises:
+            ValueError: a layer that the model does not have.
+        """
+        num_layers = _integer("num_layers", num_layers, minimum=1)
+        for kind, exceptions in (("attention", self.attention), ("mlp", self.mlp)):
+            outside = [layer for layer in exceptions if layer >= num_layers]
+            if outside:
+                raise ValueError(
+                    f"The draft precision names {kind} {_listed(outside)}, but the model has {num_layers} layers (0 to "
+                    f"{num_layers - 1}). Use a config that was made for this model."
+                )
+
+    @classmethod
+    def named(cls, name: str) -> PrecisionConfig:
+        """Every kept sub-layer in one precision, and the LM head in int8 under either name.
+
+        Args:
+            name: "int8" or "int4".
+
+        Raises:
+            TypeError, ValueError: no such precision.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"The name of a precision is {_either(PRECISIONS)}, but got {_show(name)}.")
+        if name not in PRECISIONS:
+            raise ValueError(
+                f"There is no precision {_show(name)}; use {_either(PRECISIONS)}.{_close(name, PRECISIONS)}"
+            )
+        return cls(default=name, head="int8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, the layers of the exceptions as strings, as JSON wants its keys."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        for kind in ("attention", "mlp"):
+            data[kind] = {str(layer): precision for layer, precision in data[kind].items()}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PrecisionConfig:
+        """The inverse of `to_dict`; a missing field keeps its default.
+
+        Raises:
+            TypeError, ValueError: an unknown key or a bad value.
+        """
+        return cls(**_checked(cls, data, "'precision'"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Drafting
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LookupConfig:
+    """Prompt lookup: the draft continues as the context did after the last tokens' earlier occurrence.
+
+    Args:
+        max_ngram: how many of the last tokens are looked for first, ≥ `min_ngram`.
+        min_ngram: how few are still looked for, one fewer at a time, ≥ 1.
+        max_tokens: the most tokens taken from what followed, ≥ 1.
+
+    Raises:
+        TypeError: a field that is not an integer.
+        ValueError: a field below 1, or `min_ngram` above `max_ngram`.
+    """
+
+    max_ngram: int = 4
+    min_ngram: int = 1
+    max_tokens: int = 12
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, _integer(f.name, getattr(self, f.name), minimum=1))
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram must be at most max_ngram ({_show(self.max_ngram)}), but got {_show(self.min_ngram)}. "
+                "Lower it, or raise max_ngram."
+            )
+
+    def to_dict(self) -> dict[str, int]:
+        """All fields by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LookupConfig:
+        """The inverse of `to_dict`; a missing field keeps its default.
+
+        Raises:
+            TypeError, ValueError: an unknown key or a bad value.
+        """
+        return cls(**_checked(cls, data, "'lookup'"))
 
 
 @dataclass(frozen=True)
 class DraftingConfig:
     """How many tokens to draft in a round.
 
-    The defaults are the constants of Draft & Verify (Zhang et al., ACL 2024, arXiv 2309.08168), with its symbols.
+    The constants of the policy "confidence" are those of Draft & Verify (Zhang et al., ACL 2024, arXiv 2309.08168),
+    with its symbols.
 
     Args:
-        policy: "fixed", always `max_draft_length` tokens, or "confidence", adaptive draft exiting: drafting stops after
-            a token whose draft probability is below a threshold, which follows the acceptance rate.
-        max_draft_length: tokens per round: exactly (fixed) or at most (confidence), ≥ 1.
-        threshold: γ at the start, in [0, 1].
+        policy: "cost": each round the draft length with the most expected tokens per second, from the acceptance so far
+            and the measured costs. "confidence": adaptive draft exiting; drafting stops after a token whose draft
+            probability is below a threshold, which follows the acceptance rate. "fixed": always `max_draft_length`
+            tokens. "none": nothing is drafted, every step is a plain one.
+        max_draft_length: tokens per round: exactly (fixed) or at most (cost, confidence), ≥ 1.
+        threshold: γ at the start, in [0, 1]; of the policy "confidence", as the next four.
         target_acceptance: α, the acceptance rate aimed at, in [0, 1].
         acceptance_smoothing: β1, weight of the old moving average of the acceptance rate, in [0, 1].
         threshold_smoothing: β2, weight of the old threshold, in [0, 1].
         threshold_step: ε, how far one round moves the threshold before smoothing, in [0, 1].
+        acceptance: how likely the first, second, … drafted token is accepted if those before it were, each in [0, 1],
+            the last standing for all further ones: what the policy "cost" starts from. () for a cautious default.
+        exploration: the largest share of the time that the policy "cost" spends on trying drafts again after they had
+            stopped to pay, in [0, 0.5].
 
     Raises:
         TypeError: a parameter of the wrong type.
         ValueError: a parameter out of range, or an unknown policy.
     """
 
-    policy: str = "confidence"
+    policy: str = "cost"
     max_draft_length: int = 12
     threshold: float = 0.6
     target_acceptance: float = 0.9
     acceptance_smoothing: float = 0.5
     threshold_smoothing: float = 0.9
     threshold_step: float = 0.01
+    acceptance: tuple[float, ...] = ()
+    exploration: float = 0.01
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            policy: str = "cost",
+            max_draft_length: int = 12,
+            threshold: float = 0.6,
+            target_acceptance: float = 0.9,
+            acceptance_smoothing: float = 0.5,
+            threshold_smoothing: float = 0.9,
+            threshold_step: float = 0.01,
+            acceptance: Iterable[float] = (),
+            exploration: float = 0.01,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str):
@@ -193,16 +425,21 @@ class DraftingConfig:
             )
         object.__setattr__(self, "max_draft_length", _integer("max_draft_length", self.max_draft_length, minimum=1))
         for name in ("threshold", "target_acceptance", "acceptance_smoothing", "threshold_smoothing", "threshold_step"):
-            value = _number(name, getattr(self, name))
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(
-                    f"{name} must lie between 0 and 1, but got {_show(value)}. Choose a value in that range."
-                )
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, _share(name, getattr(self, name)))
+        # Not a set: the order says which token is meant.
+        if isinstance(self.acceptance, (str, bytes, Mapping, Set)) or not isinstance(self.acceptance, Iterable):
+            raise TypeError(
+                "acceptance must be a sequence of probabilities, such as [0.9, 0.85] (() for the default), but got "
+                f"{_show(self.acceptance)}."
+            )
+        entries = enumerate(self.acceptance, start=1)
+        acceptance = tuple(_share(f"acceptance of drafted token {place}", value) for place, value in entries)
+        object.__setattr__(self, "acceptance", acceptance)
+        object.__setattr__(self, "exploration", _share("exploration", self.exploration, maximum=0.5))
 
     def to_dict(self) -> dict[str, Any]:
-        """All parameters by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """All parameters by name; `acceptance` as a list."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"acceptance": list(self.acceptance)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DraftingConfig:
@@ -222,19 +459,28 @@ class Costs:
         plain_step: seconds of one plain decoding step, > 0.
         draft_step: seconds of one draft step, > 0.
         verify: pairs (tokens in the verify pass, seconds), ascending in tokens, at least one.
+        measured_on: device, threads, dtype and attention implementation in free text, such as "cpu Intel Xeon 2
+            threads float32 sdpa", or None.
 
     Raises:
-        TypeError: a value that is not a number, or `verify` is not a sequence of pairs.
+        TypeError: a value that is not a number, `verify` is not a sequence of pairs, or `measured_on` not a string.
         ValueError: a time that is not positive and finite; token counts that are not ascending, or below 1.
     """
 
     plain_step: float
     draft_step: float
     verify: tuple[tuple[int, float], ...]
+    measured_on: str | None = None
 
     if TYPE_CHECKING:
 
-        def __init__(self, plain_step: float, draft_step: float, verify: Iterable[Sequence[float]]) -> None: ...
+        def __init__(
+            self,
+            plain_step: float,
+            draft_step: float,
+            verify: Iterable[Sequence[float]],
+            measured_on: str | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain_step", _seconds("plain_step", self.plain_step))
@@ -261,14 +507,41 @@ class Costs:
                 f"verify must be {expected}, but it is empty. Measure at least one verify pass, or leave out the costs."
             )
         object.__setattr__(self, "verify", tuple(verify))
+        if self.measured_on is not None and not isinstance(self.measured_on, str):
+            raise TypeError(f"measured_on must be a string or None, but got {_show(self.measured_on)}.")
+
+    def verify_seconds(self, tokens: int) -> float:
+        """How long a verify pass over so many tokens takes.
+
+        Linear between the measured counts, where a plain step stands for one token unless that was measured too. Beyond
+        the last count it goes on as between the last two, but never falls; with a single count it stays.
+
+        Args:
+            tokens: in the verify pass, ≥ 1.
+
+        Raises:
+            TypeError, ValueError: `tokens` is not an integer, or below 1.
+        """
+        tokens = _integer("tokens", tokens, minimum=1)
+        points = self.verify if self.verify[0][0] == 1 else ((1, self.plain_step), *self.verify)
+        if len(points) == 1:
+            return points[0][1]
+        # The last point at or before `tokens`; beyond the last of all, the line through the last two.
+        below = bisect.bisect_right([count for count, _ in points], tokens) - 1
+        beyond = below == len(points) - 1
+        (start, early), (end, late) = points[-2:] if beyond else points[below : below + 2]
+        if beyond:
+            return late + max(late - early, 0.0) * ((tokens - end) / (end - start))
+        return early + (late - early) * ((tokens - start) / (end - start))
 
     def to_dict(self) -> dict[str, Any]:
-        """All costs by name; `verify` as lists of two."""
-        return {
+        """All costs by name; `verify` as lists of two; `measured_on` only if it is known."""
+        data: dict[str, Any] = {
             "plain_step": self.plain_step,
             "draft_step": self.draft_step,
             "verify": [[tokens, seconds] for tokens, seconds in self.verify],
         }
+        return data if self.measured_on is None else {**data, "measured_on": self.measured_on}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Costs:
@@ -278,7 +551,7 @@ class Costs:
             TypeError, ValueError: an unknown or missing key, or a bad value.
         """
         values = _checked(cls, data, "'costs'")
-        missing = [f.name for f in fields(cls) if f.name not in values]
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             raise ValueError(f"'costs' lacks {_listed(missing)}. Measure them too, or leave out 'costs'.")
         return cls(**values)
@@ -287,28 +560,6 @@ class Costs:
 # ----------------------------------------------------------------------------------------------------------------------
 # Provenance
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-class _FrozenMapping(Mapping[str, str]):
-    """A mapping that can be hashed, pickled and not changed; equal to a dict of the same items."""
-
-    def __init__(self, items: Mapping[str, str]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: str) -> str:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._items)
 
 
 @dataclass(frozen=True)
@@ -463,21 +714,42 @@ class SelfSpeculativeConfig:
     Args:
         skip: the sub-layers that the draft leaves out.
         drafting: how many tokens to draft in a round.
+        precision: the sub-layers that draft from low-bit copies of their weights, or None for none. A name ("int8" or
+            "int4", see `PrecisionConfig.named`) and a mapping of its fields are taken too.
+        lookup: draft by prompt lookup too, where the context offers something, or None. True (the default lookup),
+            False (none) and a mapping of its fields are taken too.
         costs: measured costs of the steps, or None.
         provenance: where the config came from, or None. Where it names a model type or a number of layers, the config
             refuses any other model.
 
     Raises:
         TypeError: a part of the wrong type.
-        ValueError: a skip set that does not fit the number of layers in `provenance`.
+        ValueError: a skip set or precision that does not fit the number of layers in `provenance`, a precision for a
+            sub-layer that is skipped, or a bad value.
     """
 
     skip: SkipConfig = field(default_factory=SkipConfig)
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
+    precision: PrecisionConfig | None = None
+    lookup: LookupConfig | None = None
     costs: Costs | None = None
     provenance: Provenance | None = None
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            skip: SkipConfig = ...,
+            drafting: DraftingConfig = ...,
+            precision: PrecisionConfig | str | Mapping[str, Any] | None = None,
+            lookup: LookupConfig | bool | Mapping[str, Any] | None = None,
+            costs: Costs | None = None,
+            provenance: Provenance | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", _precision(self.precision))
+        object.__setattr__(self, "lookup", _lookup(self.lookup))
         for name, kind in (
             ("skip", SkipConfig),
             ("drafting", DraftingConfig),
@@ -489,8 +761,34 @@ class SelfSpeculativeConfig:
                 continue
             hint = " To read dicts, use SelfSpeculativeConfig.from_dict." if isinstance(value, Mapping) else ""
             raise TypeError(f"{name} must be a {kind.__name__}, but got {_show(value)}.{hint}")
+        if self.precision is not None:
+            for sublayers, skipped, exceptions in (
+                ("attention", self.skip.attention, self.precision.attention),
+                ("mlp", self.skip.mlp, self.precision.mlp),
+            ):
+                both = [layer for layer in skipped if layer in exceptions]
+                if both:
+                    raise ValueError(
+                        f"The draft skips {sublayers} {_listed(both)}, and the draft precision names the same. Leave "
+                        "them out of one of the two."
+                    )
         if self.provenance is not None and self.provenance.num_layers is not None:
-            self.skip.validate_for(self.provenance.num_layers)
+            self._check_layers(self.provenance.num_layers)
+
+    def _check_layers(self, num_layers: int) -> None:
+        self.skip.validate_for(num_layers)
+        if self.precision is not None:
+            self.precision.validate_for(num_layers)
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether the model drafts for itself.
+
+        Not so where prompt lookup is all there is (nothing skipped, nothing low-bit), and where nothing is drafted.
+        """
+        if self.drafting.policy == "none":
+            return False
+        return self.lookup is None or bool(self.skip) or bool(self.precision)
 
     def validate_for(self, num_layers: int, model_type: str | None = None) -> None:
         """Check the config against a model.
@@ -501,8 +799,8 @@ class SelfSpeculativeConfig:
                 (in multimodal models it differs from `model.config.model_type`), or None not to check it.
 
         Raises:
-            ValueError: the config was made for a model of another type or number of layers, or its skip set does not
-                fit.
+            ValueError: the config was made for a model of another type or number of layers, or its skip set or
+                precision does not fit.
         """
         num_layers = _integer("num_layers", num_layers, minimum=1)
         made_for = self.provenance
@@ -519,7 +817,7 @@ class SelfSpeculativeConfig:
                     f"This config was made for a model with {made_for.num_layers} layers{named}, but the model has "
                     f"{num_layers}. {advice}"
                 )
-        self.skip.validate_for(num_layers)
+        self._check_layers(num_layers)
 
     @classmethod
     def preset(cls, name: str) -> SelfSpeculativeConfig:
@@ -533,16 +831,16 @@ class SelfSpeculativeConfig:
     # -- dict and JSON -------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict that JSON can hold; `costs` and `provenance` only where there are any."""
+        """A dict that JSON can hold; `precision`, `lookup`, `costs` and `provenance` only where there are any."""
         data: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "skip": self.skip.to_dict(),
             "drafting": self.drafting.to_dict(),
         }
-        if self.costs is not None:
-            data["costs"] = self.costs.to_dict()
-        if self.provenance is not None:
-            data["provenance"] = self.provenance.to_dict()
+        for name in ("precision", "lookup", "costs", "provenance"):
+            part = getattr(self, name)
+            if part is not None:
+                data[name] = part.to_dict()
         return data
 
     @classmethod
@@ -571,10 +869,12 @@ class SelfSpeculativeConfig:
             "a config (which can also be a skip set alone: 'attention' and 'mlp')",
             aliases=_SKIP_KEYS,
         )
-        # The two optional parts may be null, the others may not: an explicit null there is more likely a mistake.
+        # The optional parts may be null, the others may not: an explicit null there is more likely a mistake.
         return cls(
             skip=SkipConfig.from_dict(data["skip"]) if "skip" in data else SkipConfig(),
             drafting=DraftingConfig.from_dict(data["drafting"]) if "drafting" in data else DraftingConfig(),
+            precision=data.get("precision"),
+            lookup=data.get("lookup"),
             costs=Costs.from_dict(data["costs"]) if data.get("costs") is not None else None,
             provenance=Provenance.from_dict(data["provenance"]) if data.get("provenance") is not None else None,
         )
@@ -740,8 +1040,36 @@ class SelfSpeculativeConfig:
         )
 
 
+def _precision(value: Any) -> PrecisionConfig | None:
+    if value is None or isinstance(value, PrecisionConfig):
+        return value
+    if isinstance(value, str):
+        return PrecisionConfig.named(value)
+    if isinstance(value, Mapping):
+        return PrecisionConfig.from_dict(value)
+    raise TypeError(
+        f"precision must be a PrecisionConfig, {_either(PRECISIONS)}, a dict of its fields, or None for the weights as "
+        f"loaded, but got {_show(value)}."
+    )
+
+
+def _lookup(value: Any) -> LookupConfig | None:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return LookupConfig()
+    if isinstance(value, LookupConfig):
+        return value
+    if isinstance(value, Mapping):
+        return LookupConfig.from_dict(value)
+    raise TypeError(
+        "lookup must be a LookupConfig, True, a dict of its fields, or None for no prompt lookup, but got "
+        f"{_show(value)}."
+    )
+
+
 _SKIP_KEYS = ("attention", "attn", "mlp")
-_PARTS = ("skip", "drafting", "costs", "provenance")
+_PARTS = ("skip", "drafting", "precision", "lookup", "costs", "provenance")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -948,6 +1276,15 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"{name} is too large for a float: {_show(value)}. Choose a smaller number.") from None
 
 
+def _share(name: str, value: Any, maximum: float = 1.0) -> float:
+    share = _number(name, value)
+    if not 0.0 <= share <= maximum:
+        raise ValueError(
+            f"{name} must lie between 0 and {maximum:g}, but got {_show(value)}. Choose a value in that range."
+        )
+    return share
+
+
 def _seconds(name: str, value: Any) -> float:
     seconds = _number(name, value)
     if not (math.isfinite(seconds) and seconds > 0):
@@ -986,6 +1323,41 @@ def _layers(kind: str, value: Any) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def _check_precision(name: str, value: Any) -> None:
+    if value is None or (isinstance(value, str) and value in PRECISIONS):
+        return
+    message = f"{name} must be {_either(PRECISIONS)}, or None for the weights as loaded, but got {_show(value)}."
+    if not isinstance(value, str):
+        raise TypeError(message)
+    raise ValueError(message + _close(value, PRECISIONS))
+
+
+def _exceptions(kind: str, value: Any) -> _FrozenMapping[int, str | None]:
+    """Precisions by layer, sorted; JSON has the layers as strings."""
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{kind} must map layers to precisions, such as {{3: 'int8', 5: None}} ({{}} for no exceptions), but got "
+            f"{_show(value)}."
+        )
+    precisions: dict[int, str | None] = {}
+    for key, precision in value.items():
+        layer = int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key) else _index(key)
+        if layer is None:
+            raise TypeError(
+                f"{kind} has the layer {_show(key)}, which is not an integer. Give the numbers of the layers, counted "
+                "from 0."
+            )
+        if layer < 0:
+            raise ValueError(
+                f"{kind} has the negative layer {layer}. Layers are counted from 0; give the number itself."
+            )
+        if layer in precisions:
+            raise ValueError(f"{kind} has layer {layer} more than once. Name each layer once, counted from 0.")
+        _check_precision(f"The precision of {kind} {layer}", precision)
+        precisions[layer] = precision
+    return _FrozenMapping(dict(sorted(precisions.items())))
+
+
 def _show(value: Any) -> str:
     """A value as a message shows it: short."""
     try:
@@ -999,8 +1371,8 @@ def _listed(values: Iterable[Any]) -> str:
     return ", ".join(_show(value) for value in values)
 
 
-def _either(values: Sequence[str]) -> str:
-    return " or ".join(repr(value) for value in values)
+def _either(values: Sequence[Any]) -> str:
+    return f"{_listed(values[:-1])} or {_show(values[-1])}"
 
 
 def _close(word: Any, allowed: Iterable[str]) -> str:
@@ -1059,10 +1431,9 @@ PRESETS: Mapping[str, SelfSpeculativeConfig] = MappingProxyType(
             ),
         ),
         # The demo model has little to spare (README, "Measured"): the attention sub-layers whose absence changes its
-        # choices least, and a draft short enough for verification to cost no more than a plain step on most CPUs.
+        # choices least.
         "smollm2-135m-instruct": SelfSpeculativeConfig(
             skip=SkipConfig(attention=(6, 9, 26)),
-            drafting=DraftingConfig(policy="confidence", max_draft_length=2),
             provenance=Provenance(
                 model_id="HuggingFaceTB/SmolLM2-135M-Instruct",
                 model_type="llama",

@@ -51,7 +51,9 @@ PROVENANCE = Provenance(
     date="2025-01-31",
     source="a search of our own, σ = 0.1",
 )
-FULL = SelfSpeculativeConfig(SkipConfig([3, 5], [6]), DraftingConfig(policy="fixed"), COSTS, PROVENANCE)
+FULL = SelfSpeculativeConfig(
+    SkipConfig([3, 5], [6]), DraftingConfig(policy="fixed"), costs=COSTS, provenance=PROVENANCE
+)
 
 
 def write(path: Path, content: Any) -> Path:
@@ -317,7 +319,9 @@ provenances = st.builds(
     st.none() | st.dates().map(datetime.date.isoformat),
     st.none() | text,
 )
-configs = st.builds(SelfSpeculativeConfig, skips, draftings, st.none() | costs, st.none() | provenances)
+configs = st.builds(
+    SelfSpeculativeConfig, skips, draftings, costs=st.none() | costs, provenance=st.none() | provenances
+)
 
 
 @given(configs)
