@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "verification": set(),
     "drafting": set(),
+    "lookup": set(),
     "statistics": set(),
     "timing": set(),
     "rendering": set(),
