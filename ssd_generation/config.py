@@ -1189,11 +1189,11 @@ def _choose(data: Any, name: str | None) -> Mapping[str, Any]:
             f"A config is a JSON object (a dict), such as {{'attention': [3, 5], 'mlp': [6]}}, but got {_show(data)}."
         )
     # A dict of dicts without any key of ours, one of which has a skip set: the last condition keeps a misspelt key, as
-    # in {"drafing": {…}}, from passing for a model's name.
+    # in {"drafing": {…}} or {"precison": {"mlp": {…}}}, from passing for a model's name.
     several = (
         not data.keys() & {"format_version", *_SKIP_KEYS, *_PARTS}
         and all(isinstance(entry, Mapping) for entry in data.values())
-        and any(entry.keys() & {"skip", *_SKIP_KEYS} for entry in data.values())
+        and any("skip" in entry or _has_layers(entry) for entry in data.values())
     )
     if not several:
         if name is not None:
@@ -1209,6 +1209,10 @@ def _choose(data: Any, name: str | None) -> Mapping[str, Any]:
         raise ValueError(f"There is no config named {_show(name)}; there are {_listed(data)}.{_close(name, data)}")
     chosen: Mapping[str, Any] = entry
     return chosen
+
+
+def _has_layers(entry: Mapping[str, Any]) -> bool:
+    return any(key in entry and not isinstance(entry[key], Mapping) for key in _SKIP_KEYS)
 
 
 def _without_version(data: Mapping[str, Any]) -> Mapping[str, Any]:

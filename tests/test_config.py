@@ -28,9 +28,12 @@ from ssd_generation.config import (
     CONFIG_NAME,
     FORMAT_VERSION,
     POLICIES,
+    PRECISIONS,
     PRESETS,
     Costs,
     DraftingConfig,
+    LookupConfig,
+    PrecisionConfig,
     Provenance,
     SelfSpeculativeConfig,
     SkipConfig,
@@ -38,7 +41,9 @@ from ssd_generation.config import (
 from ssd_generation.drafting import make_policy
 from tiny_models import CONFIGS, LAYERS
 
-COSTS = Costs(plain_step=0.031, draft_step=0.017, verify=[(1, 0.031), (4, 0.055)])
+COSTS = Costs(
+    plain_step=0.031, draft_step=0.017, verify=[(1, 0.031), (4, 0.055)], measured_on="cpu Intel Xeon 2 threads float32"
+)
 PROVENANCE = Provenance(
     model_id="user/model",
     model_type="llama",
@@ -51,8 +56,14 @@ PROVENANCE = Provenance(
     date="2025-01-31",
     source="a search of our own, σ = 0.1",
 )
+PRECISION = PrecisionConfig("int4", {7: None, 4: "int8"}, {5: None}, head="int8")
 FULL = SelfSpeculativeConfig(
-    SkipConfig([3, 5], [6]), DraftingConfig(policy="fixed"), costs=COSTS, provenance=PROVENANCE
+    SkipConfig([3, 5], [6]),
+    DraftingConfig(policy="fixed", acceptance=(0.9, 0.75)),
+    PRECISION,
+    LookupConfig(max_ngram=3),
+    COSTS,
+    PROVENANCE,
 )
 
 
@@ -123,8 +134,12 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "words"),
     [
-        ({"policy": "confidense"}, ValueError, "use 'fixed' or 'confidence'. Did you mean 'confidence'?"),
-        ({"policy": None}, TypeError, "'fixed' or 'confidence', but got None"),
+        (
+            {"policy": "confidense"},
+            ValueError,
+            "use 'cost', 'confidence', 'fixed' or 'none'. Did you mean 'confidence'?",
+        ),
+        ({"policy": None}, TypeError, "'cost', 'confidence', 'fixed' or 'none', but got None"),
         ({"max_draft_length": 0}, ValueError, "max_draft_length must be at least 1, but got 0"),
         ({"max_draft_length": -3}, ValueError, "but got -3"),
         ({"max_draft_length": 2.0}, TypeError, "must be an integer, at least 1, but got 2.0"),
@@ -139,6 +154,17 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
         ({"threshold": True}, TypeError, "threshold must be a number, but got True"),
         ({"threshold": None}, TypeError, "threshold must be a number, but got None"),
         ({"threshold": 10**400}, ValueError, "too large"),
+        ({"acceptance": 0.9}, TypeError, "a sequence of probabilities, such as [0.9, 0.85] (() for the default), but"),
+        ({"acceptance": {0.9, 0.8}}, TypeError, "acceptance must be a sequence"),
+        ({"acceptance": {1: 0.9}}, TypeError, "acceptance must be a sequence"),
+        ({"acceptance": "0.9"}, TypeError, "acceptance must be a sequence"),
+        ({"acceptance": None}, TypeError, "acceptance must be a sequence"),
+        ({"acceptance": [0.9, "0.8"]}, TypeError, "drafted token 2 must be a number, but got '0.8'"),
+        ({"acceptance": [0.9, 1.5]}, ValueError, "drafted token 2 must lie between 0 and 1, but got 1.5"),
+        ({"acceptance": [float("nan")]}, ValueError, "drafted token 1 must lie between 0 and 1, but got nan"),
+        ({"exploration": 0.51}, ValueError, "exploration must lie between 0 and 0.5, but got 0.51"),
+        ({"exploration": -0.01}, ValueError, "exploration must lie between 0 and 0.5, but got -0.01"),
+        ({"exploration": False}, TypeError, "exploration must be a number, but got False"),
     ],
 )
 def test_bad_drafting_parameters_are_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -154,22 +180,27 @@ def test_the_bounds_of_probabilities_are_allowed() -> None:
         float,
         float,
     ]
+    assert DraftingConfig(exploration=0.5, acceptance=[]).exploration == 0.5
+    acceptance = DraftingConfig(acceptance=np.array([1, 0], dtype=np.float32)).acceptance
+    assert acceptance == (1.0, 0.0) and all(type(share) is float for share in acceptance)
 
 
-def test_the_defaults_are_the_published_constants() -> None:
+def test_the_defaults_are_the_cost_policy_and_the_published_constants() -> None:
     assert DraftingConfig().to_dict() == {
-        "policy": "confidence",
+        "policy": "cost",
         "max_draft_length": 12,
         "threshold": 0.6,
         "target_acceptance": 0.9,
         "acceptance_smoothing": 0.5,
         "threshold_smoothing": 0.9,
         "threshold_step": 0.01,
+        "acceptance": [],
+        "exploration": 0.01,
     }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_can_be_made(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["confidence", "fixed"])
+def test_the_policies_of_a_set_length_can_be_made(policy: str) -> None:
     assert make_policy(DraftingConfig(policy=policy, max_draft_length=3)).draft_length(10) == 3
 
 
@@ -191,11 +222,153 @@ def test_every_policy_can_be_made(policy: str) -> None:
         ({"verify": [(2, 0.1), (2, 0.2)]}, ValueError, "2 comes after 2"),
         ({"verify": [(2, 0.1), (1, 0.2)]}, ValueError, "1 comes after 2"),
         ({"verify": [(4, 0.0)]}, ValueError, "time of verifying 4 tokens must be a positive"),
+        ({"measured_on": 2}, TypeError, "measured_on must be a string or None, but got 2"),
     ],
 )
 def test_bad_costs_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         Costs(**{"plain_step": 0.1, "draft_step": 0.1, "verify": [(1, 0.1)], **changes})
+
+
+@pytest.mark.parametrize(
+    ("verify", "expected"),
+    [
+        # between the measured counts, at them, and beyond
+        ([(1, 10), (2, 12), (4, 20)], {1: 10, 2: 12, 3: 16, 4: 20, 5: 24, 8: 36}),
+        # one token is not measured: a plain step (8) stands for it
+        ([(3, 10)], {1: 8, 2: 9, 3: 10, 5: 12}),
+        ([(2, 9), (4, 9)], {1: 8, 2: 9, 3: 9, 9: 9}),
+        # noise between the last two does not make long drafts free, nor cheaper and cheaper
+        ([(1, 10), (4, 14), (8, 12)], {4: 14, 6: 13, 8: 12, 100: 12}),
+        # nothing to tell a slope from
+        ([(1, 10)], {1: 10, 7: 10}),
+    ],
+)
+def test_the_time_of_a_verify_pass_that_was_not_measured(
+    verify: list[tuple[int, float]], expected: dict[int, float]
+) -> None:
+    costs = Costs(plain_step=8, draft_step=1, verify=verify)
+    assert {tokens: costs.verify_seconds(tokens) for tokens in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "2"])
+def test_a_verify_pass_over_no_tokens_has_no_time(tokens: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"tokens must be .*at least 1, but got {tokens!r}"):
+        COSTS.verify_seconds(tokens)
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize(
+    ("exceptions", "error", "words"),
+    [
+        ({-1: "int8"}, ValueError, "negative layer -1"),
+        ({"-1": "int8"}, ValueError, "negative layer -1"),
+        ({3: "int8", "3": None}, ValueError, "layer 3 more than once"),
+        ({1.0: "int8"}, TypeError, "1.0, which is not an integer"),
+        ({"three": "int8"}, TypeError, "'three', which is not an integer"),
+        ({"": "int8"}, TypeError, "'', which is not an integer"),
+        ({"³": "int8"}, TypeError, "'³', which is not an integer"),
+        ({None: "int8"}, TypeError, "None, which is not an integer"),
+        ({True: "int8"}, TypeError, "True, which is not an integer"),
+        ([3], TypeError, "must map layers to precisions, such as {3: 'int8', 5: None} ({} for no exceptions), but got"),
+        ("int8", TypeError, "must map layers to precisions"),
+        (None, TypeError, "must map layers to precisions"),
+        ({3: "int5"}, ValueError, "3 must be 'int8' or 'int4', or None for the weights as loaded, but got 'int5'"),
+        ({3: "int08"}, ValueError, "Did you mean 'int8'?"),
+        ({3: 8}, TypeError, "3 must be 'int8' or 'int4', or None for the weights as loaded, but got 8"),
+        ({3: ["int8"]}, TypeError, "but got ['int8']"),
+    ],
+)
+def test_bad_precision_exceptions_are_refused(kind: str, exceptions: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)) as caught:
+        PrecisionConfig(**{kind: exceptions})
+    assert kind in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "words"),
+    [
+        ({"default": "int2"}, ValueError, "default must be 'int8' or 'int4', or None for the weights as loaded"),
+        ({"default": 8}, TypeError, "default must be 'int8' or 'int4', or None for the weights as loaded, but got 8"),
+        ({"default": torch.int8}, TypeError, "but got torch.int8"),
+        ({"head": "Int8"}, ValueError, "head must be 'int8' or 'int4', or None for the weights as loaded, but got"),
+        ({"head": False}, TypeError, "head must be 'int8' or 'int4', or None for the weights as loaded, but got False"),
+        ({"group_size": 48}, ValueError, "group_size must be 32, 64, 128 or 256, but got 48"),
+        ({"group_size": 0}, ValueError, "group_size must be 32, 64, 128 or 256, but got 0"),
+        ({"group_size": 64.0}, TypeError, "group_size must be 32, 64, 128 or 256, but got 64.0"),
+        ({"group_size": None}, TypeError, "group_size must be 32, 64, 128 or 256, but got None"),
+    ],
+)
+def test_bad_precisions_are_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        PrecisionConfig(**values)
+
+
+def test_the_precision_of_a_sublayer() -> None:
+    precision = PrecisionConfig("int4", {"7": None, np.int64(4): "int8"}, {5: None}, "int8", np.int64(32))
+    assert precision.attention == {4: "int8", 7: None} and list(precision.attention) == [4, 7]
+    assert all(type(layer) is int for layer in precision.attention)
+    assert type(precision.group_size) is int
+    assert [precision.of("attention", layer) for layer in (4, 5, 7)] == ["int8", "int4", None]
+    assert [precision.of("mlp", layer) for layer in (4, 5, 7)] == ["int4", None, "int4"]
+    with pytest.raises(ValueError, match="'attention' and 'mlp', but got 'head'"):
+        precision.of("head", 0)
+
+
+def test_a_precision_is_true_where_anything_is_low_bit() -> None:
+    for nothing in (PrecisionConfig(), PrecisionConfig(attention={3: None}, mlp={}, group_size=32)):
+        assert not nothing
+    for something in (
+        PrecisionConfig("int8"),
+        PrecisionConfig(head="int4"),
+        PrecisionConfig(attention={3: "int8"}),
+        PrecisionConfig(mlp={3: None, 4: "int4"}),
+    ):
+        assert something
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_precisions_by_name(name: str) -> None:
+    assert PrecisionConfig.named(name) == PrecisionConfig(default=name, head="int8")
+    assert SelfSpeculativeConfig(precision=name).precision == PrecisionConfig.named(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("int3", ValueError, "no precision 'int3'; use 'int8' or 'int4'. Did you mean 'int"),
+        ("bfloat16", ValueError, "no precision 'bfloat16'; use 'int8' or 'int4'."),
+        (8, TypeError, "'int8' or 'int4', but got 8"),
+        (None, TypeError, "'int8' or 'int4', but got None"),
+    ],
+)
+def test_unknown_names_of_precisions_are_refused(name: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        PrecisionConfig.named(name)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "words"),
+    [
+        ({"max_ngram": 0}, ValueError, "max_ngram must be at least 1, but got 0"),
+        ({"min_ngram": 0}, ValueError, "min_ngram must be at least 1, but got 0"),
+        ({"min_ngram": 5}, ValueError, "min_ngram must be at most max_ngram (4), but got 5. Lower it, or raise"),
+        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, but got 0"),
+        ({"max_tokens": 1.0}, TypeError, "max_tokens must be an integer, at least 1, but got 1.0"),
+        ({"max_ngram": True}, TypeError, "max_ngram must be an integer, at least 1, but got True"),
+        ({"min_ngram": None}, TypeError, "min_ngram must be an integer, at least 1, but got None"),
+    ],
+)
+def test_bad_lookups_are_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        LookupConfig(**values)
+
+
+def test_lookups_up_to_the_limits_are_allowed() -> None:
+    lookup = LookupConfig(max_ngram=np.int64(2), min_ngram=2, max_tokens=1)
+    assert lookup.to_dict() == {"max_ngram": 2, "min_ngram": 2, "max_tokens": 1}
+    assert type(lookup.max_ngram) is int
+    assert LookupConfig() == LookupConfig(4, 1, 12)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +396,13 @@ def test_bad_provenance_is_refused(values: dict[str, Any], error: type[Exception
         ({"skip": None}, "skip must be a SkipConfig"),
         ({"skip": {"attention": [3]}}, "SelfSpeculativeConfig.from_dict"),
         ({"drafting": "fixed"}, "drafting must be a DraftingConfig"),
+        ({"precision": 8}, "precision must be a PrecisionConfig, 'int8' or 'int4', a dict of its fields, or None"),
+        ({"precision": True}, "as loaded, but got True."),
+        (
+            {"lookup": 10},
+            "lookup must be a LookupConfig, True, a dict of its fields, or None for no prompt lookup, but",
+        ),
+        ({"lookup": "yes"}, "but got 'yes'."),
         ({"costs": 1.0}, "costs must be a Costs"),
         ({"provenance": "me"}, "provenance must be a Provenance"),
     ],
@@ -232,8 +412,66 @@ def test_parts_of_the_wrong_type_are_refused(values: dict[str, Any], words: str)
         SelfSpeculativeConfig(**values)
 
 
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (None, None),
+        (PRECISION, PRECISION),
+        ("int4", PrecisionConfig.named("int4")),
+        ({"default": "int8", "mlp": {"3": None, 4: "int4"}}, PrecisionConfig("int8", mlp={3: None, 4: "int4"})),
+        ({}, PrecisionConfig()),
+    ],
+)
+def test_a_precision_in_every_form(precision: Any, expected: PrecisionConfig | None) -> None:
+    assert SelfSpeculativeConfig(precision=precision).precision == expected
+    assert SelfSpeculativeConfig.from_dict({"precision": precision}).precision == expected
+
+
+@pytest.mark.parametrize(
+    ("lookup", "expected"),
+    [
+        (None, None),
+        (False, None),
+        (True, LookupConfig()),
+        (LookupConfig(2), LookupConfig(2)),
+        ({"max_tokens": 3}, LookupConfig(max_tokens=3)),
+        ({}, LookupConfig()),
+    ],
+)
+def test_a_lookup_in_every_form(lookup: Any, expected: LookupConfig | None) -> None:
+    assert SelfSpeculativeConfig(lookup=lookup).lookup == expected
+    assert SelfSpeculativeConfig.from_dict({"lookup": lookup}).lookup == expected
+
+
+@pytest.mark.parametrize("precision", [{"attention": {3: "int8"}}, {"attention": {"3": None, 4: "int8"}}])
+def test_a_precision_for_a_skipped_sublayer_is_refused(precision: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"skips attention 3, and the draft precision names the same\. Leave"):
+        SelfSpeculativeConfig(SkipConfig([2, 3], [4]), precision=precision)
+    with pytest.raises(ValueError, match=r"skips mlp 3, and"):
+        SelfSpeculativeConfig(SkipConfig([2], [3]), precision={"mlp": precision["attention"]})
+    # of the other kind, or only by default
+    SelfSpeculativeConfig(SkipConfig([2], [3]), precision=precision)
+    SelfSpeculativeConfig(SkipConfig([2, 3], [4]), precision="int8")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (SelfSpeculativeConfig(), True),
+        (SelfSpeculativeConfig(SkipConfig([1])), True),
+        (SelfSpeculativeConfig(lookup=True), False),
+        (SelfSpeculativeConfig(SkipConfig(mlp=[1]), lookup=True), True),
+        (SelfSpeculativeConfig(precision="int8", lookup=True), True),
+        (SelfSpeculativeConfig(precision=PrecisionConfig(attention={1: None}), lookup=True), False),
+        (SelfSpeculativeConfig(SkipConfig([1]), DraftingConfig("none"), "int8"), False),
+    ],
+)
+def test_whether_the_model_drafts_for_itself(config: SelfSpeculativeConfig, expected: bool) -> None:
+    assert config.drafts_itself is expected
+
+
 def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
-    for part in (FULL, FULL.skip, FULL.drafting, COSTS, PROVENANCE):
+    for part in (FULL, FULL.skip, FULL.drafting, PRECISION, FULL.lookup, COSTS, PROVENANCE):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(part, dataclasses.fields(part)[0].name, None)
         assert {part: 1}[copy.deepcopy(part)] == 1
@@ -241,6 +479,12 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
     with pytest.raises(TypeError):
         PROVENANCE.versions["torch"] = "3"  # type: ignore[index]
     assert PROVENANCE.versions == {"python": "3.11.7", "torch": "2.13.0"}
+    with pytest.raises(TypeError):
+        PRECISION.attention[3] = "int8"  # type: ignore[index]
+    layers: dict[int, str | None] = {3: "int8"}
+    precision = PrecisionConfig(mlp=layers)
+    layers[3] = "int4"
+    assert precision.of("mlp", 3) == "int8"
     assert dataclasses.replace(FULL, drafting=DraftingConfig()) != FULL
 
 
@@ -262,6 +506,23 @@ def test_a_skip_set_that_does_not_fit_is_refused(skip: SkipConfig, words: str) -
         SelfSpeculativeConfig(skip).validate_for(num_layers=4, model_type="llama")
     with pytest.raises(ValueError, match=re.escape(words)):
         SelfSpeculativeConfig(skip, provenance=Provenance(num_layers=4))
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"),
+    [
+        (PrecisionConfig(attention={3: "int8", 4: None, 9: "int4"}), "attention 4, 9, but the model has 4 layers"),
+        (PrecisionConfig("int8", mlp={4: None}), "draft precision names mlp 4, but the model has 4 layers (0 to 3)"),
+    ],
+)
+def test_a_precision_that_does_not_fit_is_refused(precision: PrecisionConfig, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        precision.validate_for(4)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SelfSpeculativeConfig(precision=precision).validate_for(num_layers=4, model_type="llama")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SelfSpeculativeConfig(precision=precision, provenance=Provenance(num_layers=4))
+    precision.validate_for(10)
 
 
 def test_skip_sets_up_to_the_limits_fit() -> None:
@@ -294,6 +555,8 @@ def test_a_config_for_this_model_or_for_any_is_accepted(provenance: Provenance |
 def test_a_number_of_layers_that_is_none_is_refused(num_layers: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="num_layers must be"):
         SelfSpeculativeConfig().validate_for(num_layers)
+    with pytest.raises((TypeError, ValueError), match="num_layers must be"):
+        PrecisionConfig().validate_for(num_layers)
 
 
 # --- Dicts and JSON -------------------------------------------------------------------------------
@@ -302,14 +565,27 @@ layers = st.sets(st.integers(0, 200)).map(sorted)
 skips = st.builds(SkipConfig, layers, layers)
 shares = st.floats(0, 1)
 draftings = st.builds(
-    DraftingConfig, st.sampled_from(POLICIES), st.integers(1, 10**30), shares, shares, shares, shares, shares
+    DraftingConfig,
+    st.sampled_from(POLICIES),
+    st.integers(1, 10**30),
+    *[shares] * 5,
+    acceptance=st.lists(shares, max_size=4),
+    exploration=st.floats(0, 0.5),
 )
+low_bits = st.none() | st.sampled_from(PRECISIONS)
+exceptions = st.dictionaries(st.integers(0, 200), low_bits)
+precisions = st.builds(PrecisionConfig, low_bits, exceptions, exceptions, low_bits, st.sampled_from([32, 64, 128, 256]))
+lookups = st.tuples(*[st.integers(1)] * 3).map(lambda n: LookupConfig(max(n[:2]), min(n[:2]), n[2]))
 seconds = st.floats(0, exclude_min=True, allow_infinity=False)
-costs = st.builds(
-    Costs, seconds, seconds, st.dictionaries(st.integers(1), seconds, min_size=1).map(lambda d: sorted(d.items()))
-)
 # JSON text cannot hold lone surrogates once it is UTF-8.
 text = st.text(st.characters(exclude_categories=["Cs"]))
+costs = st.builds(
+    Costs,
+    seconds,
+    seconds,
+    st.dictionaries(st.integers(1), seconds, min_size=1).map(lambda d: sorted(d.items())),
+    st.none() | text,
+)
 provenances = st.builds(
     Provenance,
     *[st.none() | text] * 2,
@@ -319,12 +595,28 @@ provenances = st.builds(
     st.none() | st.dates().map(datetime.date.isoformat),
     st.none() | text,
 )
-configs = st.builds(
-    SelfSpeculativeConfig, skips, draftings, costs=st.none() | costs, provenance=st.none() | provenances
-)
 
 
-@given(configs)
+@st.composite
+def configs(draw: st.DrawFn) -> SelfSpeculativeConfig:
+    skip, precision = draw(skips), draw(st.none() | precisions)
+    if precision is not None:  # a skipped sub-layer has no precision of its own
+        kept = {
+            kind: {k: v for k, v in getattr(precision, kind).items() if k not in getattr(skip, kind)}
+            for kind in ("attention", "mlp")
+        }
+        precision = dataclasses.replace(precision, **kept)
+    return SelfSpeculativeConfig(
+        skip,
+        draw(draftings),
+        precision,
+        draw(st.none() | lookups),
+        draw(st.none() | costs),
+        draw(st.none() | provenances),
+    )
+
+
+@given(configs())
 def test_a_config_comes_back_from_a_dict_and_from_json_as_it_was(config: SelfSpeculativeConfig) -> None:
     for data in (config.to_dict(), json.loads(config.to_json_string())):
         again = SelfSpeculativeConfig.from_dict(data)
@@ -333,7 +625,7 @@ def test_a_config_comes_back_from_a_dict_and_from_json_as_it_was(config: SelfSpe
         assert again.to_json_string() == config.to_json_string()
 
 
-@given(configs)
+@given(configs())
 def test_a_config_comes_back_from_a_folder_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, config: SelfSpeculativeConfig
 ) -> None:
@@ -348,6 +640,30 @@ def test_a_skip_set_comes_back_in_every_format(skip: SkipConfig) -> None:
     assert SkipConfig.from_dict({"attn": skip.attention, "mlp": skip.mlp}) == skip
     assert SkipConfig.from_dict({"a": skip.to_dict(), "b": {"mlp": [1]}}, name="a") == skip
     assert SelfSpeculativeConfig.from_dict(skip.to_dict()) == SelfSpeculativeConfig(skip)
+
+
+@given(precisions, lookups)
+def test_precisions_and_lookups_come_back_from_json_as_they_were(
+    precision: PrecisionConfig, lookup: LookupConfig
+) -> None:
+    again = PrecisionConfig.from_dict(json.loads(json.dumps(precision.to_dict())))
+    assert again == precision and hash(again) == hash(precision) and repr(again) == repr(precision)
+    assert eval(repr(precision)) == precision
+    assert LookupConfig.from_dict(json.loads(json.dumps(lookup.to_dict()))) == lookup
+
+
+@given(costs, st.integers(1, 300), st.integers(1, 300))
+def test_a_verify_pass_takes_a_time_between_those_measured_around_it(costs: Costs, tokens: int, more: int) -> None:
+    measured = {1: costs.plain_step} | dict(costs.verify)
+    taken = costs.verify_seconds(tokens)
+    last = max(measured)
+    if tokens in measured:
+        assert taken == measured[tokens]
+    elif tokens < last:
+        around = measured[max(n for n in measured if n < tokens)], measured[min(n for n in measured if n > tokens)]
+        assert min(around) * (1 - 1e-12) <= taken <= max(around) * (1 + 1e-12)
+    else:
+        assert measured[last] <= taken <= costs.verify_seconds(tokens + more)
 
 
 @given(skips, st.integers(1, 250))
@@ -375,12 +691,32 @@ def test_the_json_format() -> None:
         '    "target_acceptance": 0.9,\n'
         '    "acceptance_smoothing": 0.5,\n'
         '    "threshold_smoothing": 0.9,\n'
-        '    "threshold_step": 0.01\n'
+        '    "threshold_step": 0.01,\n'
+        '    "acceptance": [0.9, 0.75],\n'
+        '    "exploration": 0.01\n'
+        "  },\n"
+        '  "precision": {\n'
+        '    "default": "int4",\n'
+        '    "attention": {\n'
+        '      "4": "int8",\n'
+        '      "7": null\n'
+        "    },\n"
+        '    "mlp": {\n'
+        '      "5": null\n'
+        "    },\n"
+        '    "head": "int8",\n'
+        '    "group_size": 64\n'
+        "  },\n"
+        '  "lookup": {\n'
+        '    "max_ngram": 3,\n'
+        '    "min_ngram": 1,\n'
+        '    "max_tokens": 12\n'
         "  },\n"
         '  "costs": {\n'
         '    "plain_step": 0.031,\n'
         '    "draft_step": 0.017,\n'
-        '    "verify": [[1, 0.031], [4, 0.055]]\n'
+        '    "verify": [[1, 0.031], [4, 0.055]],\n'
+        '    "measured_on": "cpu Intel Xeon 2 threads float32"\n'
         "  },\n"
         '  "provenance": {\n'
         '    "model_id": "user/model",\n'
@@ -399,6 +735,11 @@ def test_the_json_format() -> None:
         "  }\n"
         "}\n"
     )
+
+
+def test_what_is_not_set_is_not_written() -> None:
+    assert set(SelfSpeculativeConfig().to_dict()) == {"format_version", "skip", "drafting"}
+    assert "measured_on" not in Costs(0.1, 0.1, [(1, 0.1)]).to_dict()
 
 
 def test_configs_print_well() -> None:
@@ -421,6 +762,7 @@ def test_the_formats_people_have() -> None:
         {"format_version": 1, "attention": [3], "mlp": [4]},
         {"skip": {"attention": [3], "mlp": [4]}},
         {"skip": {"attn": [3], "mlp": [4]}, "costs": None, "provenance": None},
+        {"skip": {"attn": [3], "mlp": [4]}, "precision": None, "lookup": False},
         {"llama-a": {"attention": [3], "mlp": [4]}},
         {"llama-a": {"skip": {"attention": [3], "mlp": [4]}}},
     ):
@@ -463,6 +805,19 @@ def test_bad_dicts_are_refused(cls: Any, data: dict[Any, Any], name: str | None,
         ({"costs": {"plain_step": 0.1}}, ValueError, "'costs' lacks 'draft_step', 'verify'"),
         ({"costs": {"plain": 0.1}}, ValueError, "Unknown key 'plain' in 'costs'"),
         ({"provenance": {"author": "me"}}, ValueError, "Unknown key 'author' in 'provenance'"),
+        ({"precison": {"default": "int8"}}, ValueError, "Did you mean 'precision'?"),
+        ({"precison": {"attention": {"3": "int8"}}}, ValueError, "Did you mean 'precision'?"),
+        ({"precision": {"defualt": "int8"}}, ValueError, "Unknown key 'defualt' in 'precision'; allowed are 'default'"),
+        ({"precision": {"defualt": "int8"}}, ValueError, "Did you mean 'default'?"),
+        ({"precision": {"attn": {}}}, ValueError, "Unknown key 'attn' in 'precision'"),
+        ({"precision": "int3"}, ValueError, "no precision 'int3'"),
+        ({"precision": ["int8"]}, TypeError, "precision must be a PrecisionConfig, 'int8' or 'int4', a dict"),
+        ({"skip": {"mlp": [3]}, "precision": {"mlp": {"3": "int4"}}}, ValueError, "skips mlp 3, and the draft"),
+        ({"lokup": {}, "skip": {}}, ValueError, "Did you mean 'lookup'?"),
+        ({"lookup": {"max_ngrams": 3}}, ValueError, "Unknown key 'max_ngrams' in 'lookup'; allowed are 'max_ngram',"),
+        ({"lookup": {"max_ngrams": 3}}, ValueError, "Did you mean 'max_ngram'?"),
+        ({"lookup": 3}, TypeError, "lookup must be a LookupConfig, True, a dict"),
+        ({"precision": "int8", "attention": [3]}, ValueError, "Put 'attention' under 'skip'"),
         ({"drafting": None}, TypeError, "'drafting' must be a JSON object"),
         ({"drafting": []}, TypeError, "'drafting' must be a JSON object"),
         ({"skip": [3]}, TypeError, "but got [3]"),
@@ -513,6 +868,7 @@ def test_files_in_every_format_are_read(tmp_path: Path) -> None:
         ('{"attention": [true]}', TypeError, "True, which is not an integer"),
         ('{"attention": null}', TypeError, "[] to skip none"),
         ('{"drafting": {"threshold": NaN}}', ValueError, "but got nan"),
+        ('{"precision": {"mlp": {"3": "int4", "3": null}}}', ValueError, "'3' stands twice"),
         ("[" * 100_000, ValueError, "recursion"),
     ],
 )
@@ -800,6 +1156,12 @@ def test_presets_by_from_pretrained(hub: mock.Mock, tmp_path: Path, monkeypatch:
 def test_unknown_presets_are_refused(cls: Any, name: Any) -> None:
     with pytest.raises(ValueError, match=r"no preset .*; there are 'llama-2-13b', 'llama-2-13b-chat', 'codellama-13b'"):
         cls.preset(name)
+
+
+def test_presets_draft_as_much_as_pays() -> None:
+    for config in PRESETS.values():
+        assert config.drafting == DraftingConfig()
+        assert config.precision is None and config.lookup is None
 
 
 def test_presets_cannot_be_changed() -> None:
