@@ -10,10 +10,10 @@ __all__ = ["NGramIndex"]
 class NGramIndex:
     """Index of a growing text by its n-grams.
 
-    Prompt lookup decoding (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): the draft is what followed the most recent earlier occurrence of the n-gram that ends the text; the longest n-gram
-    decides. An n-gram enters the index once a token follows it, so the one that ends the text is never its own match,
-    and one position per n-gram is enough. Adding a token costs O(`max_ngram`); memory is at most `max_ngram` entries
-    per token of text.
+    Prompt lookup decoding (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): the draft is what
+    followed the most recent earlier occurrence of the n-gram that ends the text; the longest n-gram decides. An n-gram
+    enters the index once a token follows it, so the one that ends the text is never its own match, and one position per
+    n-gram is enough. Adding a token costs O(`max_ngram`); memory is at most `max_ngram` entries per token of text.
 
     Args:
         max_ngram: the longest n-gram looked for, ≥ 1.

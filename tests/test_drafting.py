@@ -73,6 +73,8 @@ def test_the_threshold_stays_a_probability(rounds: list[tuple[int, float, bool]]
 def test_policies_are_made_from_the_config() -> None:
     fixed = make_policy(DraftingConfig(policy="fixed", max_draft_length=3))
     assert isinstance(fixed, FixedPolicy) and fixed.length == 3
-    adaptive = make_policy(DraftingConfig(threshold=0.8, max_draft_length=6, target_acceptance=0.85))
+    adaptive = make_policy(
+        DraftingConfig(policy="confidence", threshold=0.8, max_draft_length=6, target_acceptance=0.85)
+    )
     assert isinstance(adaptive, ConfidencePolicy)
     assert (adaptive.threshold, adaptive.max_length, adaptive.target_acceptance) == (0.8, 6, 0.85)
