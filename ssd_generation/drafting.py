@@ -254,18 +254,63 @@ _LOOKUP_DISCOUNT = 0.95
 _MATCH_DISCOUNT = 0.95
 
 # Observations that a prior is worth.
-_PRIOR_WEIGHT = 6.0
-_DEPTH_WEIGHT = 6.0
+_PRIOR_WEIGHT = 8.0
+_DEPTH_WEIGHT = 10.0
 _BIN_WEIGHT = 4.0
 _LOOKUP_WEIGHT = 4.0
 
 _DEFAULT_PRIOR = (0.75,)
 
-# Accounts, in plain steps: see CostAwarePolicy.
+# Accounts, in plain steps.
 _START = 1.5
 _LOOKUP_START = 1.0
-_CAP = 6.0
-_LONGEST_WAIT = 64
+_LEAST_CAP = 3.0
+_MOST_SAVED = 50.0
+_LONGEST_WAIT = 128
+
+
+class _Account:
+    """What a way of drafting may lose, in plain steps.
+
+    Attributes:
+        balance: what it may lose at once.
+        savings: what was gained beyond the cap of the balance; pays for probes when the balance is spent.
+        wait: rounds between probes; doubles with each draft in vain.
+        waited: rounds since the last.
+    """
+
+    __slots__ = ("balance", "savings", "wait", "waited")
+
+    def __init__(self, balance: float, savings: float = 0.0, wait: int = 0, waited: int = 0) -> None:
+        self.balance, self.savings, self.wait, self.waited = balance, savings, wait, waited
+
+    def book(self, amount: float, cap: float) -> None:
+        balance = self.balance + amount
+        if balance > cap:
+            self.savings = min(self.savings + balance - cap, _MOST_SAVED)
+            balance = cap
+        self.balance = balance
+
+    def drafted(self, right: bool) -> None:
+        self.wait = 0 if right else min(max(2 * self.wait, 2), _LONGEST_WAIT)
+
+    def stands_still(self, income: float, cap: float) -> None:
+        self.book(income, cap)
+        self.waited += 1
+
+    def can_probe(self, price: float) -> bool:
+        """Whether it is time for a probe, and the price is there."""
+        missing = price - self.balance
+        if self.waited < self.wait or missing > self.savings:
+            return False
+        if missing > 0.0:
+            self.balance += missing
+            self.savings -= missing
+        self.waited = 0
+        return True
+
+    def snapshot(self) -> list[float]:
+        return [self.balance, self.savings, self.wait, self.waited]
 
 
 class CostAwarePolicy(DraftPolicy):
@@ -351,10 +396,8 @@ class CostAwarePolicy(DraftPolicy):
         self._lookups = [[[0.0, 0.0] for _ in places] for places in _LOOKUP_PRIOR]
         # How often lookup offers nothing, a 1-gram, 2-gram, 3-gram, longer.
         self._matches = [1.0, 0.0, 0.0, 0.0, 0.0]
-        self._balance = _START
-        self._lookup_balance = _LOOKUP_START
-        self._wait = self._waited = 0
-        self._lookup_wait = self._lookup_waited = 0
+        self._account = _Account(_START)
+        self._lookup_account = _Account(_LOOKUP_START)
         self._rounds = 0
 
         # Of the round.
@@ -391,18 +434,18 @@ class CostAwarePolicy(DraftPolicy):
             value += self._offer(1.0, 0, match, limit)[1]
         if not self.self_drafts:
             return 0
+        account, cost = self._account, self._cost
         longest = min(self.max_length, limit)
-        best = self._best
-        if best > longest:
-            best = self._best_length(longest)
-        if best and self._balance >= self._cost[1] - 1.0 and self._tokens[best] - self._rate * self._cost[best] > value:
-            return longest if self.needs_probability else best
-        self._balance = min(self._balance + 0.5 * self.exploration, _CAP)
-        self._waited += 1
+        affordable = longest
+        while affordable and cost[affordable] - 1.0 > account.balance:
+            affordable -= 1
+        best = self._best if self._best <= affordable else self._best_length(affordable)
+        if best and self._tokens[best] - self._rate * cost[best] > value:
+            return affordable if self.needs_probability else best
+        account.stands_still(0.5 * self.exploration, self._cap)
         probe = min(self._probe_length, longest)
-        if value > 1.0 - self._rate or self._waited < self._wait or self._balance < self._cost[probe] - 1.0:
+        if value > 1.0 - self._rate or not account.can_probe(cost[probe] - 1.0):
             return 0
-        self._waited = 0
         return probe
 
     def keep_drafting(self, depth: int, probability: float, match: Match = NO_MATCH) -> bool:
@@ -449,15 +492,13 @@ class CostAwarePolicy(DraftPolicy):
         count, _ = self._offer(survival, depth, match, limit)
         if count:
             return count
-        self._lookup_balance = min(self._lookup_balance + 0.5 * self.exploration / self._rows, _CAP)
-        self._lookup_waited += 1
-        # Most matches are short; longer ones shall not find the account empty.
+        account = self._lookup_account
+        account.stands_still(0.5 * self.exploration / self._rows, _LEAST_CAP)
         probe = min(self._lookup_probe, match.tokens, limit)
         price = self._verify_cost[1 + depth + probe] - (self._verify_cost[1 + depth] if depth else 1.0)
-        reserve = price * max(5 - match.length, 1)
-        if survival < 0.5 or self._lookup_waited < self._lookup_wait or self._lookup_balance < max(reserve, price):
+        # Most matches are short; longer ones shall not find the account empty.
+        if survival < 0.5 or account.balance < price * max(4 - match.length, 0) or not account.can_probe(price):
             return 0
-        self._lookup_waited = 0
         return probe
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -477,11 +518,8 @@ class CostAwarePolicy(DraftPolicy):
             self._calibrate(drafted, kept)
             # All rows share the passes of a round.
             spent = drafted * self._draft_cost + self._verify_cost[1 + drafted] - 1.0
-            self._balance = min(self._balance + (kept - spent) / rows, _CAP)
-            if kept:
-                self._wait = 0
-            else:
-                self._wait = min(max(2 * self._wait, 2), _LONGEST_WAIT)
+            self._account.book((kept - spent) / rows, self._cap)
+            self._account.drafted(kept > 0)
             self._stale += 1 if kept else 4
         if looked_up:
             right = max(accepted - drafted, 0)
@@ -493,11 +531,9 @@ class CostAwarePolicy(DraftPolicy):
                     counts[1] = counts[1] * _LOOKUP_DISCOUNT + (i < right)
             behind = self._verify_cost[1 + drafted] if drafted else 1.0
             spent = self._verify_cost[min(1 + drafted + looked_up, len(self._verify_cost) - 1)] - behind
-            self._lookup_balance = min(self._lookup_balance + (right - spent) / rows, _CAP)
-            if right:
-                self._lookup_wait = 0
-            elif kept == drafted:
-                self._lookup_wait = min(max(2 * self._lookup_wait, 2), _LONGEST_WAIT)
+            self._lookup_account.book((right - spent) / rows, _LEAST_CAP)
+            if kept == drafted:
+                self._lookup_account.drafted(right > 0)
             self._stale += 1 if right else 4
 
     def _calibrate(self, drafted: int, kept: int) -> None:
@@ -521,14 +557,16 @@ class CostAwarePolicy(DraftPolicy):
     def _plan(self) -> None:
         self._stale = 0
         k_max, cost = self.max_length, self._cost
-        estimate = before = self._prior[0]
-        acceptance = []
-        weight = _PRIOR_WEIGHT
+        # Failures so far against those that the prior expects, of all depths; then each depth by itself.
+        expected = failures = _PRIOR_WEIGHT * (1.0 - self._prior[0])
         for prior, (seen, accepted) in zip(self._prior, self._depths, strict=True):
-            target = min(estimate * prior / before, 0.995)
-            estimate = (accepted + weight * target) / (seen + weight)
-            acceptance.append(estimate)
-            before, weight = prior, _DEPTH_WEIGHT
+            expected += seen * (1.0 - prior)
+            failures += seen - accepted
+        scale = failures / expected
+        acceptance = [
+            (accepted + _DEPTH_WEIGHT * max(1.0 - (1.0 - prior) * scale, 0.0)) / (seen + _DEPTH_WEIGHT)
+            for prior, (seen, accepted) in zip(self._prior, self._depths, strict=True)
+        ]
         self._acceptance = acceptance
         self._survival = [1.0]
         self._tokens = [1.0]
@@ -551,6 +589,7 @@ class CostAwarePolicy(DraftPolicy):
         # A fixed length, and what lookup adds in the rounds that it has a match in.
         self._best = self._best_length(k_max) if self.self_drafts else 0
         self._rate = max(self._tokens[self._best] / cost[self._best], 1.0)
+        self._cap = _LEAST_CAP + 1.5 * (cost[self._best] - 1.0)
         if self.lookup:
             self._gains = [self._copy_gains(length) for length in range(4)]
             for _ in range(2):
@@ -651,7 +690,7 @@ class CostAwarePolicy(DraftPolicy):
         """`_best_copy` of what lookup offers and the account can pay."""
         longest = min(match.tokens, limit, _MAX_LOOKUP)
         base = self._verify_cost[1 + depth] if depth else 1.0
-        if longest < 1 or self._lookup_balance < self._verify_cost[2 + depth] - base:
+        if longest < 1 or self._lookup_account.balance < self._verify_cost[2 + depth] - base:
             return 0, 0.0
         return self._best_copy(survival, depth, min(max(match.length, 1), 4) - 1, longest)
 
@@ -662,11 +701,11 @@ class CostAwarePolicy(DraftPolicy):
         state: dict[str, float] = {"tokens_per_plain_step": self._rate}
         if self.self_drafts:
             state["draft_length"] = float(self._best)
-            state["balance"] = self._balance
+            state["balance"] = self._account.balance
             for depth, acceptance in enumerate(self._acceptance, start=1):
                 state[f"acceptance_{depth}"] = acceptance
         if self.lookup:
-            state["lookup_balance"] = self._lookup_balance
+            state["lookup_balance"] = self._lookup_account.balance
             for length, gains in enumerate(self._gains, start=1):
                 state[f"lookup_acceptance_{length}"] = gains[1]
         return state
@@ -677,8 +716,8 @@ class CostAwarePolicy(DraftPolicy):
             "bins": [list(counts) for counts in self._bins],
             "lookups": [[list(counts) for counts in places] for places in self._lookups],
             "matches": list(self._matches),
-            "account": [self._balance, self._wait, self._waited],
-            "lookup_account": [self._lookup_balance, self._lookup_wait, self._lookup_waited],
+            "account": self._account.snapshot(),
+            "lookup_account": self._lookup_account.snapshot(),
             "rounds": self._rounds,
         }
 
@@ -695,16 +734,21 @@ class CostAwarePolicy(DraftPolicy):
             raise ValueError("matches must not be all 0. Start without this snapshot.")
         accounts = []
         for name in ("account", "lookup_account"):
-            balance, wait, waited = _list(name, snapshot[name], 3)
-            balance = _amount(name, balance, minimum=-math.inf)
-            accounts.append((min(balance, _CAP), int(_amount(name, wait)), int(_amount(name, waited))))
+            balance, savings, wait, waited = _list(name, snapshot[name], 4)
+            accounts.append(
+                _Account(
+                    _amount(name, balance, minimum=-math.inf),
+                    min(_amount(name, savings), _MOST_SAVED),
+                    min(int(_amount(name, wait)), _LONGEST_WAIT),
+                    int(_amount(name, waited)),
+                )
+            )
         rounds = int(_amount("rounds", snapshot["rounds"]))
         # Another longest draft is no obstacle: depths beyond it are dropped, missing ones have seen nothing.
         missing = self.max_length - len(depths)
         self._depths = depths[: self.max_length] + [[0.0, 0.0] for _ in range(missing)]
         self._bins, self._lookups, self._matches, self._rounds = bins, lookups, matches, rounds
-        (self._balance, self._wait, self._waited), second = accounts
-        self._lookup_balance, self._lookup_wait, self._lookup_waited = second
+        self._account, self._lookup_account = accounts
         self._plan()
 
 
