@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"config"},
     "search": {"generation"},
     "evaluation": {"generation"},
-    "benchmark": {"generation", "models"},
+    "benchmark": {"comparison", "generation", "models"},
 }
 # The front doors may import every room. What the command line imports of ours at module level would be paid for
 # by every sub-command, so that has to stand inside a function.

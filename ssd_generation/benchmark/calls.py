@@ -1,18 +1,19 @@
 """One timed `generate` call. Run as a program: a worker that makes such calls for a paired benchmark.
 
-The worker is started with `PYTHONPATH` set to one of the two checkouts, which may be older than this file: so nothing of
-the package is imported at the top, and below only what has been there from the start. It reads one JSON object per line
-from stdin and answers each with one on stdout, until stdin ends.
+The worker is started with `PYTHONPATH` set to one of the two checkouts, which may be older than this file: so nothing
+of the package is imported at the top, and below only what has been there from the start. It reads one JSON object per
+line from stdin and answers each with one on stdout, until stdin ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -100,7 +101,7 @@ class Caller:
 
         handle = model.register_forward_hook(note_first_pass)
         try:
-            with self._alone(method):
+            with self.alone(method):
                 if on_cuda:
                     torch.cuda.synchronize(model.device)
                 started = time.perf_counter()
@@ -137,11 +138,17 @@ class Caller:
         return arguments
 
     @contextlib.contextmanager
-    def _alone(self, method: str) -> Any:
+    def alone(self, method: str, learn: bool = True) -> Iterator[None]:
+        """The model as this method knows it.
+
+        Args:
+            method: whose policies to put in place.
+            learn: whether they keep what they learn meanwhile.
+        """
         state = self.model.__dict__
         others = state.pop(_LEARNT, None)
         if method in self._learnt:
-            state[_LEARNT] = self._learnt[method]
+            state[_LEARNT] = self._learnt[method] if learn else copy.deepcopy(self._learnt[method])
         self.model.last_speculation = None
         # transformers' early exit lowers the number of layers while it drafts and, if that fails, leaves it so.
         config = getattr(self.model, self.model.base_model_prefix, self.model).config
@@ -151,8 +158,9 @@ class Caller:
         finally:
             if layers is not None:
                 config.num_hidden_layers = layers
-            if _LEARNT in state:
-                self._learnt[method] = state.pop(_LEARNT)
+            learnt = state.pop(_LEARNT, None)
+            if learnt is not None and learn:
+                self._learnt[method] = learnt
             if others is not None:
                 state[_LEARNT] = others
 

@@ -5,8 +5,8 @@
     rows.jsonl         one line per measurement, appended as it is made
     summary.json, summary.md, plot.png
 
-Files appear whole or not at all, by a rename; only rows.jsonl grows. What a kill leaves of its last line is dropped when
-the run goes on.
+Files appear whole or not at all, by a rename; only rows.jsonl grows. What a kill leaves of its last line is dropped
+when the run goes on.
 """
 
 from __future__ import annotations

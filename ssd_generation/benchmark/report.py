@@ -44,7 +44,7 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def _rate(row: Row) -> float:
-    return len(row["token_ids"]) / float(row["seconds"])
+    return float(len(row["token_ids"]) / row["seconds"])
 
 
 def _ratio(row: Row, plain: Row) -> float:
@@ -177,7 +177,8 @@ def _drafting(rows: Sequence[Row]) -> dict[str, Any] | None:
         return None
 
     def total(key: str) -> float:
-        return sum(call[key] for call in done)
+        found: float = sum(call[key] for call in done)
+        return found
 
     def by_depth(key: str) -> list[int]:
         depths = max(len(call[key]) for call in done)
@@ -587,10 +588,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_yscale("log", base=2)
     shown = [
-        figures[key]
-        for ratio in methods.values()
-        for figures in ratio["categories"].values()
-        for key in ("min", "max")
+        figures[key] for ratio in methods.values() for figures in ratio["categories"].values() for key in ("min", "max")
     ]
     low, high = min([0.9, *shown]) * 0.96, max([1.1, *shown]) * 1.04
     axes.set_ylim(low, high)

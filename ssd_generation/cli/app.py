@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import generate, inspect, presets
+from . import benchmark, generate, inspect, presets
 
 # Typer joins the lines of the first paragraph only; the others are kept as they are.
 HELP = """Self-speculative decoding: a language model drafts for itself.
@@ -20,6 +20,7 @@ no training, the same text.
   ssd generate "Why is the sky blue?"         just the answer
   ssd generate --show-draft                   which tokens were drafted
   ssd inspect demo                            what there is to leave out
+  ssd benchmark --limit-per-category 1        beside its peers, on many kinds of prompts
 """
 
 app = typer.Typer(
@@ -50,5 +51,6 @@ def ssd(
 
 
 app.command(help=generate.HELP)(generate.generate)
+app.command(help=benchmark.HELP)(benchmark.benchmark)
 app.command(help=inspect.HELP)(inspect.inspect)
 app.command(help=presets.HELP)(presets.presets)

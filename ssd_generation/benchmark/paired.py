@@ -1,0 +1,273 @@
+"""Two checkouts of this library side by side: the same calls by each, in turns.
+
+Two versions of a package cannot live in one process. So each has a worker of its own, which loads the model and then
+waits; only one of them computes at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from . import calls
+from .calls import load_average
+from .folder import RunFolder
+from .prompts import Prompt
+from .report import ratios_so_far, summarise_pairs
+from .runner import BenchmarkSettings, Observer, Progress, start_session, write_summary
+
+__all__ = ["check_checkout", "run_paired"]
+
+HERE, THERE = "here", "there"
+
+
+def check_checkout(path: str | os.PathLike[str]) -> Path:
+    """The root of another checkout.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    root = Path(path).expanduser().resolve()
+    if not (root / "ssd_generation" / "__init__.py").is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} holds no ssd_generation/__init__.py. Give the root of a checkout of this library."
+        )
+    return root
+
+
+class _Peer:
+    """A worker, see `calls.py`.
+
+    Args:
+        name: "here" or "there".
+        checkout: the root of its checkout.
+    """
+
+    def __init__(self, name: str, checkout: Path) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        others = os.environ.get("PYTHONPATH")
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(calls.__file__).resolve())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), *([others] if others else [])])},
+            # Ctrl-C is for this process, which then ends the worker.
+            start_new_session=True,
+        )
+
+    def ask(self, do: str, **message: Any) -> dict[str, Any]:
+        """Send a request and wait for the answer.
+
+        Raises:
+            RuntimeError: the worker has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **message}).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line.endswith(b"\n"):
+            self._errors.seek(0)
+            last = self._errors.read().decode("utf-8", errors="replace").strip().splitlines()[-8:]
+            raise RuntimeError(
+                f"The worker {self.name!r} ended with exit status {self._process.wait()}. Its last words:\n"
+                + "\n".join(f"  {text}" for text in last)
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def must(self, do: str, **message: Any) -> dict[str, Any]:
+        """As `ask`, and an error of the worker's is one here.
+
+        Raises:
+            ValueError: with the worker's message.
+        """
+        answer = self.ask(do, **message)
+        if "error" in answer:
+            raise ValueError(f"The checkout {self.name!r} cannot {do}: {answer['error']}")
+        return answer
+
+    def __enter__(self) -> _Peer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def run_paired(
+    prompts: Sequence[Prompt],
+    folder: RunFolder,
+    settings: BenchmarkSettings,
+    *,
+    other: Path,
+    load: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    observe: Observer | None = None,
+) -> dict[str, Any]:
+    """Run the same calls by this checkout and by another, in turns, and go on where an earlier run here ended.
+
+    Who goes first changes from call to call. Plain decoding is a method like the others: its ratio shows how far the
+    machine itself can be trusted.
+
+    Args:
+        prompts: at least one.
+        folder: of the results, entered (`with`).
+        settings: how to run; memory is not measured.
+        other: the other checkout's root, see `check_checkout`.
+        load: the worker's arguments: `model`, `dtype`, `device`, and `device_map`, `assistant`, `threads`.
+        config: of the methods that need one, as a dictionary.
+        observe: told before each pair of calls how far the run is.
+
+    Returns:
+        The summary, as in summary.json.
+
+    Raises:
+        ValueError: no prompts, or a checkout cannot load the model.
+        RuntimeError: a worker has died.
+    """
+    if not prompts:
+        raise ValueError("There are no prompts to run.")
+    this = Path(__file__).resolve().parents[2]
+    with _Peer(HERE, this) as here, _Peer(THERE, other) as there:
+        run = _PairedRun(prompts, folder, settings, here, there, observe)
+        try:
+            run.prepare({HERE: this, THERE: other}, load, config)
+            run.everything()
+        except BaseException:
+            run.summary(complete=False)
+            raise
+        return run.summary(complete=True)
+
+
+class _PairedRun:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        folder: RunFolder,
+        settings: BenchmarkSettings,
+        here: _Peer,
+        there: _Peer,
+        observe: Observer | None,
+    ) -> None:
+        self.prompts = prompts
+        self.folder = folder
+        self.settings = settings
+        self.peers = (here, there)
+        self.observe = observe
+        self.done = 0
+        self.environment: dict[str, Any] | None = None
+        self.finished = {(r["prompt"], r["method"], r["repeat"]) for r in folder.rows if r["kind"] == "pair"}
+        self.failed = {row["method"] for row in folder.rows if row["kind"] == "failed"}
+        names = [name for name in settings.methods if name not in self.failed]
+        self.wanted = [
+            (repeat, index, name)
+            for repeat in range(settings.repeats)
+            for index, prompt in enumerate(prompts)
+            for name in names
+            if (prompt.id, name, repeat) not in self.finished
+        ]
+        self.done = len(self.finished)
+        self.total = self.done + len(self.wanted) + 2
+
+    def _tell(self, step: str) -> None:
+        if self.observe is not None:
+            self.observe(Progress(self.done, self.total, step, ratios_so_far(self.folder.rows)))
+
+    def prepare(self, checkouts: Mapping[str, Path], load: Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
+        """Load the model in both workers."""
+        if not self.wanted:
+            return
+        for peer in self.peers:
+            self._tell(f"loading the model, {peer.name}")
+            loaded = peer.must("load", **load)
+            package = Path(loaded["package"]).resolve()
+            if package != checkouts[peer.name] / "ssd_generation":
+                raise RuntimeError(f"The worker {peer.name!r} took ssd_generation from {str(package)!r}.")
+            self.done += 1
+        answer = self.peers[0].must(
+            "prepare",
+            methods=list(self.settings.methods),
+            config=config,
+            seed=self.settings.seed,
+            texts=[prompt.text for prompt in self.prompts],
+            chat_template=self.settings.chat_template,
+        )
+        self.requests: dict[str, Any] = answer["requests"]
+        self.input_ids: list[list[int]] = answer["input_ids"]
+        self.environment = start_session(self.folder, answer["environment"])
+        self.options = self.settings.options(loaded["pad_token_id"])
+
+    def everything(self) -> None:
+        """Warm up, then all pairs of calls."""
+        names = list(dict.fromkeys(name for _, _, name in self.wanted))
+        self.total += len(names) * self.settings.warm_up
+        for name in names:
+            for _ in range(self.settings.warm_up):
+                self._tell(f"warm-up, {name}")
+                row = self._pair(name, 0, 0, self.peers)
+                self.done += 1
+                if "error" in row and name not in self.failed:
+                    self.failed.add(name)
+                    self.folder.append({"kind": "failed", "method": name, "error": row["error"]})
+        for repeat, index, name in self.wanted:
+            self._tell(f"{self.prompts[index].id}, {name}")
+            if name not in self.failed:
+                # Neither a method nor a prompt starts with the same checkout every time.
+                turn = self.settings.methods.index(name) + index + repeat
+                order = self.peers if turn % 2 == 0 else self.peers[::-1]
+                self.folder.append(self._pair(name, index, repeat, order))
+            self.done += 1
+
+    def _pair(self, name: str, index: int, repeat: int, order: Sequence[_Peer]) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "kind": "pair",
+            "prompt": self.prompts[index].id,
+            "category": self.prompts[index].category,
+            "method": name,
+            "repeat": repeat,
+            "first": order[0].name,
+            "prompt_tokens": len(self.input_ids[index]),
+            "load_average": load_average(),
+        }
+        for peer in order:
+            answer = peer.ask(
+                "call",
+                method=name,
+                request=self.requests[name],
+                input_ids=self.input_ids[index],
+                options=self.options,
+                seed=self.settings.seed_of(index, repeat),
+            )
+            if "error" in answer:
+                row["error"] = f"{peer.name}: {answer['error']}"
+                return row
+            row[peer.name] = answer
+        return row
+
+    def summary(self, complete: bool) -> dict[str, Any]:
+        """Summarise what there is, and write it down."""
+        environment = self.environment
+        if environment is None:
+            before = self.folder.read_json("environment.json")
+            environment = before["sessions"][-1] if before else None
+        summary = summarise_pairs(self.folder.rows, self.folder.arguments, environment)
+        calls_done = len({(r["prompt"], r["method"], r["repeat"]) for r in self.folder.rows if r["kind"] == "pair"})
+        rows = (len(self.settings.methods) - len(self.failed)) * len(self.prompts) * self.settings.repeats
+        return write_summary(self.folder, {**summary, "complete": complete, "rows_done": calls_done, "rows": rows})

@@ -1,0 +1,121 @@
+"""What `ssd benchmark` shows: how far it is, and the tables at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..benchmark.runner import Progress
+
+_PATIENCE = 10.0  # seconds between two lines in a log file
+
+
+@contextlib.contextmanager
+def live_progress() -> Iterator[Callable[[Progress], None]]:
+    """A progress bar with the time left and the ratios so far; where stderr is no terminal, a line now and then.
+
+    Yields:
+        The observer to hand to a run.
+    """
+    from .console import err
+
+    console = err()
+    if not console.is_terminal:
+        yield _Lines().observe
+        return
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    bar = Bar(
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.description}"),
+        console=console,
+        # The time left is taken from more calls than the few of the last half minute.
+        speed_estimate_period=600,
+    )
+    task = bar.add_task("", total=None)
+    with Live(bar, console=console, transient=True, refresh_per_second=4) as live:
+
+        def observe(progress: Progress) -> None:
+            bar.update(task, completed=progress.done, total=progress.total, description=progress.step)
+            live.update(Group(bar, Text(_ratios(progress.ratios), style="dim")))
+
+        yield observe
+
+
+class _Lines:
+    """Progress for a log file."""
+
+    def __init__(self) -> None:
+        self.said = time.monotonic()
+
+    def observe(self, progress: Progress) -> None:
+        if time.monotonic() - self.said < _PATIENCE:
+            return
+        self.said = time.monotonic()
+        ratios = _ratios(progress.ratios)
+        line = f"{progress.done}/{progress.total} {progress.step}{'; ' if ratios else ''}{ratios}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def _ratios(ratios: Mapping[str, float]) -> str:
+    return (
+        "median ratio so far: " + ", ".join(f"{name} {value:.2f}" for name, value in ratios.items()) if ratios else ""
+    )
+
+
+def benchmark_view(summary: Mapping[str, Any]) -> RenderableType:
+    """The tables of a finished run, with the conditions below."""
+    from ..benchmark.report import conditions, overview, problems
+
+    header, lines = overview(summary)
+    table = _table(header)
+    for line in lines:
+        table.add_row(*line)
+    parts: list[RenderableType] = [table, Text("Ratio by category: median, below it the least and the greatest.")]
+    parts.append(_category_table(summary))
+    parts += [Text(note) for note in problems(summary)]
+    parts += [Text(), *(Text(line, style="dim") for line in conditions(summary))]
+    return Group(*parts)
+
+
+def _category_table(summary: Mapping[str, Any]) -> Table:
+    from ..benchmark.report import categories_of
+
+    categories = categories_of(summary)
+    table = _table(["method", *(category.replace("-", "-\n").replace(" ", "\n") for category in categories)])
+    for name, entry in summary["methods"].items():
+        if "ratio" not in entry:
+            continue
+        cells = []
+        for category in categories:
+            figures = entry["ratio"]["categories"].get(category)
+            if figures is None:
+                cells.append("–")
+            elif figures["n"] == 1:
+                cells.append(f"{figures['median']:.2f}")
+            else:
+                cells.append(f"{figures['median']:.2f}\n{figures['min']:.2f}–{figures['max']:.2f}")
+        table.add_row(name, *cells)
+    return table
+
+
+def _table(header: list[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for i, title in enumerate(header):
+        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    return table
