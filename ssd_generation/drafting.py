@@ -245,25 +245,25 @@ _LOOKUP_PRIOR = (
     (0.65, 0.80, 0.88, 0.92),
 )
 _LOOKUP_PLACES = (0, 1, 1, 2, 2, 2, 2)  # and 3 for all further ones
-_MAX_LOOKUP = 32
+_MAX_LOOKUP = 16
 
 # One observation counts this much less with each one of its kind that follows: estimates follow a change of topic.
 _DEPTH_DISCOUNT = 0.98
-_BIN_DISCOUNT = 0.99
+_BIN_DISCOUNT = 0.985
 _LOOKUP_DISCOUNT = 0.95
 _MATCH_DISCOUNT = 0.95
 
 # Observations that a prior is worth.
 _PRIOR_WEIGHT = 8.0
-_DEPTH_WEIGHT = 10.0
-_BIN_WEIGHT = 4.0
+_DEPTH_WEIGHT = 16.0
+_BIN_WEIGHT = 3.0
 _LOOKUP_WEIGHT = 4.0
 
 _DEFAULT_PRIOR = (0.75,)
 
 # Accounts, in plain steps.
 _START = 1.5
-_LOOKUP_START = 1.0
+_LOOKUP_START = 0.5
 _LEAST_CAP = 3.0
 _MOST_SAVED = 50.0
 _LONGEST_WAIT = 128
@@ -313,6 +313,26 @@ class _Account:
         return [self.balance, self.savings, self.wait, self.waited]
 
 
+class _Round:
+    """What the rows of a batch reported of a round: they share its passes.
+
+    Attributes:
+        rows: how many drafted.
+        longest: draft of any of them.
+        right: tokens accepted, of all of them.
+    """
+
+    __slots__ = ("longest", "right", "rows")
+
+    def __init__(self) -> None:
+        self.rows = self.longest = self.right = 0
+
+    def add(self, length: int, right: int) -> None:
+        self.rows += 1
+        self.longest = max(self.longest, length)
+        self.right += right
+
+
 class CostAwarePolicy(DraftPolicy):
     r"""The draft with the most expected tokens per second, plain steps included.
 
@@ -338,11 +358,13 @@ class CostAwarePolicy(DraftPolicy):
     the draft's confidence, in bins; for looked-up tokens by n-gram length and place in the copy.
 
     **Never slower** than plain decoding, whatever the estimates say: self-drafting and lookup each have an account in
-    plain steps. It opens with 1.5 (lookup 1), gains a plain step for each accepted token, pays what its rounds cost
-    beyond a plain step, is capped, and earns half the `exploration` share of each round in which it stands still. What
-    it cannot pay is not drafted. So over any number of rounds the loss is at most the opening balance and `exploration`
-    of the time. The account also pays for probes: where the estimates say that drafting does not pay, the draft that
-    tells most for its price is tried again, each failed probe doubling the wait for the next.
+    plain steps. It opens with 1.5 (lookup 0.5), gains a plain step for each accepted token, pays what its rounds cost
+    beyond a plain step, and earns half the `exploration` share of each round in which it stands still. What it cannot
+    pay is not drafted. So, by the costs as measured, the loss over any number of rounds is at most the opening balances
+    and `exploration` of the time; and what earlier gains may pay for later losses is capped. The account also pays for
+    probes: where the estimates say that drafting does not pay, the draft that tells most for its price is tried again,
+    each failed probe doubling the wait for the next. Gains beyond the cap are kept for probes alone, so that a run of
+    bad luck does not end a good draft.
 
     No clock and no randomness: the same reports lead to the same decisions.
 
@@ -389,11 +411,14 @@ class CostAwarePolicy(DraftPolicy):
         self._prior = [priors[min(i, len(priors) - 1)] for i in range(self.max_length)]
         self._probe_length = self._best_probe()
         self._lookup_probe = self._best_lookup_probe()
+        self._lookup_cap = _LEAST_CAP + self._verify_cost[1 + _MAX_LOOKUP] - 1.0
 
         # [observations, accepted], discounted.
         self._depths = [[0.0, 0.0] for _ in range(self.max_length)]
         self._bins = [[0.0, 0.0] for _ in _BIN_CENTRES]
         self._lookups = [[[0.0, 0.0] for _ in places] for places in _LOOKUP_PRIOR]
+        self._changed = [True] * 4
+        self._gains: list[list[float]] = [[] for _ in _LOOKUP_PRIOR]
         # How often lookup offers nothing, a 1-gram, 2-gram, 3-gram, longer.
         self._matches = [1.0, 0.0, 0.0, 0.0, 0.0]
         self._account = _Account(_START)
@@ -405,22 +430,24 @@ class CostAwarePolicy(DraftPolicy):
         self._depth = 0  # depth of the last question
         self._alive: list[list[float]] = []  # paths that went on at the depth before, and at this one
         self._going_on: list[list[float]] = []
-        self._reported = 0  # rows reported in this round, and in the last
-        self._rows = 1
+        self._drafting = _Round()
+        self._copying = _Round()
+        self._copying_judged = False
         self._next_path = 0
         self._stale = 0
+        self._rate = 1.0
         self._plan()
 
     # ------------------------------------------------------------------------------------------------------------------
     # decisions
 
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
-        self._rows = max(self._reported, 1)
-        self._reported = self._next_path = self._depth = 0
+        self._settle()
+        self._next_path = self._depth = 0
         self._paths = []
         self._going_on = []
         self._rounds += 1
-        if self._stale and (self._stale >= 4 or self._rounds < 32):
+        if self._stale and (self._stale >= 6 or self._rounds < 32):
             self._plan()
         if self.lookup:
             for i in range(5):
@@ -472,7 +499,8 @@ class CostAwarePolicy(DraftPolicy):
         if depth >= self.max_length:
             return False
         if match.tokens and self.lookup:
-            go_on = self._continued(path[0], depth) > self._offer(path[0], depth, match, _MAX_LOOKUP)[1]
+            worth = self._continued(path[0], depth)
+            go_on = worth > 0.0 and worth > self._offer(path[0], depth, match, _MAX_LOOKUP)[1]
         else:
             go_on = not self.needs_probability or path[0] > self._thresholds[depth]
         if go_on:
@@ -493,7 +521,7 @@ class CostAwarePolicy(DraftPolicy):
         if count:
             return count
         account = self._lookup_account
-        account.stands_still(0.5 * self.exploration / self._rows, _LEAST_CAP)
+        account.stands_still(0.5 * self.exploration, self._lookup_cap)
         probe = min(self._lookup_probe, match.tokens, limit)
         price = self._verify_cost[1 + depth + probe] - (self._verify_cost[1 + depth] if depth else 1.0)
         # Most matches are short; longer ones shall not find the account empty.
@@ -507,8 +535,7 @@ class CostAwarePolicy(DraftPolicy):
     def update(
         self, drafted: int, accepted: int, reached_end: bool, looked_up: int = 0, match: Match = NO_MATCH
     ) -> None:
-        self._reported += 1
-        rows = self._rows
+        drafted = min(drafted, self.max_length)
         kept = min(accepted, drafted)
         if drafted:
             for i in range(min(kept + 1, drafted, self.max_length)):
@@ -516,25 +543,38 @@ class CostAwarePolicy(DraftPolicy):
                 counts[0] = counts[0] * _DEPTH_DISCOUNT + 1.0
                 counts[1] = counts[1] * _DEPTH_DISCOUNT + (i < kept)
             self._calibrate(drafted, kept)
-            # All rows share the passes of a round.
-            spent = drafted * self._draft_cost + self._verify_cost[1 + drafted] - 1.0
-            self._account.book((kept - spent) / rows, self._cap)
-            self._account.drafted(kept > 0)
-            self._stale += 1 if kept else 4
+            self._drafting.add(drafted, kept)
+            self._stale += 1 if kept else 2
         if looked_up:
-            right = max(accepted - drafted, 0)
+            looked_up = min(looked_up, _MAX_LOOKUP)
+            right = min(max(accepted - drafted, 0), looked_up)
+            self._copying.add(drafted + looked_up, right)
+            self._copying_judged = self._copying_judged or kept == drafted
             length = min(max(match.length, 1), 4) - 1
             if kept == drafted:
+                self._changed[length] = True
                 for i in range(min(right + 1, looked_up)):
                     counts = self._lookups[length][_LOOKUP_PLACES[i] if i < 7 else 3]
                     counts[0] = counts[0] * _LOOKUP_DISCOUNT + 1.0
                     counts[1] = counts[1] * _LOOKUP_DISCOUNT + (i < right)
+            self._stale += 1 if right else 2
+
+    def _settle(self) -> None:
+        """Book the round on the accounts."""
+        drafting, copying = self._drafting, self._copying
+        drafted = drafting.longest
+        if drafting.rows:
+            spent = self._cost[drafted] - 1.0
+            self._account.book(drafting.right / drafting.rows - spent, self._cap)
+            self._account.drafted(drafting.right > 0)
+            self._drafting = _Round()
+        if copying.rows:
             behind = self._verify_cost[1 + drafted] if drafted else 1.0
-            spent = self._verify_cost[min(1 + drafted + looked_up, len(self._verify_cost) - 1)] - behind
-            self._lookup_account.book((right - spent) / rows, _LEAST_CAP)
-            if kept == drafted:
-                self._lookup_account.drafted(right > 0)
-            self._stale += 1 if right else 4
+            spent = self._verify_cost[1 + max(copying.longest, drafted)] - behind
+            self._lookup_account.book(copying.right / copying.rows - spent, self._lookup_cap)
+            if self._copying_judged:
+                self._lookup_account.drafted(copying.right > 0)
+            self._copying, self._copying_judged = _Round(), False
 
     def _calibrate(self, drafted: int, kept: int) -> None:
         """Learn how the acceptance goes with the draft's confidence."""
@@ -588,22 +628,26 @@ class CostAwarePolicy(DraftPolicy):
 
         # A fixed length, and what lookup adds in the rounds that it has a match in.
         self._best = self._best_length(k_max) if self.self_drafts else 0
-        self._rate = max(self._tokens[self._best] / cost[self._best], 1.0)
-        self._cap = _LEAST_CAP + 1.5 * (cost[self._best] - 1.0)
+        tokens, spent = self._tokens[self._best], cost[self._best]
+        self._cap = _LEAST_CAP + 1.5 * (spent - 1.0)
+        rate = tokens / spent
         if self.lookup:
-            self._gains = [self._copy_gains(length) for length in range(4)]
-            for _ in range(2):
-                tokens, spent = 0.0, 0.0
-                for length, share in enumerate(self._matches):
-                    e, c = self._tokens[self._best], cost[self._best]
-                    if length:
-                        m, value = self._best_copy(1.0, 0, length - 1, _MAX_LOOKUP)
-                        if 1.0 - self._rate + value > e - self._rate * c:
-                            e = 1.0 + self._gains[length - 1][m]
-                            c = self._verify_cost[1 + m] if m else 1.0
-                    tokens += share * e
-                    spent += share * c
-                self._rate = max(self._rate, tokens / spent)
+            # One step of Dinkelbach's method from the rate before; the next plan takes the next.
+            for length, changed in enumerate(self._changed):
+                if changed:
+                    self._gains[length] = self._copy_gains(length)
+                    self._changed[length] = False
+            before = max(self._rate, rate)
+            all_tokens, all_spent = tokens * self._matches[0], spent * self._matches[0]
+            for length, share in enumerate(self._matches[1:]):
+                if share < 0.1:
+                    continue
+                m, value = self._best_copy(1.0, 0, length, _MAX_LOOKUP)
+                copying = m > 0 and 1.0 - before + value > tokens - before * spent
+                all_tokens += share * (1.0 + self._gains[length][m] if copying else tokens)
+                all_spent += share * (self._verify_cost[1 + m] if copying else spent)
+            rate = max(rate, all_tokens / all_spent)
+        self._rate = max(rate, 1.0)
 
         # keep_drafting goes on if the survival is above the threshold.
         v, rate = self._verify_cost, self._rate
@@ -689,8 +733,11 @@ class CostAwarePolicy(DraftPolicy):
     def _offer(self, survival: float, depth: int, match: Match, limit: int) -> tuple[int, float]:
         """`_best_copy` of what lookup offers and the account can pay."""
         longest = min(match.tokens, limit, _MAX_LOOKUP)
-        base = self._verify_cost[1 + depth] if depth else 1.0
-        if longest < 1 or self._lookup_account.balance < self._verify_cost[2 + depth] - base:
+        v = self._verify_cost
+        most = self._lookup_account.balance + (v[1 + depth] if depth else 1.0)
+        while longest > 0 and v[1 + depth + longest] > most:
+            longest -= 1
+        if longest < 1:
             return 0, 0.0
         return self._best_copy(survival, depth, min(max(match.length, 1), 4) - 1, longest)
 
@@ -698,6 +745,7 @@ class CostAwarePolicy(DraftPolicy):
     # state
 
     def state(self) -> dict[str, float]:
+        self._settle()
         state: dict[str, float] = {"tokens_per_plain_step": self._rate}
         if self.self_drafts:
             state["draft_length"] = float(self._best)
@@ -711,6 +759,7 @@ class CostAwarePolicy(DraftPolicy):
         return state
 
     def snapshot(self) -> dict[str, Any]:
+        self._settle()
         return {
             "depths": [list(counts) for counts in self._depths],
             "bins": [list(counts) for counts in self._bins],
@@ -748,7 +797,9 @@ class CostAwarePolicy(DraftPolicy):
         missing = self.max_length - len(depths)
         self._depths = depths[: self.max_length] + [[0.0, 0.0] for _ in range(missing)]
         self._bins, self._lookups, self._matches, self._rounds = bins, lookups, matches, rounds
+        self._changed = [True] * 4
         self._account, self._lookup_account = accounts
+        self._drafting, self._copying, self._copying_judged = _Round(), _Round(), False
         self._plan()
 
 
