@@ -1,0 +1,355 @@
+"""Passes of a model over a few tokens behind its cache, played back from a recording where that is possible.
+
+The recording (recording.py) is made from the model's own code and used as long as the model is the one recorded: same
+modules, same weights, no hooks, nothing patched. Where a pass cannot be recorded, the caller runs the model itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import module as global_hooks
+from transformers.cache_utils import Cache, DynamicCache
+
+from .cache import SpareRoomLayer, add_spare_room
+from .precision import LowBitCopies, LowBitCopy
+from .program import (
+    Program,
+    compile_recording,
+    fuse_norms,
+    fuse_rotary,
+    merge_linears,
+    share_results,
+    swap_linears,
+    use_bfloat16,
+)
+from .recording import CannotRecord, Recording, record_pass, same_recording
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .skip_mode import SkipMode
+
+__all__ = ["FlatPasses", "flat_passes", "linear_of_few_rows", "why_not_recorded"]
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = 33
+"""The longest pass that is recorded; longer ones are rare, and their Python is a small part of them."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# is it still the model that was recorded?
+
+
+def why_not_recorded(model: PreTrainedModel) -> str | None:
+    """Why passes of this model are not recorded; `None` where they may be."""
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        return "it is not on the CPU"  # nothing in the way; not measured yet
+    if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
+        return "its attention implementation is not sdpa"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
+        return "adapters are loaded"
+    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        return "global module hooks are installed"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"a hook is installed on {type(module).__name__}"
+        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+            return f"the forward of {type(module).__name__} is patched or compiled"
+        if module.training:
+            return "it is in training mode"
+        if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
+            return f"{type(module).__name__} is not a class of torch or transformers"
+    return None
+
+
+def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    return (
+        tuple((id(module), type(module).forward) for module in model.modules()),
+        tuple((id(parameter), parameter.data_ptr()) for parameter in model.parameters()),
+        tuple(id(buffer) for buffer in model.buffers()),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# kernels
+
+
+def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Callable[..., Any] | None:
+    """A faster kernel than `F.linear` for `rows` rows of float32 activations on the CPU; `None` where there is none.
+
+    MKL's GEMM, which `F.linear` calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on
+    the plain weight streams it once.
+    """
+    if rows < 4 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
+        return None
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return None
+    kernel = torch.ops.mkldnn._linear_pointwise.default
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        return kernel(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+    return linear
+
+
+def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
+    """A layer that stays as it is in a draft whose activations are bfloat16."""
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x.to(weight.dtype), weight, bias).to(torch.bfloat16)
+
+    return linear
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# attention over the rooms of a cache
+
+
+class _RoomAttention:
+    """Writes keys and values into the spare slots of a cache and attends to all before them.
+
+    One row; shapes as in `recording.attend`. Query heads that share a key head are treated as further queries, so that
+    no key is repeated.
+    """
+
+    __slots__ = ("at", "count", "groups", "key_rooms", "mask", "value_rooms")
+
+    def __init__(self) -> None:
+        self.mask: dict[Any, torch.Tensor] = {}
+
+    def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
+        """For a pass over `count` tokens at slots `at …` of the rooms, which must be large enough."""
+        self.key_rooms = [getattr(layer, "key_room", None) for layer in layers]
+        self.value_rooms = [getattr(layer, "value_room", None) for layer in layers]
+        self.move_to(at, count)
+
+    def move_to(self, at: int, count: int) -> None:
+        self.at, self.count = at, count
+        self.mask.clear()
+
+    def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive, `(groups · n, slots)`: token i sees the slots before it and its own."""
+        known = self.mask.get((groups, dtype))
+        if known is None:
+            known = torch.full((self.count, self.at + self.count), float("-inf"), dtype=dtype).triu_(self.at + 1)
+            known = self.mask[groups, dtype] = known.repeat(groups, 1)
+        return known
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+    ) -> torch.Tensor:
+        at, count = self.at, self.count
+        key_room, value_room = self.key_rooms[layer], self.value_rooms[layer]
+        key_room.narrow(2, at, count).copy_(key)
+        value_room.narrow(2, at, count).copy_(value)
+        keys, values = key_room.narrow(2, 0, at + count), value_room.narrow(2, 0, at + count)
+        if query.dtype is not keys.dtype:
+            query = query.to(keys.dtype)
+        heads, kv_heads = query.shape[1], keys.shape[1]
+        groups = heads // kv_heads
+        if count == 1:
+            query = query.reshape(1, kv_heads, groups, -1)
+            result = functional.scaled_dot_product_attention(query, keys, values, scale=scaling)
+            return result.reshape(1, 1, heads, -1)
+        query = query.reshape(1, kv_heads, groups * count, -1)
+        mask = self._mask(groups, query.dtype)
+        result = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        return result.reshape(1, heads, count, -1).transpose(1, 2)
+
+
+def _live_layers(cache: Cache, skipped: frozenset[int]) -> list[SpareRoomLayer] | None:
+    """The layers that a pass writes to, or `None` where one is not of the plain kind."""
+    live = [layer for index, layer in enumerate(cache.layers) if index not in skipped]
+    if any(type(layer) is not SpareRoomLayer or not layer.is_initialized or layer.start != 0 for layer in live):
+        return None
+    return live
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# passes
+
+
+class FlatPasses:
+    """Passes of one model, whole or as a draft, over one row of a batch.
+
+    Args:
+        model: the target model.
+        skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
+        skipped_attention: layers whose attention the draft leaves out.
+        copies: low-bit copies that the draft computes from, or `None`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        skip_mode: SkipMode | None = None,
+        skipped_attention: frozenset[int] = frozenset(),
+        copies: LowBitCopies | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._skip_mode = skip_mode
+        self._skipped = skipped_attention
+        self._copies = copies
+        self._programs: dict[int, Program | None] = {}
+        self._attention = threading.local()
+        self._fingerprint = _fingerprint(model)
+        self.refusal: str | None = None
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether these are drafting passes, whose tokens are verified."""
+        return self._skip_mode is not None
+
+    def is_current(self, model: PreTrainedModel) -> bool:
+        """Whether the model is still what was recorded."""
+        return self._fingerprint == _fingerprint(model)
+
+    def program(self, length: int) -> Program | None:
+        """The pass over `length` tokens; `None` where it cannot be recorded."""
+        if self.refusal is not None or not 1 <= length <= _LONGEST:
+            return None
+        if length not in self._programs:
+            model = self._model()
+            assert model is not None
+            try:
+                self._programs[length] = self._make(model, length)
+            except Exception as error:
+                # Whatever a model's code does that the recorder does not know: its passes are then run as they are.
+                self.refusal = f"{type(error).__name__}: {error}"
+                self._programs[length] = None
+                level = logging.DEBUG if isinstance(error, CannotRecord) else logging.INFO
+                logger.log(level, "Passes of %s are not recorded: %s", type(model).__name__, error)
+        return self._programs[length]
+
+    def run(
+        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, drafted: int = 0, ahead: int = 0
+    ) -> torch.Tensor | None:
+        """Run a pass.
+
+        Args:
+            cache: the target's cache. The whole model's tokens are appended to it; a draft's are written behind it and
+                not counted.
+            ids (`torch.LongTensor` of shape `(1, n)`): the tokens.
+            positions (`torch.LongTensor` of shape `(1, n)`): their positions.
+            drafted: tokens of this round's draft that are behind the cache already.
+            ahead: tokens that this round's draft will have in all, to make room for them at once.
+
+        Returns:
+            Logits `(1, n, V)`, or `None` where the pass cannot be played back: nothing has happened then.
+        """
+        count = ids.shape[1]
+        program = self.program(count)
+        if program is None:
+            return None
+        attention: _RoomAttention | None = getattr(self._attention, "value", None)
+        if attention is None:
+            attention = self._attention.value = _RoomAttention()
+        if self.is_draft and drafted:
+            attention.move_to(attention.at + attention.count, count)
+        else:
+            live = _live_layers(cache, self._skipped)
+            if not live:
+                return None
+            for layer in live:
+                layer.reserve(max(count, ahead))
+            attention.begin(cache.layers, live[0].end, count)
+        with torch.inference_mode():
+            logits = program.run(ids, positions, attention)
+        if not self.is_draft:
+            for layer in cache.layers:
+                layer.end += count  # type: ignore[attr-defined]
+        return logits
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _make(self, model: PreTrainedModel, length: int) -> Program:
+        recordings = []
+        for behind in (7, 19):
+            if self._skip_mode is None:
+                recordings.append(record_pass(model, length, behind))
+            else:
+                with self._skip_mode:
+                    recordings.append(record_pass(model, length, behind))
+        if not same_recording(*recordings):
+            raise CannotRecord("the pass depends on the length of the text")
+        recording = share_results(recordings[0])
+        if self.is_draft:
+            return self._draft_program(model, recording)
+        if model.dtype == torch.float32:
+            recording = fuse_rotary(fuse_norms(recording))
+            recording = swap_linears(recording, lambda w, b: linear_of_few_rows(w, b, length))
+        program = compile_recording(recording)
+        if not any(self._programs.values()):
+            _compare(model, program, length)
+        return program
+
+    def _draft_program(self, model: PreTrainedModel, recording: Recording) -> Program:
+        recording = fuse_rotary(fuse_norms(recording))
+        if self._copies is None:
+            return compile_recording(recording)
+        copies = self._copies.by_weight
+
+        def group_of(weight: torch.Tensor) -> LowBitCopy | None:
+            return copies[id(weight)][0] if id(weight) in copies else None
+
+        def kernel_of(
+            group: LowBitCopy, weights: Sequence[torch.Tensor]
+        ) -> tuple[Callable[..., Any], Callable[[torch.Tensor], int]]:
+            return group.apart, lambda weight: copies[id(weight)][1]
+
+        recording = merge_linears(recording, group_of, kernel_of)
+        return compile_recording(swap_linears(use_bfloat16(recording), _mixed))
+
+
+def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
+    """Play a pass back on a small cache beside the model's own: a wrong recording must never decide a token.
+
+    Raises:
+        CannotRecord: the logits differ by more than rounding.
+    """
+    with torch.inference_mode():
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        prompt = torch.arange(1, 10)[None] % vocabulary
+        ids = (torch.arange(length) * 7 + 11)[None] % vocabulary
+        positions = torch.arange(9, 9 + length)[None]
+        own = DynamicCache()
+        model(input_ids=prompt, past_key_values=own, use_cache=True, logits_to_keep=1)
+        room = copy.deepcopy(own)
+        add_spare_room(room)
+        expected = model(input_ids=ids, position_ids=positions, past_key_values=own, use_cache=True).logits.float()
+        live = _live_layers(room, frozenset())
+        if not live:
+            raise CannotRecord("its cache has layers of a kind of their own")
+        for layer in live:
+            layer.reserve(length)
+        attention = _RoomAttention()
+        attention.begin(room.layers, 9, length)
+        got = program.run(ids, positions, attention).float()
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    if got.shape != expected.shape or not (got - expected).abs().max() <= tolerance * expected.std():
+        raise CannotRecord("the recorded pass gives other logits than the model")
+
+
+_TARGETS: weakref.WeakKeyDictionary[nn.Module, FlatPasses] = weakref.WeakKeyDictionary()
+
+
+def flat_passes(model: PreTrainedModel) -> FlatPasses | None:
+    """The whole model's passes, or `None` where they may not be recorded; made once, and anew when the model changed."""
+    if why_not_recorded(model) is not None:
+        return None
+    passes = _TARGETS.get(model)
+    if passes is None or not passes.is_current(model):
+        passes = _TARGETS[model] = FlatPasses(model)
+    return passes

@@ -1,0 +1,454 @@
+"""A recorded pass turned into straight-line Python, and the rewrites that make it shorter.
+
+Rewrites that leave every number as it is are made for all passes: common sub-expressions, results nobody uses. Those
+that only round otherwise (a fused norm, a fused rotary embedding) are made in float32, where a pass over n tokens
+rounds otherwise than a pass over one anyway, and in drafts, whose tokens are verified.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from .recording import Operation, Recording, Value, attend
+
+__all__ = [
+    "Program",
+    "compile_recording",
+    "fuse_norms",
+    "fuse_rotary",
+    "merge_linears",
+    "share_results",
+    "swap_linears",
+    "use_bfloat16",
+]
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+
+_MUL = frozenset({torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.mul})
+_ADD = frozenset({torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add})
+_NEG = frozenset({torch.Tensor.neg, torch.Tensor.__neg__, torch.neg})
+_CAT = frozenset({torch.cat, torch.concat})
+_POW = frozenset({torch.Tensor.pow, torch.Tensor.__pow__, torch.pow})
+_RSQRT = frozenset({torch.rsqrt, torch.Tensor.rsqrt})
+_MEAN = frozenset({torch.Tensor.mean, torch.mean})
+_GETITEM = torch.Tensor.__getitem__
+
+
+@dataclass(frozen=True)
+class Program:
+    """A pass that can be run.
+
+    Attributes:
+        run: `(ids (1, n), positions (1, n), attend) → logits (1, n, V)`. `attend` appends keys and values to the cache.
+        length: n.
+        operations: how many there are.
+        source: the Python code of `run`, for the curious.
+    """
+
+    run: Callable[[torch.Tensor, torch.Tensor, Attend], torch.Tensor]
+    length: int
+    operations: int
+    source: str
+
+
+def compile_recording(recording: Recording) -> Program:
+    """Straight-line Python for a recording, with results let go as soon as nothing reads them."""
+    namespace: dict[str, Any] = {}
+    bound: dict[int, str] = {}
+    bound_things: list[Any] = []  # an id is good only as long as its object lives
+
+    def bind(prefix: str, thing: Any) -> str:
+        name = bound.get(id(thing))
+        if name is None:
+            name = bound[id(thing)] = f"{prefix}{len(bound)}"
+            namespace[name] = thing
+            bound_things.append(thing)
+        return name
+
+    names: dict[Value, str] = {recording.ids: "ids", recording.positions: "positions"}
+    last_use: dict[Value, int] = {}
+    for index, operation in enumerate(recording.operations):
+        for value in operation.inputs():
+            last_use[value] = index
+    last_use[recording.logits] = len(recording.operations)
+
+    def source_of(tree: Any) -> str:
+        if isinstance(tree, Value):
+            return bind("c", tree.tensor) if tree.tensor is not None else names[tree]
+        if isinstance(tree, tuple):
+            return "(" + "".join(f"{source_of(entry)}, " for entry in tree) + ")"
+        if isinstance(tree, list):
+            return "[" + ", ".join(source_of(entry) for entry in tree) + "]"
+        if isinstance(tree, slice):
+            return f"slice({source_of(tree.start)}, {source_of(tree.stop)}, {source_of(tree.step)})"
+        if tree is None or isinstance(tree, (bool, int, str)):
+            return repr(tree)
+        if isinstance(tree, float) and math.isfinite(tree):
+            return repr(tree)
+        return bind("o", tree)
+
+    lines = ["def run(ids, positions, attend):"]
+    free: list[str] = []
+    fresh = 0
+    for index, operation in enumerate(recording.operations):
+        target = "attend" if operation.target is attend else bind("f", operation.target)
+        arguments = [source_of(argument) for argument in operation.args]
+        arguments += [f"{key}={source_of(value)}" for key, value in operation.kwargs.items()]
+        # Names of values that end here are used again: their tensors are freed when the next result takes the name.
+        for value in {id(v): v for v in operation.inputs()}.values():
+            if value.tensor is None and last_use[value] == index and names[value] not in ("ids", "positions"):
+                free.append(names[value])
+        if operation.output not in last_use:
+            lines.append(f"    {target}({', '.join(arguments)})")
+            continue
+        if free:
+            name = free.pop()
+        else:
+            name, fresh = f"v{fresh}", fresh + 1
+        names[operation.output] = name
+        lines.append(f"    {name} = {target}({', '.join(arguments)})")
+    lines.append(f"    return {source_of(recording.logits)}")
+    source = "\n".join(lines) + "\n"
+    exec(compile(source, "<recorded pass>", "exec"), namespace)
+    return Program(
+        run=namespace["run"], length=recording.length, operations=len(recording.operations), source=source
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# rewriting
+
+
+def _rebuilt(recording: Recording, operations: list[Operation]) -> Recording:
+    return Recording(
+        operations=operations,
+        ids=recording.ids,
+        positions=recording.positions,
+        logits=recording.logits,
+        constants=recording.constants,
+        length=recording.length,
+    )
+
+
+def _substituted(tree: Any, changes: dict[Value, Value]) -> Any:
+    if isinstance(tree, Value):
+        return changes.get(tree, tree)
+    if isinstance(tree, tuple):
+        return tuple(_substituted(entry, changes) for entry in tree)
+    if isinstance(tree, list):
+        return [_substituted(entry, changes) for entry in tree]
+    if isinstance(tree, dict):
+        return {key: _substituted(entry, changes) for key, entry in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(_substituted(entry, changes) for entry in (tree.start, tree.stop, tree.step)))
+    return tree
+
+
+def _written(recording: Recording) -> set[Value]:
+    """Values that an operation writes into, and (cautiously) everything such an operation reads."""
+    return {value for operation in recording.operations if operation.has_effect for value in operation.inputs()}
+
+
+def _key(tree: Any) -> Any:
+    if isinstance(tree, Value):
+        return id(tree)
+    if isinstance(tree, (tuple, list)):
+        return (type(tree).__name__, *(_key(entry) for entry in tree))
+    if isinstance(tree, dict):
+        return tuple((name, _key(entry)) for name, entry in sorted(tree.items()))
+    if isinstance(tree, slice):
+        return ("slice", _key(tree.start), _key(tree.stop), _key(tree.step))
+    return (type(tree).__name__, repr(tree))
+
+
+def share_results(recording: Recording) -> Recording:
+    """Compute the same thing once (such as the rotary tables that every layer reshapes), and nothing for nobody."""
+    written = _written(recording)
+    known: dict[Any, Value] = {}
+    changes: dict[Value, Value] = {}
+    operations = []
+    for operation in recording.operations:
+        args, kwargs = _substituted(operation.args, changes), _substituted(operation.kwargs, changes)
+        pure = not operation.has_effect and operation.target is not attend
+        reads_written = any(value in written for value in operation.inputs()) or operation.output in written
+        if pure and not reads_written:
+            key = (id(operation.target), _key(args), _key(kwargs))
+            if key in known:
+                changes[operation.output] = known[key]
+                continue
+            known[key] = operation.output
+        operations.append(_copy(operation, args=args, kwargs=kwargs))
+    rebuilt = _rebuilt(recording, operations)
+    rebuilt.logits = changes.get(recording.logits, recording.logits)
+    return _without_unused(rebuilt)
+
+
+def _copy(operation: Operation, **changes: Any) -> Operation:
+    fields = {
+        name: getattr(operation, name)
+        for name in ("target", "args", "kwargs", "output", "has_effect", "shape", "dtype")
+    }
+    return Operation(**{**fields, **changes})
+
+
+def _without_unused(recording: Recording) -> Recording:
+    wanted = {recording.logits}
+    kept = []
+    for operation in reversed(recording.operations):
+        if operation.output in wanted or operation.has_effect or operation.target is attend:
+            kept.append(operation)
+            wanted.update(operation.inputs())
+    return _rebuilt(recording, kept[::-1])
+
+
+class _Graph:
+    """Who makes a value and how many read it."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.made = {operation.output: operation for operation in recording.operations}
+        self.uses = Counter(value for operation in recording.operations for value in operation.inputs())
+        self.uses[recording.logits] += 1
+        self.written = _written(recording)
+
+    def maker(self, value: Any, targets: frozenset[Any], single: bool = True) -> Operation | None:
+        """The operation that makes `value`, if it is one of `targets` and (where `single`) is read only once."""
+        if not isinstance(value, Value) or value in self.written:
+            return None
+        operation = self.made.get(value)
+        if operation is None or operation.target not in targets or (single and self.uses[value] != 1):
+            return None
+        return operation
+
+    def pair(self, operation: Operation | None) -> tuple[Any, Any] | None:
+        if operation is None or len(operation.args) != 2 or operation.kwargs:
+            return None
+        return operation.args[0], operation.args[1]
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
+    # √d is in the weight already, and ε · d under the root: x w √d / √(Σx² + d ε).
+    return (x * weight) / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), epsilon)
+
+
+def fuse_norms(recording: Recording) -> Recording:
+    """`w · (x · rsqrt(mean(x²) + ε))` becomes `(w √d) · x / hypot(|x|, √(d ε))`: four operations instead of six.
+
+    (`torch.rms_norm` takes three times as long for a single token on the CPU.)
+    """
+    graph = _Graph(recording)
+    replaced: dict[Value, Operation] = {}
+    for operation in recording.operations:
+        if operation.target not in _MUL or operation.output in graph.written:
+            continue
+        for weight, scaled in _both_ways(graph.pair(operation)):
+            if not isinstance(weight, Value) or weight.tensor is None or weight.tensor.ndim != 1:
+                continue
+            for x, inverse in _both_ways(graph.pair(graph.maker(scaled, _MUL))):
+                found = _mean_square(graph, inverse)
+                if found is not None and found[0] is x:
+                    size = weight.tensor.shape[0]
+                    scaled_weight = Value(f"{weight.name} · √d", weight.tensor * math.sqrt(size))
+                    epsilon = Value("√(d ε)", weight.tensor.new_tensor(math.sqrt(size * found[1])))
+                    replaced[operation.output] = _copy(
+                        operation, target=_norm, args=(x, scaled_weight, epsilon), kwargs={}
+                    )
+    if not replaced:
+        return recording
+    operations = [replaced.get(operation.output, operation) for operation in recording.operations]
+    return _without_unused(_rebuilt(recording, operations))
+
+
+def _both_ways(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
+    return () if pair is None else (pair, pair[::-1])
+
+
+def _mean_square(graph: _Graph, value: Any) -> tuple[Value, float] | None:
+    """`(x, ε)` where `value` is rsqrt(mean(x², −1, keepdim) + ε)."""
+    inverse = graph.maker(value, _RSQRT)
+    if inverse is None or len(inverse.args) != 1:
+        return None
+    for mean, eps in _both_ways(graph.pair(graph.maker(inverse.args[0], _ADD))):
+        made = graph.maker(mean, _MEAN)
+        if made is None or not isinstance(eps, float) or made.args[1:] != (-1,) or made.kwargs != {"keepdim": True}:
+            continue
+        square = graph.pair(graph.maker(made.args[0], _POW))
+        if square is not None and square[1] == 2 and isinstance(square[0], Value):
+            return square[0], eps
+    return None
+
+
+def _signed(sin: torch.Tensor) -> torch.Tensor:
+    """−sin in the first half and sin in the second: `cat((−x₂, x₁)) · sin = roll(x, half) · this`."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int) -> torch.Tensor:
+    return torch.addcmul(x * cos, torch.roll(x, half, -1), sin)
+
+
+def fuse_rotary(recording: Recording) -> Recording:
+    """`x · cos + cat((−x₂, x₁)) · sin` becomes three operations instead of seven."""
+    graph = _Graph(recording)
+    replaced: dict[Value, list[Operation]] = {}
+    signed: dict[Value, Value] = {}
+    for operation in recording.operations:
+        if operation.target not in _ADD or operation.output in graph.written:
+            continue
+        for straight, turned in _both_ways(graph.pair(operation)):
+            for x, cos in _both_ways(graph.pair(graph.maker(straight, _MUL))):
+                for rotated, sin in _both_ways(graph.pair(graph.maker(turned, _MUL))):
+                    half = _half_turn(graph, rotated, x)
+                    if half is None or not isinstance(sin, Value) or operation.output in replaced:
+                        continue
+                    new = []
+                    if sin not in signed:
+                        signed[sin] = Value(f"{sin.name}_signed")
+                        new.append(Operation(_signed, (sin,), {}, signed[sin]))
+                    new.append(_copy(operation, target=_rotate, args=(x, cos, signed[sin], half), kwargs={}))
+                    replaced[operation.output] = new
+    if not replaced:
+        return recording
+    operations = [new for old in recording.operations for new in replaced.get(old.output, [old])]
+    return _without_unused(_rebuilt(recording, operations))
+
+
+def _half_turn(graph: _Graph, rotated: Any, x: Any) -> int | None:
+    """Half the last dimension, where `rotated` is `cat((−x[half:], x[:half]))`."""
+    joined = graph.maker(rotated, _CAT)
+    if joined is None or not isinstance(x, Value) or not isinstance(joined.args[0], (tuple, list)):
+        return None
+    axis = joined.kwargs.get("dim", joined.args[1] if len(joined.args) > 1 else 0)
+    source = graph.made.get(x)
+    if axis != -1 or len(joined.args[0]) != 2 or source is None or source.shape is None:
+        return None
+    negated = graph.maker(joined.args[0][0], _NEG)
+    if negated is None:
+        return None
+    upper = graph.maker(negated.args[0], frozenset({_GETITEM}))
+    lower = graph.maker(joined.args[0][1], frozenset({_GETITEM}))
+    if upper is None or lower is None or upper.args[0] is not x or lower.args[0] is not x:
+        return None
+    half = source.shape[-1] // 2
+    if upper.args[1] != (Ellipsis, slice(half, None, None)) or lower.args[1] != (Ellipsis, slice(None, half, None)):
+        return None
+    return half
+
+
+def swap_linears(
+    recording: Recording, swap: Callable[[torch.Tensor, torch.Tensor | None], Callable[..., Any] | None]
+) -> Recording:
+    """Give linear layers another kernel.
+
+    Args:
+        recording: the pass.
+        swap: `(weight (N, K), bias (N,) or None) → x (…, K) ↦ (…, N)`, or `None` to leave a layer as it is.
+    """
+    operations = []
+    for operation in recording.operations:
+        weight = linear_weight(operation)
+        kernel = None if weight is None else swap(weight[0], weight[1])
+        if kernel is not None:
+            operation = _copy(operation, target=kernel, args=operation.args[:1], kwargs={})
+        operations.append(operation)
+    return _rebuilt(recording, operations)
+
+
+def linear_weight(operation: Operation) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """`(weight, bias)` of an `F.linear` by constants, else `None`."""
+    if operation.target is not functional.linear or not isinstance(operation.args[0], Value):
+        return None
+    weight = operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("weight")
+    bias = operation.args[2] if len(operation.args) > 2 else operation.kwargs.get("bias")
+    if not isinstance(weight, Value) or weight.tensor is None or weight.tensor.ndim != 2:
+        return None
+    if bias is not None and (not isinstance(bias, Value) or bias.tensor is None):
+        return None
+    return weight.tensor, None if bias is None else bias.tensor
+
+
+def merge_linears(
+    recording: Recording,
+    group_of: Callable[[torch.Tensor], Any | None],
+    kernel_of: Callable[[Any, Sequence[torch.Tensor]], tuple[Callable[..., Any], Callable[[torch.Tensor], int]]],
+) -> Recording:
+    """Give linear layers that read the same input, and belong together, one kernel (query, key and value; gate and up).
+
+    Args:
+        recording: the pass.
+        group_of: weight → what it belongs to, or `None` to leave the layer as it is.
+        kernel_of: `(group, weights)` → the kernel `x (…, K) ↦ tuple of (…, N_i)`, and the index in that tuple by
+            weight.
+    """
+    members: dict[Any, list[Operation]] = {}
+    for operation in recording.operations:
+        if (linear := linear_weight(operation)) is not None and (group := group_of(linear[0])) is not None:
+            members.setdefault((operation.args[0], id(group)), []).append(operation)
+    operations = []
+    done: set[Value] = set()
+    for operation in recording.operations:
+        if operation.output in done:
+            continue
+        linear = linear_weight(operation)
+        group = None if linear is None else group_of(linear[0])
+        if group is None:
+            operations.append(operation)
+            continue
+        together = members[operation.args[0], id(group)]
+        weights = [linear_weight(member)[0] for member in together]  # type: ignore[index]
+        kernel, index_of = kernel_of(group, weights)
+        whole = Value(f"{operation.output.name}_all")
+        operations.append(Operation(kernel, operation.args[:1], {}, whole))
+        for member, weight in zip(together, weights, strict=True):
+            operations.append(_copy(member, target=operator.getitem, args=(whole, index_of(weight)), kwargs={}))
+            done.add(member.output)
+    return _rebuilt(recording, operations)
+
+
+def use_bfloat16(recording: Recording) -> Recording:
+    """Let the activations of a draft be bfloat16, which is what the low-bit kernels take: no casts between layers.
+
+    The embedding's output is cast, and small constants (norms, biases) are; everything else follows from them.
+    """
+    narrowed: dict[Value, Value] = {}
+    operations = []
+    changes: dict[Value, Value] = {}
+    for operation in recording.operations:
+        is_table = operation.target is functional.embedding
+        if not is_table and linear_weight(operation) is None:
+            for value in operation.inputs():
+                tensor = value.tensor
+                if tensor is not None and tensor.ndim == 1 and tensor.dtype in (torch.float32, torch.float16):
+                    if value not in narrowed and tensor.numel() > 64:
+                        narrowed[value] = Value(f"{value.name} in bfloat16", tensor.to(torch.bfloat16))
+        replacements = {**changes, **narrowed}
+        new = _copy(
+            operation,
+            args=_substituted(operation.args, replacements),
+            kwargs=_substituted(operation.kwargs, replacements),
+        )
+        operations.append(new)
+        if is_table and operation.dtype in (torch.float32, torch.float16):
+            changes[operation.output] = Value(f"{operation.output.name}_bfloat16")
+            operations.append(
+                Operation(
+                    torch.Tensor.to,
+                    (operation.output, torch.bfloat16),
+                    {},
+                    changes[operation.output],
+                    False,
+                    operation.shape,
+                    torch.bfloat16,
+                )
+            )
+    rebuilt = _rebuilt(recording, operations)
+    rebuilt.logits = changes.get(recording.logits, recording.logits)
+    return rebuilt

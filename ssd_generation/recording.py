@@ -1,0 +1,448 @@
+"""A decoding pass as a flat list of tensor operations, recorded from the model's own code.
+
+A small model spends more time in Python (modules, keyword arguments, masks, cache objects) than in its matrices. One
+pass over n tokens behind a cache always does the same operations on the same shapes, so it is recorded once and played
+back (program.py). What is recorded are the calls that the model's own `forward` makes; nothing is known about families.
+
+A pass can be recorded where it is a pure function of token ids, positions and the cache, and where it attends through
+transformers' attention interface. Everything else is refused with `CannotRecord`, and the caller runs the model itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import masking_utils, modeling_utils
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["CannotRecord", "Operation", "Recording", "Value", "attend", "record_pass", "same_recording"]
+
+_LARGE = 1 << 16
+"""Elements from which on a linear layer's product is not computed while recording: only shapes matter then."""
+
+# What would bring a tensor's value into Python, where the recording cannot follow it.
+_READS = frozenset(
+    {
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+        torch.Tensor.__contains__,
+        torch.Tensor.__iter__,
+        torch.Tensor.nonzero,
+        torch.nonzero,
+        torch.equal,
+        torch.allclose,
+        torch.is_nonzero,
+        torch.unique,
+        torch.masked_select,
+    }
+)
+_RANDOM = frozenset(
+    {
+        torch.rand,
+        torch.randn,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint,
+        torch.multinomial,
+        torch.bernoulli,
+        torch.Tensor.multinomial,
+        torch.Tensor.bernoulli_,
+        torch.Tensor.uniform_,
+        torch.Tensor.normal_,
+    }
+)
+
+
+class CannotRecord(Exception):
+    """This pass cannot be played back; the message says why."""
+
+
+class Value:
+    """The result of an operation, an input, or (where `tensor` is set) a constant: a parameter, buffer or the like."""
+
+    __slots__ = ("name", "tensor")
+
+    def __init__(self, name: str, tensor: torch.Tensor | None = None) -> None:
+        self.name = name
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False)
+class Operation:
+    """`outputs = target(*args, **kwargs)`, where the arguments hold `Value`s in place of tensors.
+
+    Attributes:
+        target: a torch function, or `attend`.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        output: the result; where the function returns several tensors, the tuple of them as one value.
+        has_effect: whether it writes into one of its arguments.
+        shape: of the result, `None` where it is not a single tensor.
+        dtype: of the result.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Value
+    has_effect: bool = False
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def inputs(self) -> Iterator[Value]:
+        """The values it reads, repetitions included."""
+        yield from _values(self.args)
+        yield from _values(self.kwargs)
+
+
+@dataclass(eq=False)
+class Recording:
+    """One recorded pass.
+
+    Attributes:
+        operations: in order.
+        ids: the token ids, `(1, n)`.
+        positions: the positions, `(1, n)`.
+        logits: `(1, n, V)`.
+        constants: tensors that exist outside the pass, by name: parameters, buffers and others.
+        length: n.
+    """
+
+    operations: list[Operation]
+    ids: Value
+    positions: Value
+    logits: Value
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    length: int = 1
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    """Stands for: append keys and values to the cache of a layer and attend to all of it, causally.
+
+    Shapes: query `(1, H, n, D)`, key and value `(1, G, n, D)`; the result is `(1, n, H, D)`.
+    """
+    raise AssertionError("a recorded pass is played back with an attention of its own")
+
+
+def _values(tree: Any) -> Iterator[Value]:
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for entry in tree:
+            yield from _values(entry)
+    elif isinstance(tree, dict):
+        for entry in tree.values():
+            yield from _values(entry)
+    elif isinstance(tree, slice):
+        yield from _values((tree.start, tree.stop, tree.step))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# recording
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, known: Mapping[int, tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self._known = known
+        self._values: dict[int, Value] = {}
+        self._alive: list[Any] = []  # an id is good only as long as its tensor lives
+        self._written: set[int] = set()
+
+    def new_value(self, result: Any) -> Value:
+        value = Value(f"v{len(self._alive)}")
+        self._alive.append(result)
+        self._values[id(result)] = value
+        return value
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        value = self._values.get(id(tensor))
+        if value is None:
+            # Seen for the first time, hence from outside the pass.
+            name, _ = self._known.get(id(tensor), (f"constant {len(self.constants)}", tensor))
+            value = Value(name, tensor)
+            self._alive.append(tensor)
+            self._values[id(tensor)] = value
+            self.constants[name] = tensor
+        return value
+
+    def replaced(self, tree: Any) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return self.value_of(tree)
+        if isinstance(tree, (tuple, list)):
+            entries = [self.replaced(entry) for entry in tree]
+            return tuple(entries) if isinstance(tree, tuple) else entries
+        if isinstance(tree, dict):
+            return {key: self.replaced(entry) for key, entry in tree.items()}
+        if isinstance(tree, slice):
+            return slice(self.replaced(tree.start), self.replaced(tree.stop), self.replaced(tree.step))
+        return tree
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS or func in _RANDOM:
+            raise CannotRecord(f"the pass depends on values: it calls {getattr(func, '__name__', func)}")
+        if func is nn.functional.linear and args[1].numel() >= _LARGE:
+            result = args[0].new_zeros((*args[0].shape[:-1], args[1].shape[0]))
+        elif func is nn.functional.dropout and not kwargs.get("training", args[2] if len(args) > 2 else True):
+            return args[0]
+        else:
+            result = func(*args, **kwargs)
+        self.add(func, args, kwargs, result)
+        return result
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name = getattr(func, "__name__", "")
+        tensors = isinstance(result, torch.Tensor) or (
+            isinstance(result, (tuple, list)) and any(isinstance(entry, torch.Tensor) for entry in result)
+        )
+        has_effect = (
+            name == "__setitem__"
+            or kwargs.get("out") is not None
+            or kwargs.get("inplace") is True
+            or (name.endswith("_") and not name.endswith("__"))
+            or (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"))
+        )
+        if name == "__set__":
+            raise CannotRecord("the pass assigns to an attribute of a tensor")
+        if not tensors and not has_effect:
+            return  # a shape, a dtype, a device
+        if isinstance(result, torch.Tensor) and not has_effect and any(result is entry for entry in args):
+            return  # such as `.to` of a tensor that is what it should be already
+        arguments, keywords = self.replaced(args), self.replaced(kwargs)
+        if isinstance(result, torch.Tensor):
+            if has_effect and id(result) in self._values:
+                self._written.add(id(result))
+            value = self.new_value(result)
+            shape, dtype = tuple(result.shape), result.dtype
+            self.operations.append(Operation(func, arguments, keywords, value, has_effect, shape, dtype))
+            return
+        value = Value(f"v{len(self._alive)}")
+        self._alive.append(result)
+        self.operations.append(Operation(func, arguments, keywords, value, has_effect))
+        if isinstance(result, (tuple, list)):
+            for index, entry in enumerate(result):
+                if isinstance(entry, torch.Tensor):
+                    item = self.new_value(entry)
+                    self.operations.append(
+                        Operation(_item, (value, index), {}, item, False, tuple(entry.shape), entry.dtype)
+                    )
+
+
+def _item(values: Sequence[Any], index: int) -> Any:
+    return values[index]
+
+
+class _PretendLayer(CacheLayerMixin):
+    """A cache layer that claims to hold a prefix, and hands back what it is given."""
+
+    is_sliding = False
+
+    def __init__(self, index: int, length: int, keys: dict[int, tuple[int, Any, Any]]) -> None:
+        super().__init__()
+        self.index = index
+        self.length = length
+        self.is_initialized = True
+        self._keys = keys
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # New tensor objects, by which the attention knows the layer; outside the recording.
+        with torch._C.DisableTorchFunction():
+            key, value = key_states.view_as(key_states), value_states.view_as(value_states)
+        self._keys[id(key)] = (self.index, key, key_states)
+        self._keys[id(value)] = (self.index, value, value_states)
+        return key, value
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def _own_attention(function: Callable[..., Any]) -> Iterator[None]:
+    """Let this thread's sdpa attention be `function`, and give it no masks; other threads see no difference."""
+    owner = threading.get_ident()
+    attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    original, original_mask = attention["sdpa"], masks["sdpa"]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == owner else original)(*args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == owner else original_mask(*args, **kwargs)
+
+    places = [(attention._local_mapping, forward), (masks._local_mapping, mask)]
+    with _LOCK:
+        before = [mapping.get("sdpa") for mapping, _ in places]
+        try:
+            for mapping, replacement in places:
+                mapping["sdpa"] = replacement
+            yield
+        finally:
+            for (mapping, _), known in zip(places, before, strict=True):
+                if known is None:
+                    mapping.pop("sdpa", None)
+                else:
+                    mapping["sdpa"] = known
+
+
+def record_pass(model: PreTrainedModel, length: int, behind: int) -> Recording:
+    """Record a pass over `length` tokens behind a cache that holds `behind`.
+
+    The large products are not computed: what a recording takes is the model's Python code and little more.
+
+    Args:
+        model: the target model, in skip mode or not.
+        length: n ≥ 1.
+        behind: tokens in the cache, ≥ 1. What is recorded must not depend on it: see `same_recording`.
+
+    Raises:
+        CannotRecord: the pass is not a pure function of ids, positions and cache.
+    """
+    config = model.config.get_text_config(decoder=True)
+    device = model.get_input_embeddings().weight.device
+    known = {id(p): (name, p) for name, p in model.named_parameters()}
+    known |= {id(b): (name, b) for name, b in model.named_buffers()}
+    recorder = _Recorder(known)
+    keys: dict[int, tuple[int, Any, Any]] = {}
+    cache = Cache(layers=[_PretendLayer(index, behind, keys) for index in range(int(config.num_hidden_layers))])
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if id(key) not in keys or id(value) not in keys or keys[id(key)][0] != keys[id(value)][0]:
+            raise CannotRecord("an attention reads keys or values that did not come from the cache of one layer")
+        layer = keys[id(key)][0]
+        odd = [
+            name
+            for name in ("softcap", "s_aux", "position_bias", "sliding_window", "cache")
+            if kwargs.get(name) is not None
+        ]
+        if odd or attention_mask is not None or dropout or is_causal is False:
+            raise CannotRecord(f"an attention of its own kind ({', '.join(odd) or 'mask, dropout or not causal'})")
+        if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != length or query.shape[1] % key.shape[1]:
+            raise CannotRecord("an attention with shapes of its own")
+        with torch._C.DisableTorchFunction():
+            result = query.new_zeros((1, length, query.shape[1], value.shape[3]))
+        scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+        recorder.add(attend, (query, keys[id(key)][2], keys[id(value)][2], layer, scale), {}, result)
+        return result, None
+
+    with torch.inference_mode(), _own_attention(attention):
+        ids = torch.zeros((1, length), dtype=torch.long, device=device)
+        positions = torch.arange(behind, behind + length, device=device)[None]
+        inputs = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=length, past_key_values=cache, attention_mask=None, position_ids=positions
+        )
+        extra = {
+            key for key, value in inputs.items() if isinstance(value, torch.Tensor) and key not in _INPUTS
+        }
+        if extra or not isinstance(inputs.get("input_ids"), torch.Tensor):
+            raise CannotRecord(f"the model wants further tensors: {', '.join(sorted(extra))}")
+        ids, positions = inputs["input_ids"], inputs.get("position_ids")
+        if positions is None:
+            raise CannotRecord("the model takes no position ids")
+        ids_value, positions_value = recorder.new_value(ids), recorder.new_value(positions)
+        with recorder:
+            outputs = model(**inputs, return_dict=True)
+        logits = outputs.logits
+        if id(logits) not in recorder._values or tuple(logits.shape[:2]) != (1, length):
+            raise CannotRecord("the logits are not what a pass of the model gives")
+    return Recording(
+        operations=_needed(recorder.operations, recorder.value_of(logits)),
+        ids=ids_value,
+        positions=positions_value,
+        logits=recorder.value_of(logits),
+        constants=recorder.constants,
+        length=length,
+    )
+
+
+_INPUTS = frozenset({"input_ids", "position_ids"})
+
+
+def _needed(operations: list[Operation], result: Value) -> list[Operation]:
+    """Without the operations whose results nobody uses."""
+    wanted = {result}
+    kept = []
+    for operation in reversed(operations):
+        if operation.output in wanted or operation.has_effect or operation.target is attend:
+            kept.append(operation)
+            wanted.update(operation.inputs())
+    return kept[::-1]
+
+
+def same_recording(first: Recording, second: Recording) -> bool:
+    """Whether two recordings of the same length do the same, whatever the cache held.
+
+    A number that the model computed from the cache's length (an offset, a scale) shows as a difference.
+    """
+    if len(first.operations) != len(second.operations) or first.logits.name != second.logits.name:
+        return False
+    names: dict[Value, Value] = {first.ids: second.ids, first.positions: second.positions}
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, Value):
+            if not isinstance(b, Value):
+                return False
+            if a.tensor is not None:
+                return a.tensor is b.tensor
+            return names.get(a) is b
+        if isinstance(a, (tuple, list)):
+            return (
+                isinstance(b, (tuple, list)) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+            )
+        if isinstance(a, dict):
+            return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        if isinstance(a, slice):
+            return isinstance(b, slice) and same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+        return type(a) is type(b) and bool(a == b)
+
+    for x, y in zip(first.operations, second.operations, strict=True):
+        if x.target is not y.target or x.shape != y.shape or not same(x.args, y.args) or not same(x.kwargs, y.kwargs):
+            return False
+        names[x.output] = y.output
+    return True
