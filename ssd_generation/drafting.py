@@ -247,7 +247,8 @@ _LOOKUP_PRIOR = (
 _LOOKUP_PLACES = (0, 1, 1, 2, 2, 2, 2)  # and 3 for all further ones
 _MAX_LOOKUP = 16
 
-# One observation counts this much less with each one of its kind that follows: estimates follow a change of topic.
+# What was observed counts this much less with each observation of its kind (depths: with each draft) that follows, so
+# that estimates follow a change of topic.
 _DEPTH_DISCOUNT = 0.98
 _BIN_DISCOUNT = 0.985
 _LOOKUP_DISCOUNT = 0.95
@@ -275,7 +276,7 @@ class _Account:
     Attributes:
         balance: what it may lose at once.
         savings: what was gained beyond the cap of the balance; pays for probes when the balance is spent.
-        wait: rounds between probes; doubles with each draft in vain.
+        wait: rounds between probes; doubles with each draft in vain and shrinks with any other.
         waited: rounds since the last.
     """
 
@@ -291,8 +292,11 @@ class _Account:
             balance = cap
         self.balance = balance
 
-    def drafted(self, right: bool) -> None:
-        self.wait = 0 if right else min(max(2 * self.wait, 2), _LONGEST_WAIT)
+    def drafted(self, right: bool, pays: bool) -> None:
+        if right:
+            self.wait = 0 if pays else self.wait // 4
+        else:
+            self.wait = min(max(2 * self.wait, 2), _LONGEST_WAIT)
 
     def stands_still(self, income: float, cap: float) -> None:
         self.book(income, cap)
@@ -538,10 +542,11 @@ class CostAwarePolicy(DraftPolicy):
         drafted = min(drafted, self.max_length)
         kept = min(accepted, drafted)
         if drafted:
-            for i in range(min(kept + 1, drafted, self.max_length)):
-                counts = self._depths[i]
-                counts[0] = counts[0] * _DEPTH_DISCOUNT + 1.0
-                counts[1] = counts[1] * _DEPTH_DISCOUNT + (i < kept)
+            # The depths not reached are discounted as well: what they say gets old.
+            for i, counts in enumerate(self._depths):
+                judged = i <= kept and i < drafted
+                counts[0] = counts[0] * _DEPTH_DISCOUNT + judged
+                counts[1] = counts[1] * _DEPTH_DISCOUNT + (judged and i < kept)
             self._calibrate(drafted, kept)
             self._drafting.add(drafted, kept)
             self._stale += 1 if kept else 2
@@ -566,14 +571,14 @@ class CostAwarePolicy(DraftPolicy):
         if drafting.rows:
             spent = self._cost[drafted] - 1.0
             self._account.book(drafting.right / drafting.rows - spent, self._cap)
-            self._account.drafted(drafting.right > 0)
+            self._account.drafted(drafting.right > 0, pays=self._best > 0)
             self._drafting = _Round()
         if copying.rows:
             behind = self._verify_cost[1 + drafted] if drafted else 1.0
             spent = self._verify_cost[1 + max(copying.longest, drafted)] - behind
             self._lookup_account.book(copying.right / copying.rows - spent, self._lookup_cap)
             if self._copying_judged:
-                self._lookup_account.drafted(copying.right > 0)
+                self._lookup_account.drafted(copying.right > 0, pays=False)
             self._copying, self._copying_judged = _Round(), False
 
     def _calibrate(self, drafted: int, kept: int) -> None:

@@ -1,11 +1,27 @@
 """Draft-length policies: numbers in, a decision out."""
 
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_generation.config import DraftingConfig
-from ssd_generation.drafting import ConfidencePolicy, FixedPolicy, make_policy
+from ssd_generation.config import Costs, DraftingConfig
+from ssd_generation.drafting import (
+    NO_MATCH,
+    ConfidencePolicy,
+    CostAwarePolicy,
+    DraftPolicy,
+    FixedPolicy,
+    Match,
+    NoDraftPolicy,
+    make_policy,
+)
 
 
 @pytest.mark.parametrize(("length", "limit", "expected"), [(5, 10, 5), (5, 3, 3), (5, 0, 0), (1, 1, 1)])
@@ -78,3 +94,551 @@ def test_policies_are_made_from_the_config() -> None:
     )
     assert isinstance(adaptive, ConfidencePolicy)
     assert (adaptive.threshold, adaptive.max_length, adaptive.target_acceptance) == (0.8, 6, 0.85)
+
+
+def test_the_cost_policy_is_made_with_its_costs() -> None:
+    drafting = DraftingConfig(policy="cost", max_draft_length=6, acceptance=(0.9, 0.8), exploration=0.02)
+    policy = make_policy(drafting, FLAT, lookup=True)
+    assert isinstance(policy, CostAwarePolicy) and policy.needs_probability and policy.lookup and policy.self_drafts
+    assert (policy.max_length, policy.exploration) == (6, 0.02)
+    assert [policy.state()[f"acceptance_{depth}"] for depth in (1, 2, 3, 6)] == pytest.approx([0.9, 0.8, 0.8, 0.8])
+    assert not make_policy(drafting, FLAT, use_confidence=False).needs_probability
+    assert make_policy(drafting, FLAT, self_drafts=False).draft_length(10) == 0
+    with pytest.raises(ValueError, match=r"needs the costs .* Measure them"):
+        make_policy(drafting)
+
+
+def test_the_policy_none_never_drafts() -> None:
+    policy = make_policy(DraftingConfig(policy="none"))
+    assert isinstance(policy, NoDraftPolicy)
+    assert (
+        policy.draft_length(10) == policy.draft_length(10, Match(5, 3)) == policy.lookup_length(0, Match(5, 3), 9) == 0
+    )
+    assert not policy.keep_drafting(1, 1.0)
+
+
+# --- Lookup first, else self-draft ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [FixedPolicy(4), ConfidencePolicy(4)])
+def test_a_match_takes_the_place_of_the_self_draft(policy: DraftPolicy) -> None:
+    assert policy.draft_length(10, Match(7, 2)) == 0
+    assert policy.lookup_length(0, Match(7, 2), 10) == 7
+    assert policy.lookup_length(0, Match(7, 2), 3) == 3
+    assert policy.draft_length(10) == 4
+    assert policy.lookup_length(4, Match(7, 2), 6) == 0
+    assert policy.lookup_length(0, NO_MATCH, 6) == 0
+
+
+def test_confidence_learns_from_self_drafted_tokens_only() -> None:
+    policy = ConfidencePolicy()
+    policy.update(0, 5, False, looked_up=7, match=Match(7, 2))
+    assert policy.acceptance is None
+    policy.update(2, 5, True, looked_up=6, match=Match(7, 2))
+    assert policy.acceptance == 1.0
+
+
+# --- Cost-aware: the decision ---------------------------------------------------------------------
+
+
+def _costs(draft: float, verify: Sequence[tuple[int, float]], unit: float = 0.03) -> Costs:
+    """From costs in plain steps."""
+    return Costs(plain_step=unit, draft_step=draft * unit, verify=[(n, v * unit) for n, v in verify])
+
+
+V_FLAT = ((1, 1.0), (2, 1.05), (4, 1.1), (8, 1.2), (16, 1.4))
+V_STEEP = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 1.7), (16, 2.5))
+# As measured on a CPU: another kernel from n = 4 on.
+V_CLIFF = ((1, 1.0), (2, 1.1), (3, 1.12), (4, 1.79), (5, 1.83), (6, 1.9), (8, 2.3), (12, 2.5), (16, 3.3))
+FLAT = _costs(0.3, V_FLAT)
+
+
+def _rich(policy: CostAwarePolicy) -> CostAwarePolicy:
+    """A policy that can pay for any draft."""
+    policy._account.balance = policy._lookup_account.balance = 1e9
+    return policy
+
+
+def _verify(costs: Any, n: int) -> float:
+    """v(n) in plain steps, the slow way."""
+    points = [(m, seconds / costs.plain_step) for m, seconds in costs.verify]
+    if points[0][0] > 1:
+        points = [(1, 1.0), *points]
+    if len(points) == 1:
+        return points[0][1]
+    for (n0, v0), (n1, v1) in pairwise(points):
+        if n <= n1:
+            return v0 + (v1 - v0) * (n - n0) / (n1 - n0)
+    return v1 + max(v1 - v0, 0.0) / (n1 - n0) * (n - n1)
+
+
+def _value(costs: Any, acceptance: Sequence[float], k: int) -> tuple[float, float]:
+    """E and C of a fixed length."""
+    tokens = 1.0 + sum(math.prod(acceptance[:j]) for j in range(1, k + 1))
+    return tokens, k * costs.draft_step / costs.plain_step + _verify(costs, 1 + k) if k else 1.0
+
+
+counts = st.lists(st.integers(1, 20), min_size=1, max_size=6, unique=True).map(sorted)
+some_costs = st.builds(
+    lambda draft, counts, times: _costs(draft, list(zip(counts, times, strict=False))),
+    st.floats(0.05, 0.9),
+    counts,
+    st.lists(st.floats(0.9, 4.0), min_size=6, max_size=6),
+)
+some_priors = st.lists(st.floats(0.05, 0.99), min_size=1, max_size=8)
+
+
+@given(costs=some_costs, prior=some_priors, limit=st.integers(0, 10))
+def test_the_length_has_the_most_tokens_per_second(costs: Costs, prior: list[float], limit: int) -> None:
+    policy = _rich(CostAwarePolicy(costs, 8, prior, exploration=0.0, use_confidence=False))
+    policy._account.wait = 10**9  # no probes
+    acceptance = [prior[min(i, len(prior) - 1)] for i in range(8)]
+    rates = [tokens / cost for tokens, cost in (_value(costs, acceptance, k) for k in range(min(8, limit) + 1))]
+    everywhere = [tokens / cost for tokens, cost in (_value(costs, acceptance, k) for k in range(9))]
+    length = policy.draft_length(limit)
+    assert 0 <= length <= min(8, limit)
+    if max(rates) == max(everywhere):
+        assert rates[length] == pytest.approx(max(rates), rel=1e-6)
+    else:
+        # The best length does not fit: then what comes nearest to the best rate, which may be a plain step.
+        best = max(everywhere)
+        worth = [tokens - best * cost for tokens, cost in (_value(costs, acceptance, k) for k in (0, length))]
+        assert worth[1] >= worth[0] - 1e-6
+
+
+@given(costs=some_costs, prior=some_priors, depth=st.integers(1, 7), probability=st.floats(0, 1))
+def test_drafting_goes_on_if_any_number_of_further_tokens_is_worth_it(
+    costs: Costs, prior: list[float], depth: int, probability: float
+) -> None:
+    policy = CostAwarePolicy(costs, 8, prior)
+    acceptance = [prior[min(i, len(prior) - 1)] for i in range(8)]
+    rate = max(tokens / cost for tokens, cost in (_value(costs, acceptance, k) for k in range(9)))
+    for above in range(1, depth):
+        policy.keep_drafting(above, 1.0)
+        policy._going_on = list(policy._paths)  # whatever it said
+    goes_on = policy.keep_drafting(depth, probability)
+    survival = policy._paths[0][0]
+    worth = [
+        survival * sum(math.prod(acceptance[depth : depth + i]) for i in range(1, j + 1))
+        - rate * (j * costs.draft_step / costs.plain_step + _verify(costs, 1 + depth + j) - _verify(costs, 1 + depth))
+        for j in range(1, 8 - depth + 1)
+    ]
+    if abs(max(worth)) > 1e-6:
+        assert goes_on == (max(worth) > 0)
+
+
+def test_a_cliff_is_noticed() -> None:
+    cliff = _costs(0.3, V_CLIFF)
+    for prior, best in ((0.8, 2), (0.9, 2), (0.3, 0)):
+        policy = CostAwarePolicy(cliff, prior=(prior,), use_confidence=False, exploration=0.0)
+        _rich(policy)._account.wait = 10**9
+        assert policy.draft_length(20) == best
+    # Up to the cliff however sure, not over it.
+    policy = _rich(CostAwarePolicy(cliff, prior=(0.85,)))
+    assert policy.draft_length(20) == 12
+    assert policy.keep_drafting(1, 0.9)
+    assert not policy.keep_drafting(2, 0.9)
+    # A draft that is cheap and good enough is worth going beyond it, and then far.
+    assert _rich(CostAwarePolicy(_costs(0.05, V_CLIFF), prior=(0.97,), use_confidence=False)).draft_length(20) > 8
+
+
+@pytest.mark.parametrize(
+    ("verify", "expected"),
+    [
+        (((1, 1.0), (3, 1.2)), [1.0, 1.1, 1.2, 1.3, 1.4]),  # on with the last slope
+        (((2, 1.2), (4, 1.4)), [1.0, 1.2, 1.3, 1.4, 1.5]),  # a plain step stands for n = 1
+        (((1, 1.1), (2, 1.5), (4, 1.3)), [1.1, 1.5, 1.4, 1.3, 1.3]),  # as measured, but never falling beyond
+        (((1, 1.1),), [1.1] * 5),
+    ],
+)
+def test_verification_between_and_beyond_what_was_measured(
+    verify: Sequence[tuple[int, float]], expected: list[float]
+) -> None:
+    policy = CostAwarePolicy(_costs(0.3, verify))
+    assert policy._verify_cost[1:6] == pytest.approx(expected)
+    assert [_verify(_costs(0.3, verify), n) for n in range(1, 6)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"max_length": 0}, "at least 1, but got 0"),
+        ({"prior": ()}, "empty"),
+        ({"prior": (0.5, 1.5)}, "between 0 and 1, but got 1.5"),
+        ({"exploration": -0.1}, "between 0 and 1, but got -0.1"),
+    ],
+)
+def test_bad_parameters_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        CostAwarePolicy(FLAT, **changes)
+
+
+# --- Cost-aware: learning -------------------------------------------------------------------------
+
+
+def test_a_token_is_judged_only_if_those_before_it_were_accepted() -> None:
+    policy = CostAwarePolicy(FLAT)
+    policy.draft_length(20)
+    policy.update(5, 2, True)
+    assert policy._depths[:5] == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    policy.update(2, 2, True)
+    assert policy._depths[1] == pytest.approx([1.98, 1.98])
+    assert policy._depths[2] == pytest.approx([0.98, 0.0])  # grown older
+
+
+def test_depths_never_tried_are_taken_to_be_like_the_others() -> None:
+    policy = CostAwarePolicy(FLAT, max_length=4)
+    for _ in range(200):
+        policy.update(2, 2, True)
+        policy.draft_length(20)
+    state = policy.state()
+    assert state["acceptance_1"] > 0.95
+    assert state["acceptance_4"] > 0.9
+
+
+def test_calibration_learns_what_the_drafts_confidence_is_worth() -> None:
+    policy = _rich(CostAwarePolicy(FLAT))
+    for _ in range(300):
+        policy.draft_length(20)
+        policy.keep_drafting(1, 0.4)  # modest, and always right
+        policy.update(1, 1, False)
+        policy.draft_length(20)
+        policy.keep_drafting(1, 0.999)  # sure, and always wrong
+        policy.update(1, 0, False)
+    policy._plan()
+    assert policy._calibrated[1] > 0.95
+    assert policy._calibrated[-1] < 0.1
+
+
+def test_rows_of_a_batch_are_told_apart() -> None:
+    policy = _rich(CostAwarePolicy(FLAT))
+    assert policy.draft_length(20) > 2
+    assert [policy.keep_drafting(1, p) for p in (0.999, 0.01, 0.96)] == [True, False, True]
+    assert policy.keep_drafting(2, 0.999)  # row 0
+    policy.keep_drafting(2, 0.01)  # row 2
+    policy.update(3, 3, False)  # the last token was not asked about
+    policy.update(1, 0, False)
+    policy.update(2, 1, False)
+    seen = [tuple(counts) for counts in policy._bins]
+    assert seen[8] == pytest.approx((1.985, 1.985)) or seen[8] == pytest.approx((2.0, 2.0), abs=0.02)  # .999 twice
+    assert seen[6] == (1.0, 1.0)  # .96
+    assert seen[0] == pytest.approx((1.985, 0.0))  # .01 twice
+    # Three rows share the passes: 4 of the 6 tokens were accepted, for 3 draft steps and one verification.
+    balance = policy._account.balance
+    policy.state()
+    assert policy._account.balance != balance  # booked once, and capped
+    poor = CostAwarePolicy(FLAT)
+    poor.draft_length(20)
+    for accepted in (1, 0, 1):
+        poor.update(1, accepted, True)
+    assert poor.state()["balance"] == pytest.approx(1.5 + 2 / 3 - (0.3 + 1.05 - 1.0))
+
+
+# --- Cost-aware: simulations ----------------------------------------------------------------------
+# A world says of the drafted token at a position how likely it is accepted, and how sure the draft is of it.
+World = Callable[[random.Random, int], tuple[float, float]]
+
+
+def _always(acceptance: float, probability: float = 0.9) -> World:
+    return lambda generator, position: (acceptance, probability)
+
+
+def _mixed(easy: float, hard: float, share: float) -> World:
+    """Easy and hard tokens, and a draft that feels which is which."""
+
+    def world(generator: random.Random, position: int) -> tuple[float, float]:
+        if generator.random() < share:
+            return easy, 0.97 + 0.03 * generator.random()
+        return hard, 0.2 + 0.5 * generator.random()
+
+    return world
+
+
+def _simulate(
+    policy: DraftPolicy, costs: Costs, world: World, calls: int, tokens: int = 48, seed: int = 0
+) -> list[float]:
+    """Plain steps that each call took."""
+    generator = random.Random(seed)
+    draft_step = costs.draft_step / costs.plain_step
+    times = []
+    position = 0
+    for _ in range(calls):
+        left, spent = tokens, 0.0
+        while left:
+            length = policy.draft_length(left - 1) if left > 1 else 0
+            right: list[bool] = []
+            while len(right) < length:
+                acceptance, probability = world(generator, position + len(right))
+                right.append(generator.random() < acceptance)
+                if len(right) < length and not policy.keep_drafting(len(right), probability):
+                    break
+            drafted = len(right)
+            accepted = [*right, False].index(False)
+            spent += drafted * draft_step + (_verify(costs, 1 + drafted) if drafted else 1.0)
+            policy.update(drafted, accepted, drafted == length)
+            left -= accepted + 1
+            position += accepted + 1
+        times.append(spent)
+    return times
+
+
+@pytest.mark.parametrize("use_confidence", [True, False])
+@pytest.mark.parametrize("probability", [0.1, 0.999])
+@pytest.mark.parametrize("draft", [0.15, 0.5, 0.9])
+@pytest.mark.parametrize("verify", [V_FLAT, V_STEEP, V_CLIFF])
+def test_a_useless_draft_costs_next_to_nothing(
+    verify: Sequence[tuple[int, float]], draft: float, probability: float, use_confidence: bool
+) -> None:
+    costs = _costs(draft, verify)
+    policy = CostAwarePolicy(costs, use_confidence=use_confidence)
+    first, *others = _simulate(policy, costs, _always(0.0, probability), calls=40)
+    assert first - 48 <= 1.5 + 0.01 * 48
+    assert sum(others) <= 48 * len(others) / 0.985
+    assert policy.state()["acceptance_1"] < 0.6
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.8, 0.9, 0.95, 0.98])
+@pytest.mark.parametrize("use_confidence", [True, False])
+@pytest.mark.parametrize(("draft", "verify"), [(0.15, V_FLAT), (0.5, V_FLAT), (0.33, V_STEEP)])
+def test_comes_near_the_best_fixed_length(
+    draft: float, verify: Sequence[tuple[int, float]], use_confidence: bool, acceptance: float
+) -> None:
+    costs = _costs(draft, verify)
+    best = max(tokens / cost for tokens, cost in (_value(costs, [acceptance] * 12, k) for k in range(13)))
+    rates = []
+    for seed in range(4):
+        policy = CostAwarePolicy(costs, use_confidence=use_confidence)
+        times = _simulate(policy, costs, _always(acceptance), calls=8, tokens=480, seed=seed)
+        rates.append(480 * len(times) / sum(times))
+    # Where drafting gains less than the noise of a few hundred rounds, not losing is all that is asked.
+    assert sum(rates) / len(rates) >= (0.97 * best if best > 1.06 else 1.0)
+
+
+def test_a_draft_that_knows_its_weak_spots_beats_every_fixed_length() -> None:
+    costs = _costs(0.33, V_FLAT)
+    world = _mixed(0.99, 0.3, 0.8)
+    fixed = min(sum(_simulate(FixedPolicy(k), costs, world, calls=40)) for k in range(1, 13))
+    adaptive = sum(_simulate(CostAwarePolicy(costs), costs, world, calls=40))
+    blind = sum(_simulate(CostAwarePolicy(costs, use_confidence=False), costs, world, calls=40))
+    assert adaptive < fixed / 1.08
+    assert blind < fixed / 0.96
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.95, 0.0), (0.0, 0.9), (0.9, 0.3)])
+def test_follows_a_change(before: float, after: float) -> None:
+    costs = _costs(0.33, V_STEEP)
+
+    def world(generator: random.Random, position: int) -> tuple[float, float]:
+        return before if position < 20 * 48 else after, 0.9
+
+    times = _simulate(CostAwarePolicy(costs), costs, world, calls=60)
+    fixed = [
+        _simulate(policy, costs, world, calls=60)
+        for policy in (NoDraftPolicy(), *(FixedPolicy(k) for k in range(1, 13)))
+    ]
+    assert sum(times[:20]) <= min(sum(t[:20]) for t in fixed) / 0.94
+    assert sum(times[20:24]) <= 4 * 48 * 1.06  # at the change
+    assert sum(times[24:]) <= min(sum(t[24:]) for t in fixed) / 0.94
+    assert sum(times) < 60 * 48
+
+
+@given(data=st.data())
+def test_no_outcome_whatever_makes_it_slower(data: st.DataObject) -> None:
+    exploration = data.draw(st.sampled_from([0.0, 0.01, 0.1]))
+    costs = data.draw(st.sampled_from([FLAT, _costs(0.8, V_STEEP), _costs(0.1, V_CLIFF)]))
+    policy = CostAwarePolicy(costs, exploration=exploration, lookup=data.draw(st.booleans()))
+    generator = random.Random(data.draw(st.integers(0, 1000)))
+    # Phases in which all is right, or nothing is.
+    phases = data.draw(st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=1, max_size=6))
+    matches = [NO_MATCH, *(Match(12, n) for n in range(1, 6))]
+    lost = worst = 0.0
+    rounds = 0
+    for acceptance in phases:
+        for _ in range(60):
+            match = generator.choice(matches)
+            length = policy.draft_length(20, match)
+            drafted = 0
+            while drafted < length:
+                drafted += 1
+                match = generator.choice(matches)
+                if drafted < length and not policy.keep_drafting(drafted, generator.random(), match):
+                    break
+            looked_up = policy.lookup_length(drafted, match, 20 - drafted)
+            assert 0 <= looked_up <= min(match.tokens, 20 - drafted)
+            accepted = 0
+            while accepted < drafted + looked_up and generator.random() < acceptance:
+                accepted += 1
+            policy.update(drafted, accepted, drafted == length, looked_up, match)
+            n = drafted + looked_up
+            lost += drafted * costs.draft_step / costs.plain_step + (_verify(costs, 1 + n) if n else 1.0)
+            lost -= accepted + 1
+            rounds += 1
+            worst = max(worst, lost - exploration * rounds)
+    assert worst <= 1.5 + 0.5 + 1e-6
+
+
+def test_probes_are_rare_and_stop_where_nothing_is_to_be_spent() -> None:
+    costs = _costs(0.5, ((1, 1.0), (2, 1.1)))
+    for exploration, most in ((0.01, 0.005), (0.0, 0.0)):
+        policy = CostAwarePolicy(costs, exploration=exploration)
+        _simulate(policy, costs, _always(0.0), calls=10)
+        asked = [policy.draft_length(40)]
+        for _ in range(3000):
+            policy.update(asked[-1], 0, True)
+            asked.append(policy.draft_length(40))
+        assert sum(asked) * 0.6 / len(asked) <= most + 1e-3
+        assert (sum(asked) > 0) == (exploration > 0)
+        assert set(asked) <= {0, 1}
+
+
+def test_a_probe_is_long_where_that_costs_little_more() -> None:
+    # Whoever pays for n = 2 has n = 3 as well.
+    stairs = _costs(0.05, ((1, 1.0), (2, 1.6), (3, 1.6), (4, 2.2)))
+    assert CostAwarePolicy(stairs)._probe_length == 2
+    assert CostAwarePolicy(_costs(0.5, V_STEEP))._probe_length == 1
+
+
+# --- Cost-aware: lookup ---------------------------------------------------------------------------
+
+
+def _look_up(policy: CostAwarePolicy, match: Match, accepted: int, rounds: int) -> list[int]:
+    """Lookup lengths of some rounds with the same match, of which at most `accepted` tokens are right."""
+    lengths = []
+    for _ in range(rounds):
+        assert policy.draft_length(30, match) == 0
+        lengths.append(policy.lookup_length(0, match, 30))
+        policy.update(0, min(accepted, lengths[-1]), False, lengths[-1], match)
+    return lengths
+
+
+def test_lookup_alone_learns_what_copies_are_worth() -> None:
+    policy = CostAwarePolicy(_costs(0.3, V_STEEP), self_drafts=False, lookup=True)
+    assert policy.needs_probability is False
+    long = _look_up(policy, Match(12, 4), accepted=12, rounds=60)
+    assert long[-1] == 12
+    # Another length of n-gram has its own estimate.
+    short = _look_up(policy, Match(12, 1), accepted=0, rounds=400)
+    assert sum(short[50:]) <= 0.05 * 350
+    assert policy.lookup_length(0, Match(12, 4), 30) == 12
+    assert policy.lookup_length(0, Match(12, 4), 5) <= 5
+    assert policy.lookup_length(0, Match(2, 4), 30) == 2
+    assert policy.lookup_length(0, NO_MATCH, 30) == policy.lookup_length(0, Match(12, 4), 0) == 0
+
+
+def test_lookup_stops_before_a_cliff() -> None:
+    policy = CostAwarePolicy(_costs(0.3, V_CLIFF), self_drafts=False, lookup=True)
+    assert _look_up(policy, Match(12, 2), accepted=2, rounds=60)[-1] == 2
+
+
+def test_longer_matches_count_for_more() -> None:
+    policy = _rich(CostAwarePolicy(_costs(0.3, V_STEEP), self_drafts=False, lookup=True))
+    policy.draft_length(30)
+    lengths = [policy.lookup_length(0, Match(12, n), 30) for n in (1, 2, 3, 4, 9)]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[3] == lengths[4]
+
+
+def test_lookup_and_self_draft_are_weighed() -> None:
+    policy = _rich(CostAwarePolicy(FLAT, lookup=True))
+    for _ in range(40):  # copies of 4-grams are right, those of 1-grams never; the draft is right half the time
+        for match in (Match(12, 4), Match(12, 1)):
+            policy.update(0, 12 if match.length == 4 else 0, False, 12, match)
+        policy.draft_length(30)
+        policy.update(2, 1, True)
+    policy.draft_length(30)
+    assert policy.draft_length(30, Match(12, 4)) == 0
+    assert policy.lookup_length(0, Match(12, 4), 29) == 12
+    assert _rich(policy).draft_length(30, Match(12, 1)) > 0
+    # Behind a sure token a good match takes over from the draft; behind an unlikely one it is not worth its place.
+    policy.draft_length(30)
+    assert not policy.keep_drafting(1, 0.999, Match(12, 4))
+    assert policy.lookup_length(1, Match(12, 4), 28) == 12
+    for _ in range(40):
+        policy.draft_length(30)
+        policy.keep_drafting(1, 0.001)
+        policy.update(1, 0, False)
+    policy.draft_length(30)
+    assert not policy.keep_drafting(1, 0.001, Match(12, 4))
+    assert policy.lookup_length(1, Match(12, 4), 28) == 0
+
+
+def test_looked_up_tokens_behind_a_rejected_draft_teach_nothing() -> None:
+    policy = CostAwarePolicy(FLAT, lookup=True)
+    policy.draft_length(20)
+    policy.update(2, 1, True, looked_up=3, match=Match(3, 2))
+    assert policy._lookups[1] == [[0.0, 0.0]] * 4
+    policy.update(2, 4, True, looked_up=3, match=Match(3, 2))
+    assert policy._lookups[1][0] == [1.0, 1.0] and policy._lookups[1][1] == pytest.approx([1.95, 0.95])
+
+
+# --- Cost-aware: state ----------------------------------------------------------------------------
+
+
+def _experienced(seed: int = 0) -> CostAwarePolicy:
+    policy = CostAwarePolicy(FLAT, lookup=True)
+    _simulate(policy, FLAT, _mixed(0.98, 0.3, 0.7), calls=5, seed=seed)
+    _look_up(policy, Match(12, 4), accepted=5, rounds=5)
+    return policy
+
+
+def test_the_same_reports_lead_to_the_same_state() -> None:
+    assert _experienced().snapshot() == _experienced().snapshot() != _experienced(1).snapshot()
+
+
+def test_a_snapshot_goes_through_json_and_on() -> None:
+    old = _experienced()
+    snapshot = json.loads(json.dumps(old.snapshot()))
+    new, other = CostAwarePolicy(FLAT, lookup=True), CostAwarePolicy(FLAT, lookup=True)
+    new.load_state(snapshot)
+    other.load_state(snapshot)
+    assert new.snapshot() == snapshot
+    old._plan()
+    assert new.state() == pytest.approx(old.state(), rel=0.02)
+    world = _mixed(0.98, 0.3, 0.7)
+    assert _simulate(new, FLAT, world, 5) == _simulate(other, FLAT, world, 5)
+    shorter = CostAwarePolicy(FLAT, max_length=3)
+    shorter.load_state(snapshot)
+    assert shorter.draft_length(20) <= 3
+    longer = CostAwarePolicy(FLAT, max_length=20)
+    longer.load_state(snapshot)
+    assert all(isinstance(value, float) and math.isfinite(value) for value in longer.state().values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"depths": 3},
+        {"depths": [[1.0, 2.0]]},
+        {"depths": [[1.0]]},
+        {"bins": [[1.0, 1.0]]},
+        {"bins": [[math.nan, 0.0]] * 9},
+        {"lookups": [[[0.0, 0.0]] * 4] * 3},
+        {"matches": [0.0] * 5},
+        {"matches": [-1.0, 2.0, 0.0, 0.0, 0.0]},
+        {"account": [1.0, 0.0, 0]},
+        {"account": [True, 0.0, 0, 0]},
+        {"lookup_account": [math.inf, 0.0, 0, 0]},
+        {"rounds": "many"},
+        {"unknown": 1},
+    ],
+)
+def test_a_bad_snapshot_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
+    policy = _experienced()
+    before = policy.snapshot()
+    with pytest.raises(ValueError, match=r"must|has the keys"):
+        policy.load_state({**before, **change})
+    with pytest.raises(TypeError, match="is a dict"):
+        policy.load_state([])  # type: ignore[arg-type]
+    assert policy.snapshot() == before
+
+
+def test_other_policies_have_snapshots_too() -> None:
+    old, new = ConfidencePolicy(), ConfidencePolicy()
+    old.update(4, 1, False)
+    new.load_state(json.loads(json.dumps(old.snapshot())))
+    assert new.state() == old.state()
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        new.load_state({"threshold": 2.0, "acceptance": None})
+    for policy in (FixedPolicy(2), NoDraftPolicy()):
+        policy.load_state(policy.snapshot())
+        with pytest.raises(ValueError, match="of the same kind"):
+            policy.load_state(old.snapshot())
