@@ -173,7 +173,9 @@ def load_average() -> float | None:
 def first_line(error: BaseException) -> str:
     """An error in one line: its kind and the beginning of its message."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:400]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:400]}{'…' if len(lines[0]) > 400 else ''}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class RunFolder:
         self.arguments = json.loads(json.dumps(arguments))  # as it will be read
         self.rows: list[dict[str, Any]] = []
         self._lock: Any = None
+        self._is_new = not self.path.exists()
         self._check_writable()
         self._check_arguments()
 
@@ -69,6 +70,12 @@ class RunFolder:
         # Not on Windows, where another process may be waiting for it.
         with contextlib.suppress(OSError):
             (self.path / ".lock").unlink()
+        if self._is_new and not self.rows:
+            # Nothing was measured, say because the model was not found: no folder is left behind for that.
+            with contextlib.suppress(OSError):
+                for name in (CONFIG, ENVIRONMENT, SUMMARY, TABLE):
+                    (self.path / name).unlink(missing_ok=True)
+                self.path.rmdir()
 
     def _check_writable(self) -> None:
         advice = "Choose another folder with --output."

@@ -365,6 +365,10 @@ def _percent(value: float | None, digits: int = 0) -> str:
     return _NONE if value is None else f"{value:.{digits}%}"
 
 
+def _share(part: int, whole: int) -> str:
+    return "all" if part == whole else f"{part} of {whole}"
+
+
 def _markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
     return [
         f"| {' | '.join(header)} |",
@@ -407,7 +411,7 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             f"{_figure(ratio['worst_median'])} ({ratio['worst_category']})",
         ]
         if paired:
-            lines.append([*line, f"{entry['identical']} of {entry['calls']}"])
+            lines.append([*line, _share(entry["identical"], entry["calls"])])
             continue
         text, drafting = entry.get("text"), entry["drafting"] or {}
         efficiency, memory = entry["engine_efficiency"], entry["memory"]
@@ -415,7 +419,7 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             [
                 *line,
                 _figure(entry["decode_ratio"]["geometric_mean"]),
-                _NONE if text is None else f"{text['identical']} of {text['calls']}",
+                _NONE if text is None else _share(text["identical"], text["calls"]),
                 _percent(drafting.get("acceptance_rate")),
                 _figure(drafting.get("tokens_per_round")),
                 _NONE if efficiency is None else _figure(efficiency["median"]),
@@ -426,9 +430,14 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def memory_cell(memory: Mapping[str, Any]) -> str:
-    """Extra memory in MB and as a share of the weights."""
+    """Extra memory in bytes and as a share of the weights."""
     share = "" if memory["share_of_weights"] is None else f" ({memory['share_of_weights']:.1%})"
-    return f"{memory['extra_bytes'] / 1e6:.1f} MB{share}"
+    size = float(memory["extra_bytes"])
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}{share}"
+        size /= 1000
+    return f"{size:.3g} GB{share}"
 
 
 def conditions(summary: Mapping[str, Any]) -> list[str]:
@@ -464,11 +473,12 @@ def conditions(summary: Mapping[str, Any]) -> list[str]:
 
 def problems(summary: Mapping[str, Any]) -> list[str]:
     """Methods that failed, and texts that differ from plain decoding's."""
-    lines = []
+    failures: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, entry in summary["methods"].items():
         for error in entry["errors"]:
-            what = "cannot run here" if not entry["calls"] else "failed at times"
-            lines.append(f"{name} {what}: {error}")
+            failures["failed at times" if entry["calls"] else "cannot run here", error].append(name)
+    lines = [f"{', '.join(names)}: {what}: {error}" for (what, error), names in failures.items()]
+    for name, entry in summary["methods"].items():
         text = entry.get("text")
         if text and text["differences"]:
             first = text["differences"][0]

@@ -307,13 +307,23 @@ class _Run:
                     attention_mask=inputs.get("attention_mask"),
                     **{**self.options, **self.caller.arguments(method.request)},
                 )
-            # Made before that call, and there to stay.
-            row["persistent_bytes"] = (
-                _weight_bytes(self.assistant) if method.name == "assistant" else self.copies.get(method.name, 0)
-            )
+            row["persistent_bytes"] = self._persistent_bytes(method)
         except Exception as error:
             row["error"] = first_line(error)
         self.folder.append(row)
+
+    def _persistent_bytes(self, method: Method) -> int:
+        """What a method holds from call to call: low-bit copies, or another model."""
+        if method.name == "assistant":
+            return _weight_bytes(self.assistant)
+        if not method.is_own:
+            return 0
+        # Methods share their copies, so each is made to begin without any.
+        _drop_copies(self.model)
+        with self.caller.alone(method.name, learn=False):
+            options = {**self.options, "max_new_tokens": 2}
+            self.model.generate(**self._inputs(0), **{**options, **self.caller.arguments(method.request)})
+        return max(_copy_bytes(self.model), self.copies.get(method.name, 0))
 
     def _measure_margins(self) -> None:
         """How close plain decoding's decision was wherever a text has left its text."""
@@ -412,10 +422,17 @@ def _weight_bytes(model: Any) -> int:
 def _copy_bytes(model: Any) -> int:
     """Bytes of the low-bit copies that a model holds."""
     try:
-        from ..precision import copy_bytes  # type: ignore[import-not-found, unused-ignore]
+        from ..precision import copy_bytes
     except ImportError:  # not there yet
         return 0
     return int(copy_bytes(model))
+
+
+def _drop_copies(model: Any) -> None:
+    with contextlib.suppress(ImportError):
+        from ..precision import drop_copies
+
+        drop_copies(model)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -234,7 +234,8 @@ def benchmark(
         return
     from .benchmark_view import benchmark_view
 
-    out().print(benchmark_view(summary))
+    console = out()
+    console.print(benchmark_view(summary, console.width))
     said = "with a plot" if summary["plot"] == "plot.png" else f"plot {summary['plot']}"
     err().print(f"\nWritten to {folder.path} ({said})", style="dim", soft_wrap=True, markup=False)
 

@@ -78,26 +78,70 @@ def _ratios(ratios: Mapping[str, float]) -> str:
     )
 
 
-def benchmark_view(summary: Mapping[str, Any]) -> RenderableType:
-    """The tables of a finished run, with the conditions below."""
-    from ..benchmark.report import conditions, overview, problems
+def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
+    """The tables of a finished run, with the conditions below.
 
-    header, lines = overview(summary)
-    table = _table(header)
-    for line in lines:
-        table.add_row(*line)
-    parts: list[RenderableType] = [table, Text("Ratio by category: median, below it the least and the greatest.")]
-    parts.append(_category_table(summary))
-    parts += [Text(note) for note in problems(summary)]
-    parts += [Text(), *(Text(line, style="dim") for line in conditions(summary))]
+    Args:
+        summary: of the run.
+        width: of the terminal; a table by category that is wider is cut into several.
+    """
+    from ..benchmark.report import conditions, problems
+
+    parts: list[RenderableType] = [_overview(summary)]
+    parts.append(Text("Ratio by category: median, below it the least and the greatest."))
+    parts += _category_tables(summary, width)
+    notes = problems(summary)
+    parts += [Text(note) for note in notes]
+    parts += [Text()] * bool(notes)
+    parts += [Text(line, style="dim") for line in conditions(summary)]
     return Group(*parts)
 
 
-def _category_table(summary: Mapping[str, Any]) -> Table:
+def _overview(summary: Mapping[str, Any]) -> Table:
+    from ..benchmark.report import overview
+
+    header, lines = overview(summary)
+    table = _table([_HEADERS.get(title, title) for title in header])
+    for line in lines:
+        # "0.93 (code)", "12 of 12", "3.1 MB (0.5%)": two lines save the width of one.
+        table.add_row(*(cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line))
+    return table
+
+
+_HEADERS = {
+    "geometric mean": "geom.\nmean",
+    "worst category": "worst\ncategory",
+    "decoding only": "decode\nonly",
+    "identical text": "same\ntext",
+    "acceptance": "accep-\ntance",
+    "tokens per round": "tok./\nround",
+    "engine efficiency": "effi-\nciency",
+    "extra memory": "extra\nmemory",
+}
+
+
+def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     from ..benchmark.report import categories_of
 
-    categories = categories_of(summary)
-    table = _table(["method", *(category.replace("-", "-\n").replace(" ", "\n") for category in categories)])
+    first = max([len("method"), *map(len, summary["methods"])]) + 1
+    chunks: list[list[str]] = []
+    taken = width
+    for category in categories_of(summary):
+        needed = max(9, *map(len, _broken(category).split("\n"))) + 1
+        if taken + needed > width:
+            chunks.append([])
+            taken = first
+        chunks[-1].append(category)
+        taken += needed
+    return [_category_table(summary, chunk) for chunk in chunks]
+
+
+def _broken(category: str) -> str:
+    return category.replace("-", "-\n").replace(" ", "\n")
+
+
+def _category_table(summary: Mapping[str, Any], categories: list[str]) -> Table:
+    table = _table(["method", *map(_broken, categories)])
     for name, entry in summary["methods"].items():
         if "ratio" not in entry:
             continue
@@ -117,5 +161,5 @@ def _category_table(summary: Mapping[str, Any]) -> Table:
 def _table(header: list[str]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for i, title in enumerate(header):
-        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
     return table
