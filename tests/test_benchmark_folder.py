@@ -59,10 +59,10 @@ def test_other_arguments_are_refused_and_named(tmp_path: Path) -> None:
 def test_a_folder_that_is_something_else(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(FileExistsError, match="is a file. Choose another folder with --output"):
+    with pytest.raises(FileExistsError, match=r"is a file. Choose another folder with --output"):
         RunFolder(file, ARGUMENTS)
     (tmp_path / "rows.jsonl").touch()
-    with pytest.raises(ValueError, match="holds rows.jsonl without a config.json"):
+    with pytest.raises(ValueError, match=r"holds rows.jsonl without a config.json"):
         RunFolder(tmp_path, ARGUMENTS)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not readable"):
@@ -72,14 +72,14 @@ def test_a_folder_that_is_something_else(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(OSError, match="cannot be written to .*Choose another folder with --output"):
+    with pytest.raises(OSError, match=r"cannot be written to .*Choose another folder with --output"):
         RunFolder(file / "below", ARGUMENTS)
 
     def refused(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
-    with pytest.raises(PermissionError, match="cannot be written to .*: Permission denied"):
+    with pytest.raises(PermissionError, match=r"cannot be written to .*: Permission denied"):
         RunFolder(tmp_path / "run", ARGUMENTS)
 
 

@@ -120,7 +120,7 @@ def test_bad_files(name: str, content: str | bytes, message: str, tmp_path: Path
 
 
 def test_bad_choices(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no prompt file 'nowhere.jsonl'"):
+    with pytest.raises(FileNotFoundError, match=r"no prompt file 'nowhere.jsonl'"):
         load_prompts(["nowhere.jsonl"])
     with pytest.raises(ValueError, match=r"category 'poetry'; there are 'writing'"):
         load_prompts(categories=["poetry"])

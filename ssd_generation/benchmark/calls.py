@@ -137,6 +137,11 @@ class Caller:
             arguments["self_speculative"] = SelfSpeculativeConfig.from_dict(arguments["self_speculative"])
         return arguments
 
+    def config_of(self, method: str) -> Any:
+        """The config that this method last drafted by, also where it was left to the library; `None` for the others."""
+        # The newest key of what its policies are kept under.
+        return next(reversed(self._learnt.get(method, {})), None)
+
     @contextlib.contextmanager
     def alone(self, method: str, learn: bool = True) -> Iterator[None]:
         """The model as this method knows it.

@@ -71,11 +71,13 @@ def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float
     The measured one is that of decoding alone: both calls without their pass over the prompt, which is as long in
     either. The formula is `SpeculationStatistics.theoretical_speedup` with this call's own rounds and, as costs,
 
-    - without `costs`, the same run's: c = time in drafting per drafted token / plain step, v = time in verifying per
-      round / plain step, where the plain step is that of the plain call beside it. What is missing to 1 is then time
-      outside drafting and verifying;
-    - with `costs`, the stored ones: c from `draft_step` (tokens that were looked up cost nothing), v from `verify` at
-      each round's number of tokens. What is missing to 1 is then also whatever drafting and verifying took beyond that.
+    - without `costs`, the same run's: c = time in drafting per self-drafted token / plain step, v = time in verifying
+      per round / plain step, where the plain step is that of the plain call beside it. What is missing to 1 is then
+      time outside drafting and verifying;
+    - with `costs`, those measured beforehand: c from `draft_step`, v from `verify` at each round's number of tokens.
+      What is missing to 1 is then also whatever drafting and verifying took beyond that.
+
+    Tokens that were looked up cost nothing in either.
 
     Args:
         row: a call of this library.
@@ -93,14 +95,14 @@ def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float
     acted = SpeculationStatistics(
         drafted_by_depth=list(done["drafted_by_depth"]),
         accepted_by_depth=list(done["accepted_by_depth"]),
+        looked_up_tokens=done["looked_up_tokens"],
         round_accepted=[accepted],
     )
-    drafted = max(acted.drafted_tokens, 1)
     if costs is None:
-        draft_cost = done["draft_seconds"] / drafted / step
+        draft_cost = done["draft_seconds"] / max(acted.self_drafted_tokens, 1) / step
         verify_cost = done["verify_seconds"] / acted.rounds / step
     else:
-        draft_cost = costs.draft_step / costs.plain_step * done["draft_passes"] / drafted
+        draft_cost = costs.draft_step / costs.plain_step
         # How many rounds drafted at least 0, 1, 2, … tokens.
         reached = [acted.rounds, *acted.drafted_by_depth, 0]
         verify_cost = sum(
@@ -196,6 +198,7 @@ def _drafting(rows: Sequence[Row]) -> dict[str, Any] | None:
     return {
         "rounds": rounds,
         "drafted_tokens": drafted,
+        "looked_up_tokens": sum(call.get("looked_up_tokens", 0) for call in done),
         "drafted_per_round": drafted / rounds if rounds else None,
         "tokens_per_round": (total("accepted_tokens") + rounds) / rounds if rounds else None,
         "acceptance_rate": total("accepted_tokens") / drafted if drafted else None,
@@ -249,6 +252,7 @@ def summarise(
     prompts = {(row["prompt"], row["category"]) for row in _calls(rows)}
     margins = {(r["prompt"], r["method"], r["repeat"]): r for r in rows if r["kind"] == "difference"}
     memory = {row["method"]: row for row in rows if row["kind"] == "memory" and "error" not in row}
+    configs = {row["method"]: row["config"] for row in rows if row["kind"] == "config"}
     methods: dict[str, Any] = {}
     for name in arguments["methods"]:
         if name == PLAIN:
@@ -262,6 +266,7 @@ def summarise(
             if not arguments["do_sample"]:
                 entry["text"] = _identity(own, margins)
             entry["drafting"] = _drafting([row for row, _ in own])
+            entry["config"] = configs.get(name)
             entry["engine_efficiency"] = spread(_known(engine_efficiency(row, plain) for row, plain in own))
             entry["engine_efficiency_at_stored_costs"] = spread(
                 _known(
@@ -621,7 +626,8 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
         )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    if methods:
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150, format="png")
 
 

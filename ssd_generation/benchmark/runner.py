@@ -16,7 +16,9 @@ import torch
 
 from ..comparison import describe_environment, find_difference, first_difference
 from ..config import SelfSpeculativeConfig
+from ..costs import costs_of
 from ..generation import enable_self_speculative
+from ..precision import copy_bytes, drop_copies
 from .calls import Caller, first_line, load_average
 from .folder import ENVIRONMENT, PLOT, SUMMARY, TABLE, RunFolder
 from .memory import peak_bytes
@@ -205,20 +207,20 @@ class _Run:
         self.session = max((row.get("session", 0) for row in folder.rows), default=0) + 1
         self.failed = {row["method"] for row in folder.rows if row["kind"] == "failed"}
         self.copies: dict[str, int] = {}
+        self.configs: dict[str, SelfSpeculativeConfig] = {}
 
     def everything(self) -> None:
-        finished = {_key(row) for row in self.folder.rows if row["kind"] == "call"}
+        finished = _finished(self.folder.rows)
         measured = {row["method"] for row in self.folder.rows if row["kind"] == "memory"}
         wanted = [
             (repeat, index, method)
             for repeat in range(self.settings.repeats)
             for index in range(len(self.prompts))
             for method in self._turn(index + repeat)
-            if (self.prompts[index].id, method.name, repeat) not in finished
+            if (self.prompts[index].id, method.name, repeat) not in finished and method.name not in self.failed
         ]
-        weighed = [m for m in self.methods if self.settings.memory and m.name not in measured]
+        weighed = [m for m in self.methods if self.settings.memory and m.name not in measured | self.failed]
         to_warm = [m for m in self.methods if m in weighed or any(m is method for _, _, method in wanted)]
-        to_warm = [m for m in to_warm if m.name not in self.failed]
         self.total = len(finished) + len(wanted) + len(weighed) + len(to_warm) * self.settings.warm_up
         self.done = len(finished)
         if not wanted and not weighed:
@@ -256,7 +258,7 @@ class _Run:
         return {key: value.to(self.model.device) for key, value in encoded.items()}
 
     def _warm_up(self, method: Method) -> None:
-        before = _copy_bytes(self.model)
+        before = copy_bytes(self.model)
         for _ in range(self.settings.warm_up):
             self._tell(f"warm-up, {method.name}")
             try:
@@ -269,7 +271,7 @@ class _Run:
                 self.failed.add(method.name)
                 self.folder.append({"kind": "failed", "method": method.name, "error": first_line(error)})
             self.done += 1
-        self.copies[method.name] = _copy_bytes(self.model) - before
+        self.copies[method.name] = copy_bytes(self.model) - before
 
     def _measure(self, method: Method, index: int, repeat: int, position: int) -> None:
         prompt = self.prompts[index]
@@ -293,8 +295,21 @@ class _Run:
             row["error"] = first_line(error)
         else:
             row |= call.to_dict()
-            row["costs"] = _costs_of(method, self.model)
+            row["costs"] = self._costs_of(method)
         self.folder.append(row)
+
+    def _costs_of(self, method: Method) -> dict[str, Any] | None:
+        """The costs that a call went by, if it went by any; and a row for its config when that is new."""
+        config = self.caller.config_of(method.name)
+        if not isinstance(config, SelfSpeculativeConfig):
+            return None
+        if self.configs.get(method.name) != config:
+            self.configs[method.name] = config
+            self.folder.append({"kind": "config", "method": method.name, "config": config.to_dict()})
+        costs = config.costs
+        if costs is None and config.drafting.policy == "cost":
+            costs = costs_of(self.model, config)  # measured in its first call, and kept
+        return None if costs is None else costs.to_dict()
 
     def _measure_memory(self, method: Method) -> None:
         inputs = self._inputs(0)
@@ -319,11 +334,11 @@ class _Run:
         if not method.is_own:
             return 0
         # Methods share their copies, so each is made to begin without any.
-        _drop_copies(self.model)
+        drop_copies(self.model)
         with self.caller.alone(method.name, learn=False):
             options = {**self.options, "max_new_tokens": 2}
             self.model.generate(**self._inputs(0), **{**options, **self.caller.arguments(method.request)})
-        return max(_copy_bytes(self.model), self.copies.get(method.name, 0))
+        return max(copy_bytes(self.model), self.copies.get(method.name, 0))
 
     def _measure_margins(self) -> None:
         """How close plain decoding's decision was wherever a text has left its text."""
@@ -358,7 +373,7 @@ class _Run:
         summary = summarise(self.folder.rows, self.folder.arguments, self.environment, _weight_bytes(self.model))
         rows = len(self.methods) * len(self.prompts) * self.settings.repeats
         failed = len(self.failed) * len(self.prompts) * self.settings.repeats
-        done = len({_key(row) for row in self.folder.rows if row["kind"] == "call"})
+        done = len(_finished(self.folder.rows))
         return write_summary(self.folder, {**summary, "complete": complete, "rows_done": done, "rows": rows - failed})
 
 
@@ -399,6 +414,17 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, int]:
     return row["prompt"], row["method"], row["repeat"]
 
 
+def _finished(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str, int]]:
+    """The calls that need not be made again: those whose plain call was made in the same session, or that failed."""
+    calls = [row for row in rows if row["kind"] == "call"]
+    complete = {(*_key(row), row["session"]) for row in calls if row["method"] == PLAIN}
+    return {
+        _key(row)
+        for row in calls
+        if "error" in row or (row["prompt"], PLAIN, row["repeat"], row["session"]) in complete
+    }
+
+
 def _groups(wanted: Sequence[tuple[int, int, Method]]) -> Iterator[tuple[tuple[int, int], list[Method]]]:
     """The methods wanted for each repeat and prompt, in order."""
     groups: dict[tuple[int, int], list[Method]] = {}
@@ -407,32 +433,8 @@ def _groups(wanted: Sequence[tuple[int, int, Method]]) -> Iterator[tuple[tuple[i
     yield from groups.items()
 
 
-def _costs_of(method: Method, model: Any) -> dict[str, Any] | None:
-    """The stored costs that a call went by, if it had any."""
-    costs = getattr(model.last_speculation, "costs", None) if method.is_own else None
-    if costs is None and method.config is not None:
-        costs = method.config.costs
-    return None if costs is None else costs.to_dict()
-
-
 def _weight_bytes(model: Any) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def _copy_bytes(model: Any) -> int:
-    """Bytes of the low-bit copies that a model holds."""
-    try:
-        from ..precision import copy_bytes
-    except ImportError:  # not there yet
-        return 0
-    return int(copy_bytes(model))
-
-
-def _drop_copies(model: Any) -> None:
-    with contextlib.suppress(ImportError):
-        from ..precision import drop_copies
-
-        drop_copies(model)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
