@@ -159,7 +159,7 @@ def _category_table(summary: Mapping[str, Any], categories: list[str]) -> Table:
 
 
 def _table(header: list[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for i, title in enumerate(header):
         table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
     return table
