@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,10 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache import DraftCache, add_spare_room
-from .drafting import DraftPolicy, make_policy
+from .drafting import NO_MATCH, DraftPolicy, Match, make_policy
+from .lookup import NGramIndex
+from .passes import draft_passes
+from .precision import copies_of
 from .skip_mode import SkipMode
 from .sublayers import locate_sublayers
 from .timing import Stopwatch
@@ -42,24 +46,33 @@ _NOT_FOR_DRAFTS = frozenset(
     )
 )
 
+Step = Callable[[torch.Tensor, int], torch.Tensor]
+"""`(token (B, 1), depth) → logits (B, 1, V)`."""
+
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(drafted tokens so far (B, i), logits (B, V)) → scores (B, V)`."""
 
 
 @dataclass
 class Draft:
-    """What one round drafted.
+    """What one round drafted: tokens of the model in skip mode, and behind them tokens that lookup copied.
 
     Attributes:
         tokens: `(B, k)` drafted tokens.
-        scores: `(B, k, V)` scores after all logits processors, whose softmax the tokens were drawn from; `None` under
-            greedy decoding or where k = 0.
+        scores: `(B, k, V)` scores after all logits processors, whose softmax the tokens were drawn from; all of it on
+            one token where that was looked up (q = 1). `None` under greedy decoding or where k = 0.
         lengths: tokens drafted per row, 0 … k; what stands behind them in `tokens` is to be ignored.
+        self_lengths: how many of them the model drafted itself, per row.
+        matches: what lookup offered behind those, per row.
+        complete: per row, whether the model drafted as far as the policy said at first.
     """
 
     tokens: torch.Tensor
     scores: torch.Tensor | None
     lengths: list[int]
+    self_lengths: list[int]
+    matches: list[Match]
+    complete: list[bool]
 
 
 class SelfSpeculativeCandidateGenerator(CandidateGenerator):
@@ -76,10 +89,12 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         generation_config: the prepared generation config of the call (`do_sample`, `max_length`, end-of-sequence
             tokens).
         logits_processor: the processors of the call, applied to the draft's logits exactly as to the target's.
-        policy: draft-length policy; by default a new one made from `config.drafting`. Pass one to carry its state on.
+        policy: draft-length policy; by default a new one made from `config.drafting` and `config.costs`. Pass one to
+            carry its state on.
 
     Raises:
-        ValueError: the config does not fit the model.
+        ValueError: the config does not fit the model, low-bit copies cannot be made of it, or the policy goes by costs
+            and the config has none (`generate` measures them).
     """
 
     requires_model_outputs = True
@@ -97,8 +112,14 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         config.validate_for(num_layers=len(layout), model_type=model_type)
         self.model = model
         self.config = config
-        self.policy = policy if policy is not None else make_policy(config.drafting)
-        self.skip_mode = SkipMode(model, config.skip)
+        if policy is None:
+            policy = make_policy(
+                config.drafting, config.costs, self_drafts=config.drafts_itself, lookup=config.lookup is not None
+            )
+        self.policy = policy
+        copies = copies_of(model, config.skip, config.precision) if config.precision else None
+        self.skip_mode = SkipMode(model, config.skip, () if copies is None else copies.forwards())
+        self.flat = draft_passes(model, config.skip, copies) if config.drafts_itself else None
         self.skipped_attention = frozenset(config.skip.attention)
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         self.do_sample = bool(generation_config.do_sample)
@@ -108,7 +129,8 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         self.draft_passes = 0
         self.stopwatch = Stopwatch(model.device)
         self._draft_cache: DraftCache | None = None
-        self._last_round = 0, 0
+        self._last_draft: Draft | None = None
+        self._index: NGramIndex | None = None
 
     # ------------------------------------------------------------------------------------------------------------------
     # transformers' interface
@@ -143,17 +165,18 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
             `torch.LongTensor` of shape `(1, sequence_length + k)`, and the scores that the k tokens were drawn from, of
             shape `(1, k, vocab_size)`; `None` for the scores under greedy decoding or where nothing was drafted.
         """
-        self._last_round = 0, 0
+        self._last_draft = None
         cache = (model_kwargs or {}).get("past_key_values")
         limit = self.max_length - input_ids.shape[1] - 1
         if is_first_iteration or cache is None or limit < 1:
             return input_ids, None
-        length = self.policy.draft_length(limit)
-        if length == 0:
-            return input_ids, None
         add_spare_room(cache)
         model_kwargs = model_kwargs or {}
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        if self._index is None:
+            self._index = self.new_index()
+        if self._index is not None:
+            self._index.extend(input_ids[0, len(self._index) :].tolist())
 
         def process(drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             return self.logits_processor(torch.cat((input_ids, drafted), dim=1), logits)  # type: ignore[no-any-return]
@@ -161,14 +184,16 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         draft = self.draft(
             input_ids[:, -1:],
             cache,
-            length=length,
-            row_limits=[length],
+            limits=[limit],
             attention_mask=mask,
             position_ids=None if positions is None else positions[..., -1:],
             model_kwargs=model_kwargs,
             process=process if len(self.logits_processor) else None,
+            indexes=None if self._index is None else [self._index],
         )
-        self._last_round = draft.tokens.shape[1], length
+        self._last_draft = draft
+        if draft.tokens.shape[1] == 0:
+            return input_ids, None
         return torch.cat((input_ids, draft.tokens), dim=1), draft.scores  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
@@ -179,8 +204,32 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
             scores: the target's scores; not used.
             num_matches: drafted tokens accepted.
         """
-        drafted, asked = self._last_round
-        self.policy.update(drafted, min(int(num_matches), drafted), reached_end=drafted == asked)
+        if self._last_draft is not None:
+            self.learn(self._last_draft, [int(num_matches)], rows=[0])
+
+    def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:
+        """Tell the draft-length policy how a round went.
+
+        Args:
+            draft: what was drafted.
+            accepted: drafted tokens accepted, per row of the batch.
+            rows: the rows that drafted.
+        """
+        for row in rows:
+            self.policy.update(
+                draft.self_lengths[row],
+                min(accepted[row], draft.lengths[row]),
+                reached_end=draft.complete[row],
+                looked_up=draft.lengths[row] - draft.self_lengths[row],
+                match=draft.matches[row],
+            )
+
+    def new_index(self) -> NGramIndex | None:
+        """An empty index for prompt lookup, or `None` where the config asks for none."""
+        lookup = self.config.lookup
+        if lookup is None:
+            return None
+        return NGramIndex(max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram, max_tokens=lookup.max_tokens)
 
     # ------------------------------------------------------------------------------------------------------------------
     # the draft loop
@@ -190,89 +239,223 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         last_token: torch.Tensor,
         cache: Cache,
         *,
-        length: int,
-        row_limits: Sequence[int],
+        limits: Sequence[int],
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         model_kwargs: dict[str, Any],
         process: Processor | None,
+        indexes: Sequence[NGramIndex | None] | None = None,
     ) -> Draft:
-        """Draft up to `length` tokens per row in skip mode.
+        """Draft for one round: as far as the policy says, and at most `limits`.
 
         Args:
             last_token (`torch.LongTensor` of shape `(B, 1)`): the last token of each row, which is not in the cache
-            yet.
+                yet.
             cache: the target's cache.
-            length: the most tokens to draft, ≥ 1.
-            row_limits: the most tokens that are of use, per row.
+            limits: the most tokens that are of use, per row; 0 for a row that rests.
             attention_mask (`torch.LongTensor` of shape `(B, slots + 1)`, *optional*): mask of the cached slots and the
-            last
-                token.
+                last token.
             position_ids (`torch.LongTensor` of shape `(B, 1)`, *optional*): position of the last token.
             model_kwargs: further keyword arguments of the model's passes.
             process: applies the logits processors; `None` where there are none.
+            indexes: the text of each row, for prompt lookup; `None` without.
 
         Returns:
             The draft.
         """
         self.stopwatch.start()
+        policy, batch = self.policy, last_token.shape[0]
+        rows = [row for row in range(batch) if limits[row] > 0]
+
+        def match_of(row: int, tail: Sequence[int] = ()) -> Match:
+            index = None if indexes is None else indexes[row]
+            if index is None:
+                return NO_MATCH
+            found, length = index.find(tail)
+            return Match(len(found), length)
+
+        wanted = [0] * batch
+        for row in rows:
+            wanted[row] = policy.draft_length(limits[row], match_of(row))
+        lengths = list(wanted)
+        length = max(wanted, default=0)
+        tokens: list[torch.Tensor] = []
+        scores: list[torch.Tensor] = []
+        tails: list[list[int]] = [[] for _ in range(batch)]
+        # Reading a token back makes the host wait for the device; on the CPU that costs nothing.
+        on_cpu = last_token.device.type == "cpu"
+        reads_tokens = on_cpu and (bool(self.eos_token_ids) or indexes is not None)
+        if length:
+            step = self._stepper(last_token, cache, length, attention_mask, position_ids, model_kwargs)
+            token = last_token
+            with self._in_skip_mode(step):
+                for depth in range(length):
+                    logits = step(token, depth)[:, -1].to(dtype=torch.float32, device=last_token.device)
+                    if process is not None:
+                        self._pause(step)
+                        drafted = torch.cat(tokens, dim=1) if tokens else token[:, :0]
+                        # A copy, since processors may write into their input, which may be a view of the model's
+                        # output.
+                        logits = process(drafted, logits.clone())
+                        self._resume(step)
+                    token, probability = self._choose(logits)
+                    tokens.append(token)
+                    if self.do_sample:
+                        scores.append(logits)
+                    if reads_tokens:
+                        for row, number in enumerate(token.squeeze(1).tolist()):
+                            tails[row].append(number)
+                    if depth + 1 < length and (reads_tokens or probability is not None):
+                        confidence = probability.tolist() if probability is not None else [1.0] * batch
+                        for row in rows:
+                            if lengths[row] <= depth + 1:
+                                continue
+                            ended = reads_tokens and tails[row][-1] in self.eos_token_ids
+                            match = match_of(row, tails[row]) if reads_tokens and not ended else NO_MATCH
+                            if ended or not policy.keep_drafting(depth + 1, confidence[row], match):
+                                lengths[row] = depth + 1
+                        if max(lengths) <= depth + 1:
+                            break
+        self.draft_passes += len(tokens)
+        draft = Draft(
+            tokens=torch.cat(tokens, dim=1) if tokens else last_token[:, :0],
+            scores=torch.stack(scores, dim=1) if scores else None,
+            lengths=lengths,
+            self_lengths=list(lengths),
+            matches=[NO_MATCH] * batch,
+            complete=[made == asked for made, asked in zip(lengths, wanted, strict=True)],
+        )
+        if indexes is not None:
+            self._look_up(draft, indexes, rows, limits, tails)
+        self.stopwatch.stop()
+        return draft
+
+    def _look_up(
+        self,
+        draft: Draft,
+        indexes: Sequence[NGramIndex | None],
+        rows: Sequence[int],
+        limits: Sequence[int],
+        tails: list[list[int]],
+    ) -> None:
+        """Append looked-up tokens to each row's own, as many as the policy says."""
+        own = draft.tokens.shape[1]
+        copied: list[list[int]] = [[] for _ in draft.lengths]
+        for row in rows:
+            index, drafted = indexes[row], draft.self_lengths[row]
+            if index is None:
+                continue
+            tail = tails[row] if len(tails[row]) == own else draft.tokens[row].tolist()
+            tail = tail[:drafted]
+            if tail and tail[-1] in self.eos_token_ids:
+                continue
+            found, length = index.find(tail)
+            draft.matches[row] = Match(len(found), length)
+            count = self.policy.lookup_length(drafted, draft.matches[row], limits[row] - drafted)
+            found = found[:count]
+            ends = [place for place, token in enumerate(found) if token in self.eos_token_ids]
+            copied[row] = found[: ends[0] + 1] if ends else found
+            draft.lengths[row] = drafted + len(copied[row])
+        if not any(copied):
+            return
+        total = max(draft.lengths)
+        tokens = torch.nn.functional.pad(draft.tokens[:, :total], (0, max(total - own, 0)))
+        for row, found in enumerate(copied):
+            if found:
+                first = draft.self_lengths[row]
+                tokens[row, first : first + len(found)] = torch.tensor(found, device=tokens.device)
+        if self.do_sample:
+            # Nothing but the copied token could have been drawn: q = 1.
+            vocabulary = self._vocabulary
+            certain = tokens.new_full((*tokens.shape, vocabulary), -torch.inf, dtype=torch.float32)
+            certain.scatter_(2, tokens[..., None], 0.0)
+            if draft.scores is not None:
+                for row, count in enumerate(draft.self_lengths):
+                    certain[row, :count] = draft.scores[row, :count]
+            draft.scores = certain
+        draft.tokens = tokens
+
+    @property
+    def _vocabulary(self) -> int:
+        head = self.model.get_output_embeddings()
+        known = getattr(head, "out_features", None)
+        return int(known if known is not None else self.model.config.get_text_config(decoder=True).vocab_size)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # one drafting pass
+
+    def _stepper(
+        self,
+        last_token: torch.Tensor,
+        cache: Cache,
+        length: int,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        model_kwargs: dict[str, Any],
+    ) -> Step:
+        """`(token (B, 1), depth) → logits (B, 1, V)`: the next pass of this round's draft."""
+        passed_on = {key: value for key, value in model_kwargs.items() if key not in _NOT_FOR_DRAFTS}
+        if self._can_be_flat(last_token, attention_mask, position_ids, passed_on):
+            flat = self.flat
+            assert flat is not None and position_ids is not None
+            positions = position_ids + torch.arange(length, device=position_ids.device)
+
+            def flat_step(token: torch.Tensor, depth: int) -> torch.Tensor:
+                logits = flat.run(cache, token, positions[:, depth : depth + 1], drafted=depth, ahead=length)
+                assert logits is not None
+                return logits
+
+            if flat.can_run(cache, 1):
+                return flat_step
         if self._draft_cache is None or self._draft_cache.target is not cache:
             self._draft_cache = DraftCache(cache, self.skipped_attention)
         else:
             self._draft_cache.rewind()
-        passed_on = {key: value for key, value in model_kwargs.items() if key not in _NOT_FOR_DRAFTS}
+        slots = 0
         if attention_mask is not None:
             # One mask for all steps; each sees the left part of it.
+            slots = attention_mask.shape[1]
             attention_mask = torch.nn.functional.pad(attention_mask, (0, length), value=1)
-            slots = attention_mask.shape[1] - length
-        policy = self.policy
-        batch = last_token.shape[0]
-        # Reading a token back makes the host wait for the device; on the CPU that costs nothing.
-        watches_eos = bool(self.eos_token_ids) and last_token.device.type == "cpu"
-        tokens: list[torch.Tensor] = []
-        scores: list[torch.Tensor] = []
-        lengths = [min(limit, length) for limit in row_limits]
-        token = last_token
 
-        with self.skip_mode:
-            for depth in range(length):
-                inputs = self.model.prepare_inputs_for_generation(
-                    token,
-                    past_key_values=self._draft_cache,
-                    attention_mask=None if attention_mask is None else attention_mask[:, : slots + depth],
-                    position_ids=None if position_ids is None else position_ids + depth,
-                    **passed_on,
-                )
-                outputs = self.model(**inputs, return_dict=True)
-                logits = outputs.logits[:, -1].to(dtype=torch.float32, device=last_token.device)
-                if process is not None:
-                    self.skip_mode.pause()
-                    drafted = torch.cat(tokens, dim=1) if tokens else token[:, :0]
-                    # A copy, since processors may write into their input, which may be a view of the model's output.
-                    logits = process(drafted, logits.clone())
-                    self.skip_mode.resume()
-                token, probability = self._choose(logits)
-                tokens.append(token)
-                if self.do_sample:
-                    scores.append(logits)
-                if depth + 1 < length and (watches_eos or probability is not None):
-                    ends = token.squeeze(1).tolist() if watches_eos else [None] * batch
-                    confidence = probability.tolist() if probability is not None else [1.0] * batch
-                    for row in range(batch):
-                        if lengths[row] > depth + 1 and (
-                            ends[row] in self.eos_token_ids or not policy.keep_drafting(depth + 1, confidence[row])
-                        ):
-                            lengths[row] = depth + 1
-                    if max(lengths) <= depth + 1:
-                        break
-        count = len(tokens)
-        self.draft_passes += count
-        self.stopwatch.stop()
-        return Draft(
-            tokens=torch.cat(tokens, dim=1),
-            scores=torch.stack(scores, dim=1) if scores else None,
-            lengths=[min(n, count) for n in lengths],
+        def step(token: torch.Tensor, depth: int) -> torch.Tensor:
+            inputs = self.model.prepare_inputs_for_generation(
+                token,
+                past_key_values=self._draft_cache,
+                attention_mask=None if attention_mask is None else attention_mask[:, : slots + depth],
+                position_ids=None if position_ids is None else position_ids + depth,
+                **passed_on,
+            )
+            return self.model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
+
+        step.runs_model = True  # type: ignore[attr-defined]
+        return step
+
+    def _can_be_flat(
+        self,
+        last_token: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        passed_on: dict[str, Any],
+    ) -> bool:
+        return (
+            self.flat is not None
+            and last_token.shape[0] == 1
+            and position_ids is not None
+            and position_ids.ndim == 2
+            and (attention_mask is None or bool(attention_mask.all()))
+            and not any(isinstance(value, torch.Tensor) for value in passed_on.values())
         )
+
+    def _in_skip_mode(self, step: Step) -> Any:
+        return self.skip_mode if getattr(step, "runs_model", False) else nullcontext()
+
+    def _pause(self, step: Step) -> None:
+        if getattr(step, "runs_model", False):
+            self.skip_mode.pause()
+
+    def _resume(self, step: Step) -> None:
+        if getattr(step, "runs_model", False):
+            self.skip_mode.resume()
 
     def _choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The next drafted token, `(B, 1)`, and its probability, `(B,)`, where the policy wants it."""

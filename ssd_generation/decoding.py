@@ -23,9 +23,11 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.cache_utils import Cache
 from transformers.generation import logits_process
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import SpareRoomSlidingLayer, add_spare_room, move_rows, trim_windows
 from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
+from .passes import flat_passes
 from .statistics import SpeculationStatistics
 from .timing import Stopwatch
 from .verification import accept_greedy, accept_sampled, argmax
@@ -148,6 +150,8 @@ class SelfSpeculativeDecoding:
             batch_size=batch, prompt_tokens=prompt, round_accepted=[[] for _ in range(batch)], new_tokens=[0] * batch
         )
 
+        indexes = [self.generator.new_index() for _ in range(batch)]
+        self.indexes = [index for index in indexes if index is not None] or None
         self.verifying = Stopwatch(self.model.device)
         running = self._prefill(input_ids, model_kwargs)
         self.statistics.prompt_seconds = time.perf_counter() - started
@@ -204,6 +208,7 @@ class SelfSpeculativeDecoding:
         self.token_types = {key: model_kwargs.pop(key) for key in list(model_kwargs) if key.endswith("token_type_ids")}
         model_kwargs.pop("inputs_embeds", None)
         self.model_kwargs = model_kwargs
+        self.flat = flat_passes(self.model) if self._can_play_back() else None
 
         raw, logits = self._logits(outputs, 1)
         scores = self._process(logits, 1)
@@ -238,10 +243,12 @@ class SelfSpeculativeDecoding:
             room.append(min(self.max_length - self.lengths[row], self.max_lead - lead))
             active[row] = active[row] and room[row] > 0
         rope_limit = self._wait_for_rope(active)
-        room = [most if active[row] else 1 for row, most in enumerate(room)]
-        limit = min(max(room) - 1, rope_limit)
-        length = self.generator.policy.draft_length(limit) if limit > 0 else 0
-        draft = self._draft(length, [min(r - 1, length) for r in room]) if length else None
+        limits = [min(room[row] - 1, rope_limit) if active[row] else 0 for row in range(self.batch)]
+        draft = self._draft(limits) if max(limits) > 0 else None
+        drafting_rows = [row for row in range(self.batch) if limits[row] > 0]
+        made = draft
+        if draft is not None and draft.tokens.shape[1] == 0:
+            draft = None
         count = 0 if draft is None else draft.tokens.shape[1]
 
         self.verifying.start()
@@ -270,16 +277,17 @@ class SelfSpeculativeDecoding:
             new = torch.cat((draft.tokens, new), dim=1).scatter(1, kept[:, None], new)
         self._append(new, added)
         self._move_on(added, count + 1)
-        self.statistics.record_round(drafted, accepted, rows)
-        self.generator.policy.update(
-            sum(drafted[row] for row in rows),
-            sum(accepted[row] for row in rows),
-            reached_end=any(drafted[row] == length for row in rows),
-        )
+        self.statistics.record_round(drafted, accepted, rows, None if draft is None else draft.self_lengths)
+        if made is not None:
+            self.generator.learn(made, accepted, drafting_rows)
         return self._commit()
 
-    def _draft(self, length: int, limits: list[int]) -> Draft:
+    def _draft(self, limits: list[int]) -> Draft:
         pending = self._pending()
+        if self.indexes is not None:
+            for row, index in enumerate(self.indexes):
+                if limits[row] > 0:
+                    index.extend(self.tokens[row, len(index) : self.lengths[row]].tolist())
 
         def process(drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             if self.processors_are_blind:
@@ -290,12 +298,12 @@ class SelfSpeculativeDecoding:
         return self.generator.draft(
             pending,
             self.cache,
-            length=length,
-            row_limits=limits,
+            limits=limits,
             attention_mask=self.mask,
             position_ids=self.positions,
             model_kwargs=self.model_kwargs,
             process=process if len(self.processors) else None,
+            indexes=self.indexes,
         )
 
     def _verify(self, draft: Draft | None, count: int) -> Any:
@@ -303,6 +311,10 @@ class SelfSpeculativeDecoding:
         block = count + 1
         pending = self._pending()
         new = pending if draft is None else torch.cat((pending, draft.tokens), dim=1)
+        if self.flat is not None and self.slots != self.rope_switch:
+            logits = self._play_back(new, block)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits)
         mask = self.mask
         if mask is not None and count:
             mask = torch.nn.functional.pad(mask, (0, count), value=1)
@@ -335,6 +347,29 @@ class SelfSpeculativeDecoding:
             add_spare_room(cache)
             self.cache = cache
         return outputs
+
+    def _play_back(self, new: torch.Tensor, block: int) -> torch.Tensor | None:
+        """Logits of the target's pass from its recording, where there is one (passes.py)."""
+        assert self.flat is not None
+        if not self.flat.can_run(self.cache, block):
+            return None
+        positions = self.positions
+        if positions is None:
+            positions = torch.full((1, 1), self.slots, device=self.device)
+        if block > 1:
+            positions = positions + torch.arange(block, device=positions.device)
+        return self.flat.run(self.cache, new, positions)
+
+    def _can_play_back(self) -> bool:
+        return (
+            self.batch == 1
+            and not self.keep_attentions
+            and not self.keep_hidden_states
+            and not self.token_types
+            and (self.mask is None or bool(self.mask.all()))
+            and (self.positions is None or self.positions.ndim == 2)
+            and not any(isinstance(value, torch.Tensor) for value in self.model_kwargs.values())
+        )
 
     def _accept(self, draft: Draft | None, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if draft is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 
+from .automatic import DRAFT_MEMORY, automatic_config, check_budget
 from .cache import add_spare_room, drop_spare_room
 from .candidate_generator import SelfSpeculativeCandidateGenerator
-from .config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from .config import SelfSpeculativeConfig, SkipConfig
+from .costs import costs_of, describe_machine
 from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput
 from .drafting import DraftPolicy, make_policy
+from .precision import drop_copies
 from .statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
 from .sublayers import locate_sublayers
 
@@ -34,7 +38,8 @@ __all__ = [
 
 SelfSpeculativeRequest = SelfSpeculativeConfig | SkipConfig | Mapping[str, Any] | str | os.PathLike[str] | bool
 """What `generate(self_speculative=…)` takes: a config, a skip set, either as a dictionary, the path or Hub id of a
-saved config, or `True` for the default stored in `model.generation_config.self_speculative`."""
+saved config, `"auto"` (measure this machine once, draft by whatever pays), or `True` for the default stored in
+`model.generation_config.self_speculative`."""
 
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 
@@ -60,14 +65,23 @@ class SelfSpeculativeMixin:
     last_speculation: SpeculationStatistics | None
     """Statistics of the last self-speculative call that ended on this model; `None` before the first."""
 
-    def generate(self, *args: Any, self_speculative: SelfSpeculativeRequest | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        *args: Any,
+        self_speculative: SelfSpeculativeRequest | None = None,
+        draft_memory: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Generate, drafting with the model itself where `self_speculative` is given; else exactly as in transformers.
 
         Args:
             *args: as in transformers' `generate`.
             self_speculative: a `SelfSpeculativeConfig`, a `SkipConfig`, a dictionary of either, the path or Hub id of a
-                saved config, or `True` for the default stored in `generation_config.self_speculative`. `None` and
-                `False`: plain `generate`.
+                saved config, `"auto"`, or `True` for the default stored in `generation_config.self_speculative`. `None`
+                and `False`: plain `generate`. `"auto"` needs no config: the first call measures what drafting costs on
+                this machine (seconds, kept on the disk), then every call drafts by what pays, or not at all.
+            draft_memory: share of the weights' bytes that low-bit copies for drafting may take; 0 allows none. With
+                `"auto"` 0.3 where it is not given; with a config that takes more, an error.
             **kwargs: as in transformers' `generate`.
 
         Returns:
@@ -81,6 +95,11 @@ class SelfSpeculativeMixin:
         """
         parent = super().generate  # type: ignore[misc]
         if self_speculative is None or self_speculative is False:
+            if draft_memory is not None:
+                raise ValueError(
+                    f"`draft_memory={draft_memory!r}` was given without `self_speculative`. Pass "
+                    '`self_speculative="auto"`, or leave it out.'
+                )
             if _CALL.get() is None:
                 return parent(*args, **kwargs)
             # A plain call from inside a self-speculative one, say from a custom logits processor.
@@ -98,7 +117,8 @@ class SelfSpeculativeMixin:
                     "self-speculative decoding. Leave one of them out."
                 )
             generation_config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-            config = _resolve(model, self_speculative, generation_config)
+            prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+            config = _resolve(model, self_speculative, generation_config, draft_memory, prompt)
             config.validate_for(num_layers=len(locate_sublayers(model)), model_type=_model_type(model))
             token = _CALL.set(_Call(model=model, config=config))
         try:
@@ -163,7 +183,7 @@ class SelfSpeculativeMixin:
         decoding = SelfSpeculativeDecoding(
             model=model,
             generator=SelfSpeculativeCandidateGenerator(
-                model, call.config, generation_config, logits_processor, policy=_policy_of(model, call.config.drafting)
+                model, call.config, generation_config, logits_processor, policy=_policy_of(model, call.config)
             ),
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -245,10 +265,13 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
         target.__class__ = _enabled_class(type(target))
         target.last_speculation = None
     if default is not None:
-        config = _resolve(target, default, None)
-        config.validate_for(num_layers=len(locate_sublayers(target)), model_type=_model_type(target))
         assert target.generation_config is not None
-        target.generation_config.self_speculative = config.to_dict()
+        if default == "auto":
+            target.generation_config.self_speculative = "auto"
+        else:
+            config = _resolve(target, default, None)
+            config.validate_for(num_layers=len(locate_sublayers(target)), model_type=_model_type(target))
+            target.generation_config.self_speculative = config.to_dict()
         # Otherwise transformers makes the generation config anew from the model's, and the entry is lost.
         target.generation_config._from_model_config = False
     return model
@@ -270,6 +293,7 @@ def disable_self_speculative(model: _ModelT) -> _ModelT:
         target.__class__ = _original_class(type(target))
         for name in ("last_speculation", "_speculation_policies"):
             target.__dict__.pop(name, None)
+        drop_copies(cast(torch.nn.Module, target))
     return model
 
 
@@ -298,28 +322,56 @@ def _target_of(model: Any) -> PreTrainedModel:
 
 
 def _resolve(
-    model: PreTrainedModel, request: SelfSpeculativeRequest, generation_config: GenerationConfig | None
+    model: PreTrainedModel,
+    request: SelfSpeculativeRequest,
+    generation_config: GenerationConfig | None,
+    draft_memory: float | None = None,
+    prompt: Any = None,
 ) -> SelfSpeculativeConfig:
+    """The config that a request stands for.
+
+    Raises:
+        ValueError, TypeError: it stands for none, or its low-bit copies take more than `draft_memory`.
+    """
+    if request is True:
+        request = _stored(model, generation_config)
+    if isinstance(request, str) and request == "auto":
+        text = prompt if isinstance(prompt, torch.Tensor) and prompt.ndim == 2 and prompt.numel() else None
+        # A plain pass over the prompt, which must not be taken for a part of some other call.
+        token = _CALL.set(None)
+        try:
+            return automatic_config(model, text, DRAFT_MEMORY if draft_memory is None else draft_memory)
+        finally:
+            _CALL.reset(token)
+    config = _read(request)
+    if draft_memory is not None:
+        check_budget(model, config, draft_memory)
+    return config
+
+
+def _stored(model: PreTrainedModel, generation_config: GenerationConfig | None) -> SelfSpeculativeRequest:
+    for source in (generation_config, model.generation_config):
+        stored = getattr(source, "self_speculative", None)
+        if stored is not None and stored is not True:
+            return stored  # type: ignore[no-any-return]
+    raise ValueError(
+        "`self_speculative=True` uses the default stored with the model, but "
+        "`model.generation_config.self_speculative` is not set. Store one with "
+        "`enable_self_speculative(model, default=config)`, or pass a config."
+    )
+
+
+def _read(request: SelfSpeculativeRequest) -> SelfSpeculativeConfig:
     if isinstance(request, SelfSpeculativeConfig):
         return request
     if isinstance(request, SkipConfig):
         return SelfSpeculativeConfig(skip=request)
-    if request is True:
-        for source in (generation_config, model.generation_config):
-            stored = getattr(source, "self_speculative", None)
-            if stored is not None and stored is not True:
-                return _resolve(model, stored, None)
-        raise ValueError(
-            "`self_speculative=True` uses the default stored with the model, but "
-            "`model.generation_config.self_speculative` is not set. Store one with "
-            "`enable_self_speculative(model, default=config)`, or pass a config."
-        )
     if isinstance(request, Mapping):
         return SelfSpeculativeConfig.from_dict(dict(request))
     if isinstance(request, (str, os.PathLike)):
         return SelfSpeculativeConfig.from_pretrained(request)
     raise TypeError(
-        f"`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, or True, but got "
+        f'`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, "auto" or True, but got '
         f"{type(request).__name__} ({request!r})."
     )
 
@@ -329,12 +381,30 @@ def _model_type(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True).model_type)
 
 
-def _policy_of(model: Any, drafting: DraftingConfig) -> DraftPolicy:
+def _policy_of(model: Any, config: SelfSpeculativeConfig) -> DraftPolicy:
     """The draft-length policy of this model and config: what it learnt is carried from call to call."""
-    policies: dict[DraftingConfig, DraftPolicy] = model.__dict__.setdefault("_speculation_policies", {})
-    if drafting not in policies:
-        policies[drafting] = make_policy(drafting)
-    return policies[drafting]
+    policies: dict[SelfSpeculativeConfig, DraftPolicy] = model.__dict__.setdefault("_speculation_policies", {})
+    if config not in policies:
+        costs = config.costs
+        if config.drafting.policy == "cost":
+            if costs is None:
+                costs = costs_of(model, config)
+            elif costs.measured_on is not None and costs.measured_on != describe_machine(model):
+                warnings.warn(
+                    f"The costs in this config were measured on another machine, dtype or version "
+                    f"({costs.measured_on}) than this one ({describe_machine(model)}): the draft length may not be the "
+                    "best here. Leave `costs` out to have them measured, or store those of `measure_costs(model, "
+                    "config)`.",
+                    stacklevel=3,
+                )
+        policies[config] = make_policy(
+            config.drafting,
+            costs,
+            self_drafts=config.drafts_itself,
+            lookup=config.lookup is not None,
+            use_confidence=model.device.type == "cpu",
+        )
+    return policies[config]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -33,12 +33,14 @@ from .program import (
 )
 from .recording import CannotRecord, Recording, record_pass, same_recording
 
+from .skip_mode import SkipMode
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .skip_mode import SkipMode
+    from .config import SkipConfig
 
-__all__ = ["FlatPasses", "flat_passes", "linear_of_few_rows", "why_not_recorded"]
+__all__ = ["FlatPasses", "draft_passes", "flat_passes", "linear_of_few_rows", "why_not_recorded"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: in
     """
     if rows < 4 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
         return None
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
         return None
     kernel = torch.ops.mkldnn._linear_pointwise.default
 
@@ -131,8 +133,8 @@ class _RoomAttention:
 
     def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
         """For a pass over `count` tokens at slots `at …` of the rooms, which must be large enough."""
-        self.key_rooms = [getattr(layer, "key_room", None) for layer in layers]
-        self.value_rooms = [getattr(layer, "value_room", None) for layer in layers]
+        self.key_rooms: list[Any] = [getattr(layer, "key_room", None) for layer in layers]
+        self.value_rooms: list[Any] = [getattr(layer, "value_room", None) for layer in layers]
         self.move_to(at, count)
 
     def move_to(self, at: int, count: int) -> None:
@@ -201,7 +203,7 @@ class FlatPasses:
         self._model = weakref.ref(model)
         self._skip_mode = skip_mode
         self._skipped = skipped_attention
-        self._copies = copies
+        self.copies = copies
         self._programs: dict[int, Program | None] = {}
         self._attention = threading.local()
         self._fingerprint = _fingerprint(model)
@@ -232,6 +234,10 @@ class FlatPasses:
                 level = logging.DEBUG if isinstance(error, CannotRecord) else logging.INFO
                 logger.log(level, "Passes of %s are not recorded: %s", type(model).__name__, error)
         return self._programs[length]
+
+    def can_run(self, cache: Cache, length: int) -> bool:
+        """Whether `run` can play back a pass over `length` tokens behind this cache."""
+        return self.program(length) is not None and bool(_live_layers(cache, self._skipped))
 
     def run(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, drafted: int = 0, ahead: int = 0
@@ -269,7 +275,7 @@ class FlatPasses:
             logits = program.run(ids, positions, attention)
         if not self.is_draft:
             for layer in cache.layers:
-                layer.end += count  # type: ignore[attr-defined]
+                layer.end += count
         return logits
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -297,9 +303,9 @@ class FlatPasses:
 
     def _draft_program(self, model: PreTrainedModel, recording: Recording) -> Program:
         recording = fuse_rotary(fuse_norms(recording))
-        if self._copies is None:
+        if self.copies is None:
             return compile_recording(recording)
-        copies = self._copies.by_weight
+        copies = self.copies.by_weight
 
         def group_of(weight: torch.Tensor) -> LowBitCopy | None:
             return copies[id(weight)][0] if id(weight) in copies else None
@@ -342,11 +348,27 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         raise CannotRecord("the recorded pass gives other logits than the model")
 
 
+_DRAFTS: weakref.WeakKeyDictionary[nn.Module, dict[SkipConfig, list[FlatPasses]]] = weakref.WeakKeyDictionary()
+
+
+def draft_passes(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> FlatPasses | None:
+    """A draft's passes, or `None` where they may not be recorded; made once, and anew when the model changed."""
+    if why_not_recorded(model) is not None:
+        return None
+    known = _DRAFTS.setdefault(model, {}).setdefault(skip, [])
+    known[:] = [passes for passes in known if passes.is_current(model)]
+    for passes in known:
+        if passes.copies is copies:
+            return passes
+    known.append(FlatPasses(model, SkipMode(model, skip), frozenset(skip.attention), copies))
+    return known[-1]
+
+
 _TARGETS: weakref.WeakKeyDictionary[nn.Module, FlatPasses] = weakref.WeakKeyDictionary()
 
 
 def flat_passes(model: PreTrainedModel) -> FlatPasses | None:
-    """The whole model's passes, or `None` where they may not be recorded; made once, and anew when the model changed."""
+    """The whole model's passes, or `None` where they may not be recorded; made anew when the model changed."""
     if why_not_recorded(model) is not None:
         return None
     passes = _TARGETS.get(model)

@@ -114,7 +114,7 @@ class LowBitCopy:
 
 
 def _chunks(weight: torch.Tensor) -> Sequence[torch.Tensor]:
-    return weight.detach().split(max(1, _ROWS // weight.shape[1]))
+    return torch.split(weight.detach(), max(1, _ROWS // weight.shape[1]))
 
 
 def _to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,8 +200,8 @@ def check_precision(model: PreTrainedModel) -> None:
         ValueError: the weights are quantised already, or the device has no kernel for it.
     """
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-        named = f" ({method.quant_method})" if getattr(method, "quant_method", None) is not None else ""
+        method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+        named = f" ({method})" if method is not None else ""
         raise ValueError(
             f"The weights of {type(model).__name__} are quantised already{named}: low-bit copies of them would save "
             "little and cost memory. Draft by skipping sub-layers or prompt lookup, without `precision`."
@@ -254,6 +254,12 @@ class LowBitCopies:
                 self.by_weight[id(place.module.weight)] = store[key], index
                 self.modules.append(place.module)
 
+        self._identities = [_identity(module) for module in self.modules]
+
+    def is_current(self) -> bool:
+        """Whether the layers still hold the weights that were copied."""
+        return self._identities == [_identity(module) for module in self.modules]
+
     def num_bytes(self) -> int:
         """Memory of the copies."""
         return sum(copy.num_bytes() for copy in {id(c): c for c, _ in self.by_weight.values()}.values())
@@ -279,6 +285,8 @@ def _identity(module: nn.Linear) -> tuple[int, int, int]:
 
 
 _STORES: weakref.WeakKeyDictionary[nn.Module, dict[Any, LowBitCopy]] = weakref.WeakKeyDictionary()
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, LowBitCopies]] = weakref.WeakKeyDictionary()
 
 # Layers that read the same input, by the names that transformers gives them. Only speed hangs on it.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -313,7 +321,14 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
     Raises:
         ValueError: see `check_precision`.
     """
-    return LowBitCopies(model, skip, precision)
+    known = _KNOWN.setdefault(model, {})
+    copies = known.get((skip, precision))
+    if copies is not None and not copies.is_current():
+        drop_copies(model)  # of weights that are no more
+        copies, known = None, _KNOWN.setdefault(model, {})
+    if copies is None:
+        copies = known[skip, precision] = LowBitCopies(model, skip, precision)
+    return copies
 
 
 def copy_bytes(model: nn.Module) -> int:
@@ -324,6 +339,7 @@ def copy_bytes(model: nn.Module) -> int:
 def drop_copies(model: nn.Module) -> None:
     """Free the low-bit copies of a model."""
     _STORES.pop(model, None)
+    _KNOWN.pop(model, None)
 
 
 def estimated_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:

@@ -118,9 +118,7 @@ def compile_recording(recording: Recording) -> Program:
     lines.append(f"    return {source_of(recording.logits)}")
     source = "\n".join(lines) + "\n"
     exec(compile(source, "<recorded pass>", "exec"), namespace)
-    return Program(
-        run=namespace["run"], length=recording.length, operations=len(recording.operations), source=source
-    )
+    return Program(run=namespace["run"], length=recording.length, operations=len(recording.operations), source=source)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -426,9 +424,10 @@ def use_bfloat16(recording: Recording) -> Recording:
         if not is_table and linear_weight(operation) is None:
             for value in operation.inputs():
                 tensor = value.tensor
-                if tensor is not None and tensor.ndim == 1 and tensor.dtype in (torch.float32, torch.float16):
-                    if value not in narrowed and tensor.numel() > 64:
-                        narrowed[value] = Value(f"{value.name} in bfloat16", tensor.to(torch.bfloat16))
+                if tensor is None or tensor.ndim != 1 or tensor.dtype not in (torch.float32, torch.float16):
+                    continue
+                if value not in narrowed and tensor.numel() > 64:
+                    narrowed[value] = Value(f"{value.name} in bfloat16", tensor.to(torch.bfloat16))
         replacements = {**changes, **narrowed}
         new = _copy(
             operation,

@@ -377,9 +377,7 @@ def record_pass(model: PreTrainedModel, length: int, behind: int) -> Recording:
         inputs = model.prepare_inputs_for_generation(
             ids, next_sequence_length=length, past_key_values=cache, attention_mask=None, position_ids=positions
         )
-        extra = {
-            key for key, value in inputs.items() if isinstance(value, torch.Tensor) and key not in _INPUTS
-        }
+        extra = {key for key, value in inputs.items() if isinstance(value, torch.Tensor) and key not in _INPUTS}
         if extra or not isinstance(inputs.get("input_ids"), torch.Tensor):
             raise CannotRecord(f"the model wants further tensors: {', '.join(sorted(extra))}")
         ids, positions = inputs["input_ids"], inputs.get("position_ids")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -50,18 +50,21 @@ class SkipMode:
     Args:
         model: the target model.
         skip: the sub-layers to leave out.
+        others: further `(module, forward)` pairs to put in place, such as linear layers with low-bit copies.
 
     Raises:
         ValueError: `skip` names a sub-layer that this model does not have or that cannot be skipped.
     """
 
-    def __init__(self, model: PreTrainedModel, skip: SkipConfig) -> None:
+    def __init__(
+        self, model: PreTrainedModel, skip: SkipConfig, others: Iterable[tuple[nn.Module, Callable[..., Any]]] = ()
+    ) -> None:
         self._lock = _lock_of(model)
         self._owner: int | None = None
         self._originals: list[Any] = []
         self._patches = [
             (module, self._guarded(module, stub, position))
-            for position, (module, stub) in enumerate(locate_sublayers(model).stubs(skip))
+            for position, (module, stub) in enumerate((*others, *locate_sublayers(model).stubs(skip)))
         ]
 
     def _guarded(self, module: nn.Module, stub: Callable[..., Any], position: int) -> Callable[..., Any]:

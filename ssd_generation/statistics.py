@@ -26,6 +26,8 @@ class SpeculationStatistics:
         drafted_by_depth: how often a token was drafted as the first, second, … of its round.
         judged_by_depth: how often all tokens before it were accepted, so that it was judged.
         accepted_by_depth: how often that token was accepted.
+        looked_up_tokens: drafted tokens that prompt lookup copied; the others the model drafted itself.
+        accepted_looked_up_tokens: how many of them the target accepted.
         round_accepted: per row and round, how many drafted tokens were accepted; the round added one token more (unless
             a stop cut it short).
         new_tokens: per row, the new tokens, padding not counted.
@@ -44,6 +46,8 @@ class SpeculationStatistics:
     drafted_by_depth: list[int] = field(default_factory=list)
     judged_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
+    looked_up_tokens: int = 0
+    accepted_looked_up_tokens: int = 0
     round_accepted: list[list[int]] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
@@ -52,15 +56,26 @@ class SpeculationStatistics:
     total_seconds: float = 0.0
     policy_state: dict[str, float] = field(default_factory=dict)
 
-    def record_round(self, drafted: Sequence[int], accepted: Sequence[int], rows: Sequence[int]) -> None:
+    def record_round(
+        self,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        rows: Sequence[int],
+        self_drafted: Sequence[int] | None = None,
+    ) -> None:
         """Add one verified round.
 
         Args:
             drafted: tokens drafted, per row of the batch.
             accepted: how many of them were accepted, per row of the batch.
             rows: the rows that took part.
+            self_drafted: how many of the drafted tokens, the first ones, the model drafted itself, per row of the
+                batch; by default all.
         """
         for row in rows:
+            if self_drafted is not None:
+                self.looked_up_tokens += drafted[row] - self_drafted[row]
+                self.accepted_looked_up_tokens += max(accepted[row] - self_drafted[row], 0)
             while len(self.drafted_by_depth) < drafted[row]:
                 self.drafted_by_depth.append(0)
                 self.judged_by_depth.append(0)
@@ -80,6 +95,11 @@ class SpeculationStatistics:
     def drafted_tokens(self) -> int:
         """Tokens drafted."""
         return sum(self.drafted_by_depth)
+
+    @property
+    def self_drafted_tokens(self) -> int:
+        """Drafted tokens that the model drafted itself, each in a pass; looked-up ones are free."""
+        return self.drafted_tokens - self.looked_up_tokens
 
     @property
     def accepted_tokens(self) -> int:
@@ -126,8 +146,8 @@ class SpeculationStatistics:
     def theoretical_speedup(self, draft_cost: float, verify_cost: float) -> float | None:
         """The speed-up over plain decoding that this acceptance allows at given costs, overheads left out.
 
-        `S = mean tokens per round / (mean drafted tokens per round · c + v)` (the measured form of Leviathan et al.,
-        arXiv 2211.17192, theorem 3.8, for a varying draft length).
+        `S = mean tokens per round / (mean self-drafted tokens per round · c + v)` (the measured form of Leviathan et
+        al., arXiv 2211.17192, theorem 3.8, for a varying draft length).
 
         Args:
             draft_cost: c, one draft step / one plain step.
@@ -138,7 +158,7 @@ class SpeculationStatistics:
         """
         if not self.rounds or self.tokens_per_round is None:
             return None
-        return self.tokens_per_round / (self.drafted_tokens / self.rounds * draft_cost + verify_cost)
+        return self.tokens_per_round / (self.self_drafted_tokens / self.rounds * draft_cost + verify_cost)
 
     def to_dict(self) -> dict[str, Any]:
         """All counts, times and derived figures, as plain JSON types."""
@@ -151,6 +171,8 @@ class SpeculationStatistics:
             "draft_passes": self.draft_passes,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
+            "looked_up_tokens": self.looked_up_tokens,
+            "accepted_looked_up_tokens": self.accepted_looked_up_tokens,
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_depth": self.acceptance_by_depth,
             "tokens_per_round": self.tokens_per_round,

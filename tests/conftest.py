@@ -12,6 +12,11 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"  # for child processes too
 
+import tempfile
+
+# Measured costs are kept there: never in the user's own.
+os.environ["SSD_GENERATION_CACHE"] = tempfile.mkdtemp(prefix="ssd_generation_tests_")
+
 import random
 import socket
 from typing import Any
@@ -43,6 +48,20 @@ def same_start(request: pytest.FixtureRequest) -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No decision hangs on the clock: drafting is cheap, whatever this machine makes of it."""
+    if _is_slow(request) or request.node.get_closest_marker("measures") is not None:
+        return
+    from ssd_generation import Costs, automatic, generation
+
+    def costs_of(*args: Any, **kwargs: Any) -> Costs:
+        return Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
+
+    monkeypatch.setattr(generation, "costs_of", costs_of)
+    monkeypatch.setattr(automatic, "costs_of", costs_of)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,182 @@
+"""`self_speculative="auto"`: how this model drafts for itself best on this machine, found without a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import logging as hf_logging
+
+from .config import Costs, DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
+from .costs import costs_of, describe_machine, kept
+from .precision import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes
+from .skip_mode import SkipMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["DRAFT_MEMORY", "automatic_config", "best_speedup", "check_budget", "weight_bytes"]
+
+DRAFT_MEMORY = 0.3
+"""Share of the weights' bytes that low-bit copies may take where nothing else is said."""
+
+# What low-bit drafts were seen to agree with their targets in (PrecisionConfig.named), with a weight in tokens: a short
+# prompt tells little.
+_USUAL_AGREEMENT = {"int8": 0.97, "int4": 0.92}
+_USUAL_WEIGHT = 32
+_LOOKED_AT = 96
+"""Tokens of the prompt that the candidates are tried on."""
+
+_LEAST_GAIN = 1.03
+"""A draft that promises less than this over plain decoding is not worth its memory."""
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_memory: float) -> None:
+    """See that a config's low-bit copies keep to a budget.
+
+    Args:
+        model: the target model.
+        config: the config that was asked for.
+        draft_memory: share of the weights' bytes that copies may take, ≥ 0.
+
+    Raises:
+        ValueError: they would take more.
+    """
+    if not config.precision:
+        return
+    share = estimated_bytes(model, config.skip, config.precision) / weight_bytes(model)
+    if share > draft_memory:
+        raise ValueError(
+            f"The low-bit copies that this config drafts from take {share:.3f} of the weights' bytes, but "
+            f"`draft_memory={draft_memory}` allows no more than that share. Allow more, or choose another `precision`."
+        )
+
+
+def best_speedup(acceptance: float, costs: Costs, longest: int = 12) -> float:
+    """The theoretical speed-up at the best draft length (Leviathan et al., arXiv 2211.17192, theorem 3.8).
+
+    `(1 − α^(k+1)) / (1 − α) / (k c + v(k + 1))`, greatest over k = 0 … `longest`.
+
+    Args:
+        acceptance: α, of each drafted token.
+        costs: of a draft step and of verification.
+        longest: the longest draft to think of.
+    """
+    best, expected = 1.0, 1.0
+    for k in range(1, longest + 1):
+        expected += acceptance**k
+        seconds = k * costs.draft_step + costs.verify_seconds(k + 1)
+        best = max(best, expected * costs.plain_step / seconds)
+    return best
+
+
+def automatic_config(
+    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float = DRAFT_MEMORY
+) -> SelfSpeculativeConfig:
+    """The config that promises most: prompt lookup, and low-bit copies where they pay and the budget allows them.
+
+    The first call for a model on a machine tries the candidates (seconds: their cost, and how often they agree with the
+    model on `prompt`) and keeps the answer on the disk; later calls read it.
+
+    Args:
+        model: the target model.
+        prompt (`torch.LongTensor` of shape `(B, sequence_length)`, *optional*): text to try the candidates on.
+        draft_memory: share of the weights' bytes that low-bit copies may take; 0 allows none.
+
+    Raises:
+        TypeError: `draft_memory` is not a number.
+        ValueError: `draft_memory` is negative or not finite.
+    """
+    if isinstance(draft_memory, bool) or not isinstance(draft_memory, (int, float)):
+        raise TypeError(f"draft_memory must be a number, the share of the weights' bytes, but got {draft_memory!r}.")
+    if not (math.isfinite(draft_memory) and draft_memory >= 0):
+        raise ValueError(
+            f"draft_memory must be a share of the weights' bytes, 0 (no copies) or more, but got {draft_memory!r}."
+        )
+    lookup = SelfSpeculativeConfig(lookup=LookupConfig())
+    names = _allowed(model, draft_memory)
+    if not names:
+        return dataclasses.replace(lookup, costs=costs_of(model, lookup))
+    described = {
+        "what": "auto",
+        "machine": describe_machine(model),
+        "model": type(model).__name__,
+        "name": getattr(model.config, "_name_or_path", None),
+        "weights": weight_bytes(model),
+        "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
+        "names": names,
+        "format": 1,
+    }
+    choice = kept(model, described, lambda: _choose(model, names, prompt))
+    config = _candidate(choice["precision"], choice["acceptance"])
+    return dataclasses.replace(config, costs=costs_of(model, config))
+
+
+def _allowed(model: PreTrainedModel, draft_memory: float) -> list[str]:
+    """Precisions that this model, device and budget allow."""
+    try:
+        check_precision(model)
+    except ValueError:
+        return []
+    budget = draft_memory * weight_bytes(model)
+    sizes = {name: estimated_bytes(model, SkipConfig(), PrecisionConfig.named(name)) for name in _USUAL_AGREEMENT}
+    return [name for name, size in sizes.items() if 0 < size <= budget]
+
+
+def _candidate(name: str | None, acceptance: float) -> SelfSpeculativeConfig:
+    if name is None:
+        return SelfSpeculativeConfig(lookup=LookupConfig())
+    return SelfSpeculativeConfig(
+        precision=PrecisionConfig.named(name),
+        lookup=LookupConfig(),
+        drafting=DraftingConfig(acceptance=(acceptance,)),
+    )
+
+
+def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | None) -> dict[str, Any]:
+    """The candidate with the greatest theoretical speed-up: `{"precision": …, "acceptance": …, "tried": …}`."""
+    before = copy_bytes(model)
+    best: dict[str, Any] = {"precision": None, "acceptance": 0.0, "speedup": _LEAST_GAIN}
+    tried = {}
+    text = None if prompt is None else prompt[:1, -_LOOKED_AT:]
+    with (
+        hf_logging.tqdm(
+            total=len(names),
+            desc="Trying low-bit drafts of this model, once",
+            leave=False,
+            bar_format="{desc}: {n}/{total}",
+        ) as bar,
+        torch.inference_mode(),
+    ):
+        choices = None if text is None else _choices(model, text)
+        for name in names:
+            config = _candidate(name, _USUAL_AGREEMENT[name])
+            agreed, seen = 0, 0
+            if text is not None and choices is not None:
+                copies = copies_of(model, config.skip, config.precision)  # type: ignore[arg-type]
+                with SkipMode(model, config.skip, copies.forwards()):
+                    same = _choices(model, text) == choices
+                agreed, seen = int(same.sum()), same.numel()
+            usual = _USUAL_AGREEMENT[name]
+            acceptance = (agreed + usual * _USUAL_WEIGHT) / (seen + _USUAL_WEIGHT)
+            speedup = best_speedup(acceptance, costs_of(model, config))
+            tried[name] = {"agreed": agreed, "of": seen, "speedup": speedup}
+            if speedup > best["speedup"]:
+                best = {"precision": name, "acceptance": acceptance, "speedup": speedup}
+            if before == 0:
+                # The budget is for one set of copies; the chosen one is made again.
+                drop_copies(model)
+            bar.update()
+    return {**best, "tried": tried}
+
+
+def _choices(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
+    """The most likely next token at each position of a text, `(1, n)`."""
+    return model(input_ids=text, use_cache=False).logits.argmax(dim=-1)  # type: ignore[no-any-return]

@@ -1,0 +1,297 @@
+"""What a draft step and a verify pass cost on this machine: measured once, kept on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import logging as hf_logging
+
+from .cache import DraftCache, add_spare_room
+from .config import Costs, SelfSpeculativeConfig
+from .passes import draft_passes, flat_passes, why_not_recorded
+from .precision import copies_of
+from .skip_mode import SkipMode
+from .verification import argmax
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["cache_directory", "costs_of", "describe_machine", "kept", "measure_costs"]
+
+logger = logging.getLogger(__name__)
+
+VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
+"""Lengths of the verify passes that are measured; 13: the pending token and the 12 drafted ones of a longest round."""
+
+_CONTEXT = 64
+_REPEATS = 3
+_SECONDS = 6.0
+"""Beyond this much time a repetition is left out: a large model's passes vary less."""
+
+
+def describe_machine(model: PreTrainedModel) -> str:
+    """What the costs depend on besides model and config: device, threads, dtype, attention, versions of torch."""
+    device = model.device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{_processor()}, {torch.get_num_threads()} threads"
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{device.type} ({name}), {dtype}, {attention}, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cache_directory() -> Path:
+    """Where measured costs are kept: `$SSD_GENERATION_CACHE`, or `~/.cache/ssd_generation`."""
+    return Path(os.environ.get("SSD_GENERATION_CACHE") or Path.home() / ".cache" / "ssd_generation")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# measuring
+
+
+def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Costs:
+    """Measure a plain step, a draft step and verify passes of this library's loop, in seconds, on random tokens.
+
+    The passes take turns, so that a machine that slows down meanwhile slows all of them; medians are kept.
+
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision.
+
+    Returns:
+        The costs, with `measured_on` set.
+    """
+    verify = _measure(model, None, [1, *VERIFIED], "verification")
+    return _put_together(model, config, verify, _draft_ratio(model, config))
+
+
+def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig) -> float:
+    """A draft step / a plain step."""
+    if not config.drafts_itself:
+        return 1.0
+    times = _measure(model, config, [1, 0, 0], "drafting")
+    return times[0] / times[1]
+
+
+def _put_together(
+    model: PreTrainedModel, config: SelfSpeculativeConfig, verify: dict[int, float], draft_ratio: float
+) -> Costs:
+    plain = verify[1]
+    return Costs(
+        plain_step=plain,
+        draft_step=draft_ratio * plain,
+        verify=[(n, max(seconds, plain)) for n, seconds in sorted(verify.items())],
+        measured_on=describe_machine(model),
+    )
+
+
+def _measure(
+    model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: list[int], what: str
+) -> dict[int, float]:
+    """Median seconds of passes over so many tokens, 0 for a draft step."""
+    times: dict[int, list[float]] = {}
+    with (
+        torch.inference_mode(),
+        hf_logging.tqdm(
+            total=(_REPEATS + 1) * len(lengths),
+            desc=f"Measuring the cost of {what} here, once",
+            leave=False,
+            bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
+        ) as bar,
+    ):
+        passes = _Passes(model, config)
+        for length in lengths:
+            passes.once(length)  # recording, first touch
+            bar.update()
+        started = time.perf_counter()
+        for repeat in range(4 * _REPEATS):
+            for length in lengths:
+                times.setdefault(length, []).append(passes.once(length))
+                if repeat < _REPEATS:
+                    bar.update()
+            spent = time.perf_counter() - started
+            if spent > (_SECONDS / 4 if repeat + 1 >= _REPEATS else _SECONDS):
+                break
+    return {length: statistics.median(values) for length, values in times.items()}
+
+
+class _Passes:
+    """The passes of a round, on a cache of its own."""
+
+    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig | None) -> None:
+        self.model = model
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        device = model.get_input_embeddings().weight.device
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(0, vocabulary, (1, _CONTEXT), generator=generator).to(device)
+        self.tokens = torch.randint(0, vocabulary, (1, max(VERIFIED)), generator=generator).to(device)
+        self.cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        add_spare_room(self.cache)
+        model(input_ids=prompt, past_key_values=self.cache, use_cache=True)
+        self.flat = flat_passes(model)
+        self.drafts: Any = None
+        if config is not None:
+            copies = copies_of(model, config.skip, config.precision) if config.precision else None
+            self.skip_mode = SkipMode(model, config.skip, () if copies is None else copies.forwards())
+            self.skipped = frozenset(config.skip.attention)
+            self.drafts = draft_passes(model, config.skip, copies) or self.skip_mode
+
+    def once(self, length: int) -> float:
+        """Seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache stays as it is."""
+        count = max(length, 1)
+        ids = self.tokens[:, :count]
+        positions = torch.arange(_CONTEXT, _CONTEXT + count, device=ids.device)[None]
+        self._wait()
+        started = time.perf_counter()
+        logits = self._verify(ids, positions) if length else self._draft(ids, positions)
+        argmax(logits[:, -count:].float()).tolist()
+        if length:
+            self.cache.crop(-count)
+        self._wait()
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.tokens.device.type == "cuda":
+            torch.cuda.synchronize(self.tokens.device)
+
+    def _verify(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.flat is not None and self.flat.can_run(self.cache, ids.shape[1]):
+            logits = self.flat.run(self.cache, ids, positions)
+            assert logits is not None
+            return logits
+        return self._run(ids, positions, self.cache)
+
+    def _draft(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.drafts is not self.skip_mode and self.drafts.can_run(self.cache, 1):
+            return self.drafts.run(self.cache, ids, positions, drafted=0, ahead=1)  # type: ignore[no-any-return]
+        with self.skip_mode:
+            return self._run(ids, positions, DraftCache(self.cache, self.skipped))
+
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+        inputs = self.model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=ids.shape[1],
+            past_key_values=cache,
+            attention_mask=torch.ones((1, _CONTEXT + ids.shape[1]), dtype=torch.long, device=ids.device),
+            position_ids=positions,
+        )
+        return self.model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# keeping
+
+
+def _described(model: PreTrainedModel) -> dict[str, Any]:
+    text_config = model.config.get_text_config(decoder=True)
+    return {
+        "machine": describe_machine(model),
+        "model": type(model).__name__,
+        "config": {
+            key: value
+            for key, value in sorted(text_config.to_dict().items())
+            if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
+        },
+        "recorded": why_not_recorded(model) is None,
+        "format": 1,
+    }
+
+
+def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool = False) -> Costs:
+    """The costs of this model and config on this machine: from memory, from the disk, or measured now.
+
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision.
+        again: measure anew.
+    """
+    shape = _described(model)
+    verify = kept(
+        model, {"what": "verify", **shape}, lambda: _measure(model, None, [1, *VERIFIED], "verification"), again
+    )
+    draft = {
+        "what": "draft",
+        **shape,
+        "skip": config.skip.to_dict(),
+        "precision": None if config.precision is None else config.precision.to_dict(),
+        "itself": config.drafts_itself,
+    }
+    ratio = kept(model, draft, lambda: _draft_ratio(model, config), again)
+    return _put_together(model, config, {int(n): float(seconds) for n, seconds in verify.items()}, float(ratio))
+
+
+_MEMORY: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def kept(model: nn.Module, described: dict[str, Any], measure: Callable[[], Any], again: bool = False) -> Any:
+    """What `measure` gives (of plain JSON types), from memory or the disk if it was measured before.
+
+    Args:
+        model: in whose company the answer is remembered.
+        described: all that the answer depends on.
+        measure: called where it is not known.
+        again: call it in any case.
+    """
+    memory = _MEMORY.setdefault(model, {})
+    key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    if not again and key in memory:
+        return memory[key]
+    path = cache_directory() / "costs" / f"{key}.json"
+    result = None if again else _read(path)
+    if result is None:
+        result = measure()
+        _write(path, {"described": described, "result": result})
+    memory[key] = result
+    return result
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["result"]
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError, KeyError, ValueError) as error:
+        logger.warning("The measured costs in %s cannot be read (%s); measuring again.", path, error)
+        return None
+
+
+def _write(path: Path, content: Any) -> None:
+    """Whole or not at all; a directory that cannot be written to costs a measurement next time, nothing more."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1, default=str)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        logger.warning("The measured costs could not be kept in %s: %s", path, error)
