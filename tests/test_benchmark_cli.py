@@ -106,7 +106,7 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
     def call(self: Caller, *args: Any) -> Any:
         nonlocal count
         count += 1
-        if count == 6:
+        if count == 8:
             raise KeyboardInterrupt
         return real(self, *args)
 

@@ -49,7 +49,7 @@ def run(
     **more: Any,
 ) -> dict[str, Any]:
     assistant = more.pop("assistant", None)
-    settings = BenchmarkSettings(methods=methods, **{"new_tokens": 8, "memory": False, **more})
+    settings = BenchmarkSettings(methods=methods, **{"new_tokens": 8, "warm_up": 1, "memory": False, **more})
     with RunFolder(path, benchmark_arguments(settings, PROMPTS, CONFIG)) as folder:
         return run_benchmark(
             model, TOKENIZER, PROMPTS, folder, settings, config=CONFIG, assistant=assistant, observe=observe

@@ -195,7 +195,6 @@ class _Worker:
         self.tokenizer: Any = None
 
     def do_load(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        import ssd_generation
         from ssd_generation.generation import enable_self_speculative
         from ssd_generation.models import load_model
 
@@ -210,8 +209,8 @@ class _Worker:
         assistant = load(message["assistant"])[0] if message.get("assistant") else None
         self.caller = Caller(enable_self_speculative(model), assistant)
         return {
-            "version": ssd_generation.__version__,
-            "package": os.path.dirname(os.path.abspath(ssd_generation.__file__)),
+            # Which of the two checkouts was taken.
+            "package": os.path.dirname(os.path.abspath(str(sys.modules["ssd_generation"].__file__))),
             "pad_token_id": getattr(model.generation_config, "pad_token_id", None),
         }
 

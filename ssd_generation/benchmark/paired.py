@@ -218,14 +218,14 @@ class _PairedRun:
         """Warm up, then all pairs of calls."""
         names = list(dict.fromkeys(name for _, _, name in self.wanted))
         self.total += len(names) * self.settings.warm_up
-        for name in names:
-            for _ in range(self.settings.warm_up):
-                self._tell(f"warm-up, {name}")
+        for name in names * self.settings.warm_up:
+            self._tell(f"warm-up, {name}")
+            if name not in self.failed:
                 row = self._pair(name, 0, 0, self.peers)
-                self.done += 1
-                if "error" in row and name not in self.failed:
+                if "error" in row:
                     self.failed.add(name)
                     self.folder.append({"kind": "failed", "method": name, "error": row["error"]})
+            self.done += 1
         for repeat, index, name in self.wanted:
             self._tell(f"{self.prompts[index].id}, {name}")
             if name not in self.failed:

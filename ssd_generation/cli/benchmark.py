@@ -134,7 +134,7 @@ def benchmark(
     warm_up: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Calls of each method that are not counted.", rich_help_panel=_HOW),
-    ] = 1,
+    ] = 2,
     do_sample: Annotated[
         bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.", rich_help_panel=_HOW)
     ] = False,
