@@ -491,6 +491,18 @@ def test_probes_are_rare_and_stop_where_nothing_is_to_be_spent() -> None:
         assert set(asked) <= {0, 1}
 
 
+def test_earlier_gains_pay_for_probes() -> None:
+    policy = CostAwarePolicy(FLAT)
+    policy._account.balance = 0.0
+    assert policy.draft_length(20) == 0
+    policy._account.savings = 10.0
+    assert policy.draft_length(20) == 1
+    policy.update(1, 0, True)
+    assert policy.state()["balance"] == pytest.approx(0.0)
+    assert policy.draft_length(20) == 0  # but not the next at once
+    assert policy._account.savings == pytest.approx(10.0 - 0.35, abs=0.02)
+
+
 def test_a_probe_is_long_where_that_costs_little_more() -> None:
     # Whoever pays for n = 2 has n = 3 as well.
     stairs = _costs(0.05, ((1, 1.0), (2, 1.6), (3, 1.6), (4, 2.2)))
@@ -559,6 +571,16 @@ def test_lookup_and_self_draft_are_weighed() -> None:
     policy.draft_length(30)
     assert not policy.keep_drafting(1, 0.001, Match(12, 4))
     assert policy.lookup_length(1, Match(12, 4), 28) == 0
+
+
+def test_a_good_copy_takes_over_from_a_draft_worth_going_on_with() -> None:
+    policy = _rich(CostAwarePolicy(FLAT, prior=(0.9,), lookup=True))
+    for _ in range(20):
+        policy.update(0, 12, False, 12, Match(12, 4))
+    policy._plan()
+    for match, goes_on in ((NO_MATCH, True), (Match(12, 4), False)):
+        policy.draft_length(30)
+        assert policy.keep_drafting(1, 0.999, match) == goes_on
 
 
 def test_looked_up_tokens_behind_a_rejected_draft_teach_nothing() -> None:
