@@ -371,8 +371,8 @@ def _read(request: SelfSpeculativeRequest) -> SelfSpeculativeConfig:
     if isinstance(request, (str, os.PathLike)):
         return SelfSpeculativeConfig.from_pretrained(request)
     raise TypeError(
-        f'`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, "auto" or True, but got '
-        f"{type(request).__name__} ({request!r})."
+        "`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, 'auto' or True, "
+        f"but got {type(request).__name__} ({request!r})."
     )
 
 

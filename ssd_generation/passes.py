@@ -32,7 +32,6 @@ from .program import (
     use_bfloat16,
 )
 from .recording import CannotRecord, Recording, record_pass, same_recording
-
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:

@@ -48,6 +48,13 @@ _READS = frozenset(
         torch.allclose,
         torch.is_nonzero,
         torch.unique,
+        torch.Tensor.unique,
+        torch.unique_consecutive,
+        torch.argwhere,
+        torch.Tensor.argwhere,
+        torch.bincount,
+        torch.Tensor.bincount,
+        torch.Tensor.masked_select,
         torch.masked_select,
     }
 )
@@ -66,6 +73,18 @@ _RANDOM = frozenset(
         torch.Tensor.normal_,
     }
 )
+
+
+def _has_size_of_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of the result depends on the values in the arguments."""
+    if func in (torch.where, torch.Tensor.where):
+        return len(args) == 1
+    if func in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
+        return any(isinstance(argument, torch.Tensor) for argument in args[1:])
+    if func is torch.Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) for entry in index)
+    return False
 
 
 class CannotRecord(Exception):
@@ -202,7 +221,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _READS or func in _RANDOM:
+        if func in _READS or func in _RANDOM or _has_size_of_values(func, args):
             raise CannotRecord(f"the pass depends on values: it calls {getattr(func, '__name__', func)}")
         if func is nn.functional.linear and args[1].numel() >= _LARGE:
             result = args[0].new_zeros((*args[0].shape[:-1], args[1].shape[0]))

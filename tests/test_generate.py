@@ -647,7 +647,7 @@ def test_a_stored_default_survives_saving(tmp_path: Path) -> None:
 
 
 def test_the_threshold_is_carried_from_call_to_call(model: PreTrainedModel) -> None:
-    config = SelfSpeculativeConfig(SKIP, DraftingConfig(threshold=0.37, threshold_step=0.2))
+    config = SelfSpeculativeConfig(SKIP, DraftingConfig(policy="confidence", threshold=0.37, threshold_step=0.2))
     model.generate(prompt(9), max_new_tokens=NEW, do_sample=False, self_speculative=config)
     first = model.last_speculation.policy_state["threshold"]
     assert first != 0.37

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, passes
 from tiny_models import FAMILIES, LAYERS, WINDOW, left_padded, prompt, tiny_model
 
 SKIPS = [
@@ -52,6 +52,19 @@ def test_every_family_gives_the_targets_text(family: str) -> None:
             got = generate(model, SelfSpeculativeConfig(skip, drafting), inputs)
             assert torch.equal(got, expected), (skip, drafting)
             assert model.last_speculation.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_single_row_run_as_it_is_gives_the_targets_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where passes are recorded, the test above plays them back.
+    monkeypatch.setattr(passes, "why_not_recorded", lambda model: "a test says so")
+    model = enabled(family)
+    inputs = {"input_ids": prompt(WINDOW * 3 + 2)}
+    expected = generate(model, None, inputs)
+    for number, skip in enumerate(SKIPS):
+        got = generate(model, SelfSpeculativeConfig(skip, (FIXED, CONFIDENT)[number % 2]), inputs)
+        assert torch.equal(got, expected), skip
+        assert model.last_speculation.drafted_tokens > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -192,6 +205,14 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
 
     storages = []
     original = cache._DraftLayer.update
+    played_back = passes._RoomAttention.begin
+
+    def watched_playback(self: Any, layers: Any, at: int, count: int) -> None:
+        played_back(self, layers, at, count)
+        storages.extend(
+            room is None or room.data_ptr() == layer.keys.data_ptr()
+            for room, layer in zip(self.key_rooms, layers, strict=True)
+        )
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         keys, values = original(self, *args, **kwargs)
@@ -200,8 +221,11 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache._DraftLayer, "update", watched)
-        generate(model, SelfSpeculativeConfig(SKIPS[0], FIXED), {"input_ids": prompt(20)}, max_new_tokens=40)
-    assert len(storages) > 20 and all(storages)
+        patch.setattr(passes._RoomAttention, "begin", watched_playback)
+        for inputs in ({"input_ids": prompt(20)}, left_padded([5, 20])):  # played back, and run as it is
+            storages.clear()
+            generate(model, SelfSpeculativeConfig(SKIPS[0], FIXED), inputs, max_new_tokens=40)
+            assert len(storages) > 20 and all(storages)
 
 
 def test_the_number_of_passes_is_what_the_statistics_say() -> None:

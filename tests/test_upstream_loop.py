@@ -51,7 +51,8 @@ def test_an_empty_skip_set_is_always_accepted() -> None:
     original = SelfSpeculativeCandidateGenerator.update_candidate_strategy
 
     def watched(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> None:
-        accepted.append((self._last_round[0], int(num_matches)))
+        drafted = 0 if self._last_draft is None else self._last_draft.lengths[0]
+        accepted.append((drafted, int(num_matches)))
         original(self, input_ids, scores, num_matches)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +90,8 @@ def test_sampling_returns_the_scores_that_were_drawn_from() -> None:
 def test_the_interface() -> None:
     model = tiny_model()
     settings = GenerationConfig(max_length=12, do_sample=False)
-    generator = SelfSpeculativeCandidateGenerator(model, SelfSpeculativeConfig(SKIP), settings)
+    config = SelfSpeculativeConfig(SKIP, DraftingConfig(policy="confidence"))
+    generator = SelfSpeculativeCandidateGenerator(model, config, settings)
     assert isinstance(generator, CandidateGenerator)
     assert generator.requires_model_outputs and generator.model_kwargs_overrides == {}
     candidates, scores = generator.get_candidates(prompt(9), model_kwargs={}, is_first_iteration=True)
