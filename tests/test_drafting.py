@@ -238,6 +238,8 @@ def test_a_cliff_is_noticed() -> None:
     assert policy.draft_length(20) == 12
     assert policy.keep_drafting(1, 0.9)
     assert not policy.keep_drafting(2, 0.9)
+    # Never beyond the most that was asked for.
+    assert not CostAwarePolicy(FLAT, max_length=1, prior=(0.99,)).keep_drafting(1, 1.0)
     # A draft that is cheap and good enough is worth going beyond it, and then far.
     assert _rich(CostAwarePolicy(_costs(0.05, V_CLIFF), prior=(0.97,), use_confidence=False)).draft_length(20) > 8
 
@@ -553,10 +555,13 @@ def test_lookup_and_self_draft_are_weighed() -> None:
     policy = _rich(CostAwarePolicy(FLAT, lookup=True))
     for _ in range(40):  # copies of 4-grams are right, those of 1-grams never; the draft is right half the time
         for match in (Match(12, 4), Match(12, 1)):
+            policy.draft_length(30, match)
             policy.update(0, 12 if match.length == 4 else 0, False, 12, match)
         policy.draft_length(30)
         policy.update(2, 1, True)
     policy.draft_length(30)
+    # The more rounds have a good copy, the better the rate that a self-drafted token must not spoil.
+    assert policy.state()["tokens_per_plain_step"] > 1.2 * CostAwarePolicy(FLAT).state()["tokens_per_plain_step"]
     assert policy.draft_length(30, Match(12, 4)) == 0
     assert policy.lookup_length(0, Match(12, 4), 29) == 12
     assert _rich(policy).draft_length(30, Match(12, 1)) > 0
@@ -614,6 +619,7 @@ def test_a_snapshot_goes_through_json_and_on() -> None:
     other.load_state(snapshot)
     assert new.snapshot() == snapshot
     old._plan()
+    assert new._calibrated == old._calibrated != CostAwarePolicy(FLAT)._calibrated
     assert new.state() == pytest.approx(old.state(), rel=0.02)
     world = _mixed(0.98, 0.3, 0.7)
     assert _simulate(new, FLAT, world, 5) == _simulate(other, FLAT, world, 5)
