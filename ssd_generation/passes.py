@@ -27,6 +27,7 @@ from .program import (
     fuse_norms,
     fuse_rotary,
     merge_linears,
+    rotate_together,
     share_results,
     swap_linears,
     use_bfloat16,
@@ -311,11 +312,15 @@ class FlatPasses:
 
         def kernel_of(
             group: LowBitCopy, weights: Sequence[torch.Tensor]
-        ) -> tuple[Callable[..., Any], Callable[[torch.Tensor], int]]:
+        ) -> tuple[Callable[..., Any], Callable[[torch.Tensor], int] | None]:
+            if len(group.sizes) == 1:
+                return group.whole, None
             return group.apart, lambda weight: copies[id(weight)][1]
 
-        recording = merge_linears(recording, group_of, kernel_of)
-        return compile_recording(swap_linears(use_bfloat16(recording), _mixed))
+        recording = use_bfloat16(merge_linears(recording, group_of, kernel_of))
+        if recording.length == 1:
+            recording = rotate_together(recording, lambda o: getattr(o.target, "__func__", None) is LowBitCopy.apart)
+        return compile_recording(swap_linears(recording, _mixed))
 
 
 def _compare(model: PreTrainedModel, program: Program, length: int) -> None:

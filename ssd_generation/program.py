@@ -25,6 +25,7 @@ __all__ = [
     "fuse_norms",
     "fuse_rotary",
     "merge_linears",
+    "rotate_together",
     "share_results",
     "swap_linears",
     "use_bfloat16",
@@ -341,6 +342,65 @@ def _half_turn(graph: _Graph, rotated: Any, x: Any) -> int | None:
     return half
 
 
+def _rotate_together(
+    both: torch.Tensor, sizes: tuple[int, int], cos: torch.Tensor, sin: torch.Tensor, half: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key heads side by side, `(1, n, H + G, D)`, to `(1, H, n, D)` and `(1, G, n, D)`."""
+    turned = _rotate(both.transpose(1, 2), cos, sin, half)
+    return turned.narrow(1, 0, sizes[0]), turned.narrow(1, sizes[0], sizes[1])
+
+
+def rotate_together(recording: Recording, joined: Callable[[Operation], bool]) -> Recording:
+    """Turn query and key in one go where they lie side by side, the first two results of one kernel.
+
+    Args:
+        recording: the pass, after `fuse_rotary` and `merge_linears`.
+        joined: whether an operation is a kernel whose results, side by side in one tensor, are float32 enough to be
+            turned before they are taken apart.
+    """
+    graph = _Graph(recording)
+    turns: dict[Value, list[tuple[int, Operation, tuple[int, ...]]]] = {}
+    for operation in recording.operations:
+        if operation.target is not _rotate:
+            continue
+        shaped = graph.maker(operation.args[0], frozenset({torch.Tensor.transpose}))
+        viewed = None if shaped is None else graph.maker(shaped.args[0], frozenset({torch.Tensor.view}))
+        item = None if viewed is None else graph.maker(viewed.args[0], frozenset({operator.getitem}))
+        if shaped is None or viewed is None or item is None or shaped.args[1:] != (1, 2) or viewed.shape is None:
+            continue
+        turns.setdefault(item.args[0], []).append((item.args[1], operation, viewed.shape))
+    replaced: dict[Value, list[Operation]] = {}
+    for whole, found in turns.items():
+        found.sort(key=lambda entry: entry[0])
+        made = graph.made.get(whole)
+        if [index for index, _, _ in found] != [0, 1] or made is None or not joined(made):
+            continue
+        (_, first, q_shape), (_, second, k_shape) = found
+        if first.args[1:] != second.args[1:] or q_shape[:2] != k_shape[:2] or q_shape[3] != k_shape[3]:
+            continue
+        pair = Value(f"{first.output.name}_both")
+        sizes = (q_shape[2], k_shape[2])
+        replaced[first.output] = [
+            Operation(_take_both, (whole, (*q_shape[:2], sum(sizes), q_shape[3])), {}, Value(f"{pair.name}_whole")),
+        ]
+        replaced[first.output].append(
+            Operation(_rotate_together, (replaced[first.output][0].output, sizes, *first.args[1:]), {}, pair)
+        )
+        replaced[first.output].append(_copy(first, target=operator.getitem, args=(pair, 0), kwargs={}))
+        replaced[second.output] = [_copy(second, target=operator.getitem, args=(pair, 1), kwargs={})]
+    if not replaced:
+        return recording
+    operations = [new for old in recording.operations for new in replaced.get(old.output, [old])]
+    return _without_unused(_rebuilt(recording, operations))
+
+
+def _take_both(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """The first two of several parts that lie side by side in one row, as one tensor."""
+    first = parts[0]
+    size = shape[2] * shape[3]
+    return first.as_strided((1, shape[1], size), first.stride(), first.storage_offset()).view(shape)
+
+
 def swap_linears(
     recording: Recording, swap: Callable[[torch.Tensor, torch.Tensor | None], Callable[..., Any] | None]
 ) -> Recording:
@@ -376,7 +436,7 @@ def linear_weight(operation: Operation) -> tuple[torch.Tensor, torch.Tensor | No
 def merge_linears(
     recording: Recording,
     group_of: Callable[[torch.Tensor], Any | None],
-    kernel_of: Callable[[Any, Sequence[torch.Tensor]], tuple[Callable[..., Any], Callable[[torch.Tensor], int]]],
+    kernel_of: Callable[[Any, Sequence[torch.Tensor]], tuple[Callable[..., Any], Callable[[torch.Tensor], int] | None]],
 ) -> Recording:
     """Give linear layers that read the same input, and belong together, one kernel (query, key and value; gate and up).
 
@@ -384,7 +444,7 @@ def merge_linears(
         recording: the pass.
         group_of: weight → what it belongs to, or `None` to leave the layer as it is.
         kernel_of: `(group, weights)` → the kernel `x (…, K) ↦ tuple of (…, N_i)`, and the index in that tuple by
-            weight.
+            weight; for a single layer a kernel `x (…, K) ↦ (…, N)` and `None`.
     """
     members: dict[Any, list[Operation]] = {}
     for operation in recording.operations:
@@ -403,6 +463,9 @@ def merge_linears(
         together = members[operation.args[0], id(group)]
         weights = [linear_weight(member)[0] for member in together]  # type: ignore[index]
         kernel, index_of = kernel_of(group, weights)
+        if index_of is None:
+            operations.append(_copy(operation, target=kernel, args=operation.args[:1], kwargs={}))
+            continue
         whole = Value(f"{operation.output.name}_all")
         operations.append(Operation(kernel, operation.args[:1], {}, whole))
         for member, weight in zip(together, weights, strict=True):
