@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["OriginPiece", "TokenOrigins", "visible"]
 
 DRAFTED = "drafted and accepted"
+LOOKED_UP = "looked up and accepted"
 DECIDED = "decided by the target"
 # What a decoder gives for bytes that are not a whole character (yet).
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -32,6 +33,7 @@ class OriginPiece:
         text: the text; of a special token its name.
         drafted: whether it was drafted and accepted (else the target decided it). Of several tokens, the last one
             counts.
+        looked_up: whether the draft was copied from the text by prompt lookup.
         first: number of its first token among the new ones, from 0.
         tokens: how many tokens it is made of, ≥ 1.
         round: number of the round that added it; 0 is the pass over the prompt.
@@ -44,6 +46,12 @@ class OriginPiece:
     tokens: int = 1
     round: int = 0
     special: bool = False
+    looked_up: bool = False
+
+    @property
+    def origin(self) -> str:
+        """Where it came from, in words."""
+        return LOOKED_UP if self.looked_up else DRAFTED if self.drafted else DECIDED
 
 
 @dataclass(frozen=True)
@@ -55,28 +63,30 @@ class TokenOrigins:
     ```python
     out = model.generate(**inputs, self_speculative=config)
     new = out[0, inputs["input_ids"].shape[1] :]
-    TokenOrigins.from_ids(tokenizer, new, model.last_speculation.token_origins[0])
+    TokenOrigins.from_ids(tokenizer, new, model.last_speculation.token_sources[0])
     ```
 
-    Colour is never the only mark: tokens that the target decided are underlined too or, where a terminal shows no
-    styles, set in ⟦brackets⟧.
+    Colour is never the only mark: tokens that the target decided are underlined too, looked-up ones are in italics;
+    where a terminal shows no styles, they are set in ⟦brackets⟧ and ‹brackets›.
 
     Attributes:
         pieces: the answer in order.
         drafted_tokens: tokens that were drafted and accepted.
         decided_tokens: tokens that the target decided.
+        looked_up_tokens: how many of the drafted ones were copied from the text by prompt lookup.
     """
 
     pieces: tuple[OriginPiece, ...]
     drafted_tokens: int
     decided_tokens: int
+    looked_up_tokens: int = 0
 
     @classmethod
     def from_ids(
         cls,
         tokenizer: PreTrainedTokenizerBase,
         token_ids: Sequence[int] | torch.Tensor,
-        origins: Sequence[bool],
+        origins: Sequence[bool] | Sequence[str],
     ) -> TokenOrigins:
         """Take an answer apart.
 
@@ -84,27 +94,30 @@ class TokenOrigins:
             tokenizer: the model's tokenizer.
             token_ids (`torch.LongTensor` of shape `(new_tokens,)`, or integers): the new tokens of one row, without the
                 prompt.
-            origins: per token, whether it was drafted and accepted: a row of `SpeculationStatistics.token_origins`.
+            origins: per token, where it came from: a row of `SpeculationStatistics.token_sources`, or of
+                `token_origins`, which does not tell looked-up tokens from others.
 
         Raises:
             ValueError: the two differ in length.
         """
         ids: list[int] = [int(i) for i in (token_ids if isinstance(token_ids, Sequence) else token_ids.tolist())]
-        flags = [bool(flag) for flag in origins]
+        flags = [origin in ("drafted", "looked up") if isinstance(origin, str) else bool(origin) for origin in origins]
+        copied = [origin == "looked up" for origin in origins]
         if len(ids) != len(flags):
             raise ValueError(
                 f"There are {len(ids)} tokens but origins of {len(flags)}. Pass the new tokens of one row (no prompt, "
-                "no padding) and the same row of `token_origins`."
+                "no padding) and the same row of `token_sources`."
             )
         # A round ends with the token that the target decided.
         rounds = list(accumulate((not flag for flag in flags), initial=0))
         return cls(
             pieces=tuple(
-                OriginPiece(text, flags[last], first, last - first + 1, rounds[last], special)
+                OriginPiece(text, flags[last], first, last - first + 1, rounds[last], special, copied[last])
                 for text, first, last, special in _texts(tokenizer, ids)
             ),
             drafted_tokens=sum(flags),
             decided_tokens=len(flags) - sum(flags),
+            looked_up_tokens=sum(copied),
         )
 
     @property
@@ -118,6 +131,8 @@ class TokenOrigins:
         if not total:
             return "No new tokens."
         share = f"{self.drafted_tokens / total:.0%}"
+        if self.looked_up_tokens:
+            share += f"; {self.looked_up_tokens} of them looked up in the text"
         return (
             f"{total} {'token' if total == 1 else 'tokens'}: {self.drafted_tokens} {DRAFTED} ({share}), "
             f"{self.decided_tokens} {DECIDED}."
@@ -126,7 +141,14 @@ class TokenOrigins:
     def to_dicts(self) -> list[dict[str, Any]]:
         """The pieces as plain JSON types."""
         return [
-            {"text": p.text, "drafted": p.drafted, "tokens": p.tokens, "round": p.round, "special": p.special}
+            {
+                "text": p.text,
+                "drafted": p.drafted,
+                "looked_up": p.looked_up,
+                "tokens": p.tokens,
+                "round": p.round,
+                "special": p.special,
+            }
             for p in self.pieces
         ]
 
@@ -137,36 +159,42 @@ class TokenOrigins:
 
         # Without a colour system (a pipe, a dumb terminal) rich drops underlines as well; NO_COLOR drops colours only.
         styled = console.color_system is not None
-        left, right = ("[", "]") if options.ascii_only else ("⟦", "⟧")
+        marks = {DECIDED: "[]", LOOKED_UP: "<>"} if options.ascii_only else {DECIDED: "⟦⟧", LOOKED_UP: "‹›"}
         newline = "\\n" if options.ascii_only else "↵"
         body = Text(overflow="fold")
         for piece in self.pieces:
-            style = ("green" if piece.drafted else "bold underline yellow") + (" italic" if piece.special else "")
-            marked = not (styled or piece.drafted)
+            style = _STYLES[piece.origin] + (" italic" if piece.special else "")
+            left, right = ("", "") if styled else marks.get(piece.origin, ("", ""))
             *lines, rest = visible(piece.text).split("\n")
-            body.append(left if marked else "")
+            body.append(left)
             for number, line in enumerate(lines, start=1):
                 body.append(line + newline, style=style)
                 # A piece that ends with its line has its bracket there too.
-                body.append(right if marked and number == len(lines) and not rest else "")
+                body.append(right if number == len(lines) and not rest else "")
                 body.append("\n")
             body.append(rest, style=style)
-            body.append(right if marked and (rest or not lines) else "")
+            body.append(right if rest or not lines else "")
         yield body
         yield Text()
-        if styled:
-            yield Text.assemble((DRAFTED, "green"), " · ", (DECIDED, "bold underline yellow"), " (underlined)")
-        else:
-            yield Text(f"{DRAFTED} · {left}{DECIDED}{right}")
+        legend = Text()
+        for origin in self._legend():
+            left, right = ("", "") if styled else marks.get(origin, ("", ""))
+            legend.append(" · " if legend else "").append(f"{left}{origin}{right}", style=_STYLES[origin])
+            legend.append(f" ({_NOTES[origin]})" if styled and origin in _NOTES else "")
+        yield legend
         yield Text(self.summary())
+
+    def _legend(self) -> list[str]:
+        return [DRAFTED, *([LOOKED_UP] if self.looked_up_tokens else []), DECIDED]
 
     # -- HTML ----------------------------------------------------------------------------------------------------------
 
     def _repr_html_(self) -> str:
         body = "".join(_span(piece) for piece in self.pieces)
-        legend = (
-            f'<span style="{_STYLE_DRAFTED}">{DRAFTED}</span> &nbsp; '
-            f'<span style="{_STYLE_DECIDED}">{DECIDED}</span> (underlined)'
+        legend = " &nbsp; ".join(
+            f'<span style="{_HTML_STYLES[origin]}">{origin}</span>'
+            + (f" ({_HTML_NOTES[origin]})" if origin in _HTML_NOTES else "")
+            for origin in self._legend()
         )
         return (
             '<div style="line-height:1.7;max-width:60em">'
@@ -271,11 +299,19 @@ def _texts(tokenizer: Any, ids: list[int]) -> Iterator[tuple[str, int, int, bool
         yield decode(context, len(ids))[len(decode(context, shown)) :], shown, len(ids) - 1, False
 
 
+# Colours, and what else tells the kinds apart.
+_STYLES = {DRAFTED: "green", LOOKED_UP: "italic cyan", DECIDED: "bold underline yellow"}
+_NOTES = {LOOKED_UP: "in italics", DECIDED: "underlined"}
+
 # Half-transparent backgrounds and the page's own text colour are legible on light and dark pages. The edge at the left
 # tells neighbouring tokens apart.
 _EDGE = "box-shadow:inset 1px 0 rgba(128,128,128,.5);border-radius:2px;padding:1px 0;"
-_STYLE_DRAFTED = f"{_EDGE}background:rgba(40,160,70,.22)"
-_STYLE_DECIDED = f"{_EDGE}background:rgba(235,150,0,.28);border-bottom:2px solid rgba(235,150,0,.95)"
+_HTML_STYLES = {
+    DRAFTED: f"{_EDGE}background:rgba(40,160,70,.22)",
+    LOOKED_UP: f"{_EDGE}background:rgba(0,130,200,.22);border-bottom:2px dotted rgba(0,130,200,.95)",
+    DECIDED: f"{_EDGE}background:rgba(235,150,0,.28);border-bottom:2px solid rgba(235,150,0,.95)",
+}
+_HTML_NOTES = {LOOKED_UP: "dotted", DECIDED: "underlined"}
 # Not part of the text: it is left out when the text is copied.
 _NEWLINE = '<span style="opacity:.5;user-select:none" aria-hidden="true">↵</span>\n'
 
@@ -285,8 +321,8 @@ def _span(piece: OriginPiece) -> str:
         f"token {piece.first + 1}" if piece.tokens == 1 else f"tokens {piece.first + 1}–{piece.first + piece.tokens}"
     )
     where = f"round {piece.round}" if piece.round else "the pass over the prompt"
-    title = html.escape(f"{numbers}: {DRAFTED if piece.drafted else DECIDED}, {where}", quote=True)
-    style = _STYLE_DRAFTED if piece.drafted else _STYLE_DECIDED
+    title = html.escape(f"{numbers}: {piece.origin}, {where}", quote=True)
+    style = _HTML_STYLES[piece.origin]
     if piece.special:
         style += ";font-style:italic;opacity:.7"
     text = html.escape(visible(piece.text)).replace("\n", _NEWLINE)

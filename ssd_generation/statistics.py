@@ -30,6 +30,7 @@ class SpeculationStatistics:
         accepted_looked_up_tokens: how many of them the target accepted.
         round_accepted: per row and round, how many drafted tokens were accepted; the round added one token more (unless
             a stop cut it short).
+        round_looked_up: per row and round, how many of the accepted tokens were looked up: the last ones.
         new_tokens: per row, the new tokens, padding not counted.
         draft_seconds: time in drafting.
         verify_seconds: time in the target's passes behind the prompt's.
@@ -49,6 +50,7 @@ class SpeculationStatistics:
     looked_up_tokens: int = 0
     accepted_looked_up_tokens: int = 0
     round_accepted: list[list[int]] = field(default_factory=list)
+    round_looked_up: list[list[int]] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -72,10 +74,14 @@ class SpeculationStatistics:
             self_drafted: how many of the drafted tokens, the first ones, the model drafted itself, per row of the
                 batch; by default all.
         """
+        self.round_looked_up += [[] for _ in range(len(self.round_looked_up), len(self.round_accepted))]
         for row in rows:
+            looked_up = 0
             if self_drafted is not None:
+                looked_up = max(accepted[row] - self_drafted[row], 0)
                 self.looked_up_tokens += drafted[row] - self_drafted[row]
-                self.accepted_looked_up_tokens += max(accepted[row] - self_drafted[row], 0)
+                self.accepted_looked_up_tokens += looked_up
+            self.round_looked_up[row].append(looked_up)
             while len(self.drafted_by_depth) < drafted[row]:
                 self.drafted_by_depth.append(0)
                 self.judged_by_depth.append(0)
@@ -142,6 +148,18 @@ class SpeculationStatistics:
                 flags += [True] * accepted + [False]
             origins.append(flags[:tokens])
         return origins
+
+    @property
+    def token_sources(self) -> list[list[str]]:
+        """Per row and new token: "drafted" by the model itself, "looked up", or decided by the "target"."""
+        sources = []
+        for row, tokens in enumerate(self.new_tokens):
+            names = ["target"]  # the prompt's pass gives the first token
+            rounds = zip(self.round_accepted[row], self.round_looked_up[row], strict=True) if self.rounds else ()
+            for accepted, looked_up in rounds:
+                names += ["drafted"] * (accepted - looked_up) + ["looked up"] * looked_up + ["target"]
+            sources.append(names[:tokens])
+        return sources
 
     def theoretical_speedup(self, draft_cost: float, verify_cost: float) -> float | None:
         """The speed-up over plain decoding that this acceptance allows at given costs, overheads left out.

@@ -126,14 +126,28 @@ def test_summary() -> None:
     assert origins_of("").summary() == "No new tokens."
 
 
+def test_looked_up_tokens_are_drafted_ones() -> None:
+    assert [(p.drafted, p.looked_up, p.round) for p in COPIED.pieces] == [
+        (False, False, 0),
+        (True, False, 1),
+        (True, True, 1),
+        (False, False, 1),
+    ]
+    assert (COPIED.drafted_tokens, COPIED.looked_up_tokens, COPIED.decided_tokens) == (2, 1, 2)
+    assert "2 drafted and accepted (50%; 1 of them looked up in the text), 2 decided" in COPIED.summary()
+
+
 def test_plain_types() -> None:
     origins = TokenOrigins.from_ids(BYTES, ids_of("é"), [False, True])
-    assert origins.to_dicts() == [{"text": "é", "drafted": True, "tokens": 2, "round": 1, "special": False}]
+    assert origins.to_dicts() == [
+        {"text": "é", "drafted": True, "looked_up": False, "tokens": 2, "round": 1, "special": False}
+    ]
 
 
 # --- terminal -------------------------------------------------------------------------------------
 
 MIXED = TokenOrigins.from_ids(BYTES, ids_of("abcd"), [False, True, True, False])
+COPIED = TokenOrigins.from_ids(BYTES, ids_of("abcd"), ["target", "drafted", "looked up", "target"])
 
 
 def printed(origins: TokenOrigins, monkeypatch: pytest.MonkeyPatch, width: int = 80, **console: Any) -> str:
@@ -161,6 +175,17 @@ def test_without_styles_brackets_mark_what_the_target_decided(monkeypatch: pytes
     text = printed(MIXED, monkeypatch)
     assert text.splitlines()[0] == "⟦a⟧bc⟦d⟧"
     assert "drafted and accepted · ⟦decided by the target⟧" in text
+
+
+def test_looked_up_tokens_stand_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    styled = printed(COPIED, monkeypatch, force_terminal=True, color_system="standard")
+    assert "\x1b[32mb\x1b[0m\x1b[3;36mc\x1b[0m" in styled  # 3 is italic
+    assert "looked up and accepted" in styled and "(in italics)" in styled
+    plain = printed(COPIED, monkeypatch)
+    assert plain.splitlines()[0] == "⟦a⟧b‹c›⟦d⟧"
+    assert "drafted and accepted · ‹looked up and accepted› · ⟦decided by the target⟧" in plain
+    # Where nothing was looked up, nothing is said of it.
+    assert "looked up" not in printed(MIXED, monkeypatch)
 
 
 def test_newlines_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +267,16 @@ def test_html_tells_where_each_token_came_from() -> None:
     ]
     assert page.text.endswith(MIXED.summary())
     assert html.count("border-bottom") == 3  # two tokens and the legend: not by colour alone
+
+
+def test_html_tells_looked_up_tokens_apart() -> None:
+    html = COPIED._repr_html_()
+    assert Page(html).titles[1:3] == [
+        "token 2: drafted and accepted, round 1",
+        "token 3: looked up and accepted, round 1",
+    ]
+    assert html.count("dotted rgba") == 2 and "(dotted)" in html  # the token and the legend
+    assert "dotted" not in MIXED._repr_html_()
 
 
 def test_html_shows_newlines() -> None:

@@ -43,6 +43,18 @@ def test_origins() -> None:
     assert statistics.token_origins == [[False, True, True, False, False, True, True, True]]
 
 
+def test_sources() -> None:
+    statistics = SpeculationStatistics(round_accepted=[[]], new_tokens=[9])
+    statistics.record_round([4], [3], [0], self_drafted=[2])  # two of its own, one of two looked-up ones
+    statistics.record_round([3], [1], [0], self_drafted=[2])  # none of the looked-up one
+    statistics.record_round([2], [2], [0], self_drafted=[0])  # the text ended in this round
+    own, copied, target = "drafted", "looked up", "target"
+    assert statistics.token_sources == [[target, own, own, copied, target, own, target, copied, copied]]
+    assert [[source != target for source in row] for row in statistics.token_sources] == statistics.token_origins
+    assert (statistics.looked_up_tokens, statistics.accepted_looked_up_tokens) == (5, 3)
+    assert SpeculationStatistics(round_accepted=[[]], new_tokens=[1]).token_sources == [[target]]
+
+
 def test_the_formula() -> None:
     # Every round drafts 4, of which 3 are accepted: 4 tokens for 4 draft steps at 0.5 and a pass at 1.2.
     statistics = recorded(([4], [3]), ([4], [3]))
