@@ -203,10 +203,12 @@ class FlatPasses:
         self._model = weakref.ref(model)
         self._skip_mode = skip_mode
         self._skipped = skipped_attention
-        self.copies = copies
+        # Not held: the copies hold their passes, and are to go when they are dropped.
+        self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
         self._attention = threading.local()
         self._fingerprint = _fingerprint(model)
+        self._folded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: str | None = None
 
     @property
@@ -216,7 +218,9 @@ class FlatPasses:
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is still what was recorded."""
-        return self._fingerprint == _fingerprint(model)
+        return self._fingerprint == _fingerprint(model) and all(
+            torch.equal(tensor, then) for tensor, then in self._folded.values()
+        )
 
     def program(self, length: int) -> Program | None:
         """The pass over `length` tokens; `None` where it cannot be recorded."""
@@ -297,15 +301,25 @@ class FlatPasses:
             recording = fuse_rotary(fuse_norms(recording))
             recording = swap_linears(recording, lambda w, b: linear_of_few_rows(w, b, length))
         program = compile_recording(recording)
+        self._remember(program)
         if not any(self._programs.values()):
             _compare(model, program, length)
         return program
 
+    def _remember(self, program: Program) -> Program:
+        """Note the weights that a program has copies of: unlike others, it would not see them change in place."""
+        for tensor in program.folded:
+            self._folded.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+        return program
+
     def _draft_program(self, model: PreTrainedModel, recording: Recording) -> Program:
         recording = fuse_rotary(fuse_norms(recording))
-        if self.copies is None:
-            return compile_recording(recording)
-        copies = self.copies.by_weight
+        if self._copies is None:
+            return self._remember(compile_recording(recording))
+        held = self._copies()
+        if held is None:
+            raise CannotRecord("the low-bit copies were dropped")
+        copies = held.by_weight
 
         def group_of(weight: torch.Tensor) -> LowBitCopy | None:
             return copies[id(weight)][0] if id(weight) in copies else None
@@ -320,7 +334,7 @@ class FlatPasses:
         recording = use_bfloat16(merge_linears(recording, group_of, kernel_of))
         if recording.length == 1:
             recording = rotate_together(recording, lambda o: getattr(o.target, "__func__", None) is LowBitCopy.apart)
-        return compile_recording(swap_linears(recording, _mixed))
+        return self._remember(compile_recording(swap_linears(recording, _mixed)))
 
 
 def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
@@ -352,20 +366,22 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         raise CannotRecord("the recorded pass gives other logits than the model")
 
 
-_DRAFTS: weakref.WeakKeyDictionary[nn.Module, dict[SkipConfig, list[FlatPasses]]] = weakref.WeakKeyDictionary()
+_DRAFTS: weakref.WeakKeyDictionary[nn.Module, dict[SkipConfig, FlatPasses]] = weakref.WeakKeyDictionary()
 
 
 def draft_passes(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> FlatPasses | None:
     """A draft's passes, or `None` where they may not be recorded; made once, and anew when the model changed."""
     if why_not_recorded(model) is not None:
         return None
-    known = _DRAFTS.setdefault(model, {}).setdefault(skip, [])
-    known[:] = [passes for passes in known if passes.is_current(model)]
-    for passes in known:
-        if passes.copies is copies:
-            return passes
-    known.append(FlatPasses(model, SkipMode(model, skip), frozenset(skip.attention), copies))
-    return known[-1]
+    known = _DRAFTS.setdefault(model, {})
+    passes: FlatPasses | None = known.get(skip) if copies is None else copies.passes
+    if passes is None or not passes.is_current(model):
+        passes = FlatPasses(model, SkipMode(model, skip), frozenset(skip.attention), copies)
+        if copies is None:
+            known[skip] = passes
+        else:
+            copies.passes = passes
+    return passes
 
 
 _TARGETS: weakref.WeakKeyDictionary[nn.Module, FlatPasses] = weakref.WeakKeyDictionary()

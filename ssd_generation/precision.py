@@ -146,6 +146,9 @@ def _to_int4(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch
 def refused_shape(weight: torch.Tensor, precision: str, group_size: int, rows: int | None = None) -> str | None:
     """Why the kernel does not take a weight of this shape; `None` if it does."""
     rows, columns = int(weight.shape[0]) if rows is None else rows, int(weight.shape[1])
+    if precision == "int8" and columns % 16:
+        # ATen's kernel does not check: it reads beyond the rows, and gives wrong numbers or kills the process.
+        return f"its {columns} input channels are no multiple of 16"
     if precision == "int4":
         if columns % group_size:
             return f"its {columns} input channels are no multiple of the group size {group_size}"
@@ -227,12 +230,14 @@ class LowBitCopies:
         by_weight: `(copy, index of the layer in it)` by id of the weight.
         modules: the linear layers, in the order of the model.
         left: sub-layers and layers that were asked for and stay as they are, with the reason.
+        passes: passes recorded with these copies (passes.py), kept here so that they go with them.
     """
 
     def __init__(self, model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> None:
         check_precision(model)
         self.by_weight: dict[int, tuple[LowBitCopy, int]] = {}
         self.modules: list[nn.Linear] = []
+        self.passes: Any = None
         places, self.left = _places(model, skip, precision)
         store = _STORES.setdefault(model, {})
         for group in _groups(places, precision.group_size):
@@ -345,11 +350,15 @@ def drop_copies(model: nn.Module) -> None:
 def estimated_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:
     """Bytes that the copies would take, before they are made."""
     total = 0
-    for place in _places(model, skip, precision)[0]:
-        rows, columns = place.module.weight.shape
-        if refused_shape(place.module.weight, place.precision, precision.group_size) is None:
-            if place.precision == "int8":
-                total += rows * columns + 2 * rows
-            else:
-                total += rows * columns // 2 + 4 * rows * (columns // precision.group_size)
+    for group in _groups(_places(model, skip, precision)[0], precision.group_size):
+        modules = [place.module for place in group]
+        rows, columns = sum(m.weight.shape[0] for m in modules), modules[0].weight.shape[1]
+        if refused_shape(modules[0].weight, group[0].precision, precision.group_size, rows=rows) is not None:
+            continue
+        if group[0].precision == "int8":
+            total += rows * columns + 2 * rows
+        else:
+            total += rows * columns // 2 + 4 * rows * (columns // precision.group_size)
+        if any(m.bias is not None for m in modules):
+            total += 2 * rows
     return total

@@ -52,12 +52,14 @@ class Program:
         length: n.
         operations: how many there are.
         source: the Python code of `run`, for the curious.
+        folded: weights whose numbers `run` has copies of: it is good only as long as they do not change.
     """
 
     run: Callable[[torch.Tensor, torch.Tensor, Attend], torch.Tensor]
     length: int
     operations: int
     source: str
+    folded: tuple[torch.Tensor, ...] = ()
 
 
 def compile_recording(recording: Recording) -> Program:
@@ -119,7 +121,13 @@ def compile_recording(recording: Recording) -> Program:
     lines.append(f"    return {source_of(recording.logits)}")
     source = "\n".join(lines) + "\n"
     exec(compile(source, "<recorded pass>", "exec"), namespace)
-    return Program(run=namespace["run"], length=recording.length, operations=len(recording.operations), source=source)
+    return Program(
+        run=namespace["run"],
+        length=recording.length,
+        operations=len(recording.operations),
+        source=source,
+        folded=tuple(recording.folded),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -134,6 +142,7 @@ def _rebuilt(recording: Recording, operations: list[Operation]) -> Recording:
         logits=recording.logits,
         constants=recording.constants,
         length=recording.length,
+        folded=recording.folded,
     )
 
 
@@ -152,8 +161,20 @@ def _substituted(tree: Any, changes: dict[Value, Value]) -> Any:
 
 
 def _written(recording: Recording) -> set[Value]:
-    """Values that an operation writes into, and (cautiously) everything such an operation reads."""
-    return {value for operation in recording.operations if operation.has_effect for value in operation.inputs()}
+    """Values that an operation writes into, and all that may share their memory."""
+    written = {
+        value
+        for operation in recording.operations
+        if operation.has_effect
+        for value in ((*operation.args[:1], operation.kwargs.get("out")) if operation.args else operation.inputs())
+        if isinstance(value, Value)
+    }
+    views = [{operation.output, *operation.inputs()} for operation in recording.operations if operation.is_view]
+    known = 0
+    while written and known != len(written):
+        known = len(written)
+        written.update(*(group for group in views if not written.isdisjoint(group)))
+    return written
 
 
 def _key(tree: Any) -> Any:
@@ -193,7 +214,7 @@ def share_results(recording: Recording) -> Recording:
 def _copy(operation: Operation, **changes: Any) -> Operation:
     fields = {
         name: getattr(operation, name)
-        for name in ("target", "args", "kwargs", "output", "has_effect", "shape", "dtype")
+        for name in ("target", "args", "kwargs", "output", "has_effect", "shape", "dtype", "is_view")
     }
     return Operation(**{**fields, **changes})
 
@@ -226,6 +247,13 @@ class _Graph:
             return None
         return operation
 
+    def width(self, value: Any) -> int | None:
+        """Size of the last dimension, where it is known and nothing writes into the value."""
+        if not isinstance(value, Value) or value in self.written:
+            return None
+        shape = value.tensor.shape if value.tensor is not None else getattr(self.made.get(value), "shape", None)
+        return int(shape[-1]) if shape else None
+
     def pair(self, operation: Operation | None) -> tuple[Any, Any] | None:
         if operation is None or len(operation.args) != 2 or operation.kwargs:
             return None
@@ -252,8 +280,9 @@ def fuse_norms(recording: Recording) -> Recording:
                 continue
             for x, inverse in _both_ways(graph.pair(graph.maker(scaled, _MUL))):
                 found = _mean_square(graph, inverse)
-                if found is not None and found[0] is x:
-                    size = weight.tensor.shape[0]
+                size = weight.tensor.shape[0]
+                if found is not None and found[0] is x and graph.width(x) == size:
+                    recording.folded.append(weight.tensor)
                     scaled_weight = Value(f"{weight.name} · √d", weight.tensor * math.sqrt(size))
                     epsilon = Value("√(d ε)", weight.tensor.new_tensor(math.sqrt(size * found[1])))
                     replaced[operation.output] = _copy(
@@ -306,7 +335,11 @@ def fuse_rotary(recording: Recording) -> Recording:
             for x, cos in _both_ways(graph.pair(graph.maker(straight, _MUL))):
                 for rotated, sin in _both_ways(graph.pair(graph.maker(turned, _MUL))):
                     half = _half_turn(graph, rotated, x)
-                    if half is None or not isinstance(sin, Value) or operation.output in replaced:
+                    if (
+                        half is None
+                        or operation.output in replaced
+                        or {graph.width(sin), graph.width(cos)} != {2 * half}
+                    ):
                         continue
                     new = []
                     if sin not in signed:
@@ -326,8 +359,8 @@ def _half_turn(graph: _Graph, rotated: Any, x: Any) -> int | None:
     if joined is None or not isinstance(x, Value) or not isinstance(joined.args[0], (tuple, list)):
         return None
     axis = joined.kwargs.get("dim", joined.args[1] if len(joined.args) > 1 else 0)
-    source = graph.made.get(x)
-    if axis != -1 or len(joined.args[0]) != 2 or source is None or source.shape is None:
+    width = graph.width(x)
+    if axis != -1 or len(joined.args[0]) != 2 or width is None or width % 2:
         return None
     negated = graph.maker(joined.args[0][0], _NEG)
     if negated is None:
@@ -336,7 +369,7 @@ def _half_turn(graph: _Graph, rotated: Any, x: Any) -> int | None:
     lower = graph.maker(joined.args[0][1], frozenset({_GETITEM}))
     if upper is None or lower is None or upper.args[0] is not x or lower.args[0] is not x:
         return None
-    half = source.shape[-1] // 2
+    half = width // 2
     if upper.args[1] != (Ellipsis, slice(half, None, None)) or lower.args[1] != (Ellipsis, slice(None, half, None)):
         return None
     return half
@@ -447,9 +480,12 @@ def merge_linears(
             weight; for a single layer a kernel `x (…, K) ↦ (…, N)` and `None`.
     """
     members: dict[Any, list[Operation]] = {}
+    written = _written(recording)
     for operation in recording.operations:
         if (linear := linear_weight(operation)) is not None and (group := group_of(linear[0])) is not None:
-            members.setdefault((operation.args[0], id(group)), []).append(operation)
+            # An input that is written into may not be the same for all: those come one by one.
+            alone = operation if operation.args[0] in written else None
+            members.setdefault((operation.args[0], id(group), alone), []).append(operation)
     operations = []
     done: set[Value] = set()
     for operation in recording.operations:
@@ -460,7 +496,7 @@ def merge_linears(
         if group is None:
             operations.append(operation)
             continue
-        together = members[operation.args[0], id(group)]
+        together = members[operation.args[0], id(group), operation if operation.args[0] in written else None]
         weights = [linear_weight(member)[0] for member in together]  # type: ignore[index]
         kernel, index_of = kernel_of(group, weights)
         if index_of is None:
@@ -490,6 +526,7 @@ def use_bfloat16(recording: Recording) -> Recording:
                 if tensor is None or tensor.ndim != 1 or tensor.dtype not in (torch.float32, torch.float16):
                     continue
                 if value not in narrowed and tensor.numel() > 64:
+                    recording.folded.append(tensor)
                     narrowed[value] = Value(f"{value.name} in bfloat16", tensor.to(torch.bfloat16))
         replacements = {**changes, **narrowed}
         new = _copy(

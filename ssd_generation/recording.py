@@ -44,12 +44,19 @@ _READS = frozenset(
         torch.Tensor.__iter__,
         torch.Tensor.nonzero,
         torch.nonzero,
+        torch.Tensor.__array__,
+        torch.Tensor.__complex__,
+        torch.Tensor.data_ptr,
         torch.equal,
+        torch.Tensor.equal,
         torch.allclose,
+        torch.Tensor.allclose,
         torch.is_nonzero,
+        torch.Tensor.is_nonzero,
         torch.unique,
         torch.Tensor.unique,
         torch.unique_consecutive,
+        torch.Tensor.unique_consecutive,
         torch.argwhere,
         torch.Tensor.argwhere,
         torch.bincount,
@@ -65,26 +72,53 @@ _RANDOM = frozenset(
         torch.rand_like,
         torch.randn_like,
         torch.randint,
+        torch.randint_like,
+        torch.randperm,
+        torch.normal,
+        torch.poisson,
         torch.multinomial,
         torch.bernoulli,
         torch.Tensor.multinomial,
+        torch.Tensor.bernoulli,
         torch.Tensor.bernoulli_,
         torch.Tensor.uniform_,
         torch.Tensor.normal_,
+        torch.Tensor.random_,
+        torch.Tensor.exponential_,
+        torch.Tensor.geometric_,
+        torch.Tensor.cauchy_,
+        torch.Tensor.log_normal_,
+        nn.functional.gumbel_softmax,
     }
 )
+# Without effect where `training` is false; F.dropout, the common one, is then left out of the recording.
+_DROPOUTS = frozenset({nn.functional.dropout, torch.dropout, torch.nn.functional.alpha_dropout})
 
 
 def _has_size_of_values(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the shape of the result depends on the values in the arguments."""
     if func in (torch.where, torch.Tensor.where):
         return len(args) == 1
+    if func in (torch.arange, torch.linspace):
+        return any(isinstance(argument, torch.Tensor) for argument in args)
     if func in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
         return any(isinstance(argument, torch.Tensor) for argument in args[1:])
     if func is torch.Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) for entry in index)
     return False
+
+
+def _has_effect(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes into one of its arguments."""
+    name = getattr(func, "__name__", "")
+    return (
+        name == "__setitem__"
+        or kwargs.get("out") is not None
+        or kwargs.get("inplace") is True
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"))
+    )
 
 
 class CannotRecord(Exception):
@@ -116,6 +150,7 @@ class Operation:
         has_effect: whether it writes into one of its arguments.
         shape: of the result, `None` where it is not a single tensor.
         dtype: of the result.
+        is_view: whether the result may lie in the memory of an argument.
     """
 
     target: Callable[..., Any]
@@ -125,6 +160,7 @@ class Operation:
     has_effect: bool = False
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
+    is_view: bool = False
 
     def inputs(self) -> Iterator[Value]:
         """The values it reads, repetitions included."""
@@ -143,6 +179,7 @@ class Recording:
         logits: `(1, n, V)`.
         constants: tensors that exist outside the pass, by name: parameters, buffers and others.
         length: n.
+        folded: constants whose numbers a rewrite has worked into others: good only as long as they do not change.
     """
 
     operations: list[Operation]
@@ -151,6 +188,7 @@ class Recording:
     logits: Value
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     length: int = 1
+    folded: list[torch.Tensor] = field(default_factory=list)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
@@ -172,6 +210,16 @@ def _values(tree: Any) -> Iterator[Value]:
             yield from _values(entry)
     elif isinstance(tree, slice):
         yield from _values((tree.start, tree.stop, tree.step))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for entry in tree:
+            yield from _tensors(entry)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -221,12 +269,19 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", func)
         if func in _READS or func in _RANDOM or _has_size_of_values(func, args):
-            raise CannotRecord(f"the pass depends on values: it calls {getattr(func, '__name__', func)}")
+            raise CannotRecord(f"the pass depends on values: it calls {name}")
+        if _has_effect(func, kwargs):
+            for target in (args[0] if args else None, kwargs.get("out")):
+                if isinstance(target, torch.Tensor) and id(target) not in self._values:
+                    raise CannotRecord(f"the pass writes into a tensor that outlives it: it calls {name}")
         if func is nn.functional.linear and args[1].numel() >= _LARGE:
             result = args[0].new_zeros((*args[0].shape[:-1], args[1].shape[0]))
         elif func is nn.functional.dropout and not kwargs.get("training", args[2] if len(args) > 2 else True):
             return args[0]
+        elif func in _DROPOUTS:
+            raise CannotRecord("the pass draws random numbers: dropout")
         else:
             result = func(*args, **kwargs)
         self.add(func, args, kwargs, result)
@@ -237,13 +292,7 @@ class _Recorder(TorchFunctionMode):
         tensors = isinstance(result, torch.Tensor) or (
             isinstance(result, (tuple, list)) and any(isinstance(entry, torch.Tensor) for entry in result)
         )
-        has_effect = (
-            name == "__setitem__"
-            or kwargs.get("out") is not None
-            or kwargs.get("inplace") is True
-            or (name.endswith("_") and not name.endswith("__"))
-            or (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"))
-        )
+        has_effect = _has_effect(func, kwargs)
         if name == "__set__":
             raise CannotRecord("the pass assigns to an attribute of a tensor")
         if not tensors and not has_effect:
@@ -251,22 +300,24 @@ class _Recorder(TorchFunctionMode):
         if isinstance(result, torch.Tensor) and not has_effect and any(result is entry for entry in args):
             return  # such as `.to` of a tensor that is what it should be already
         arguments, keywords = self.replaced(args), self.replaced(kwargs)
+        memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        is_view = any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors(result))
         if isinstance(result, torch.Tensor):
             if has_effect and id(result) in self._values:
                 self._written.add(id(result))
             value = self.new_value(result)
             shape, dtype = tuple(result.shape), result.dtype
-            self.operations.append(Operation(func, arguments, keywords, value, has_effect, shape, dtype))
+            self.operations.append(Operation(func, arguments, keywords, value, has_effect, shape, dtype, is_view))
             return
         value = Value(f"v{len(self._alive)}")
         self._alive.append(result)
-        self.operations.append(Operation(func, arguments, keywords, value, has_effect))
+        self.operations.append(Operation(func, arguments, keywords, value, has_effect, is_view=is_view))
         if isinstance(result, (tuple, list)):
             for index, entry in enumerate(result):
                 if isinstance(entry, torch.Tensor):
                     item = self.new_value(entry)
                     self.operations.append(
-                        Operation(_item, (value, index), {}, item, False, tuple(entry.shape), entry.dtype)
+                        Operation(_item, (value, index), {}, item, False, tuple(entry.shape), entry.dtype, True)
                     )
 
 
@@ -317,7 +368,6 @@ def _own_attention(function: Callable[..., Any]) -> Iterator[None]:
     """Let this thread's sdpa attention be `function`, and give it no masks; other threads see no difference."""
     owner = threading.get_ident()
     attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    original, original_mask = attention["sdpa"], masks["sdpa"]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (function if threading.get_ident() == owner else original)(*args, **kwargs)
@@ -327,6 +377,8 @@ def _own_attention(function: Callable[..., Any]) -> Iterator[None]:
 
     places = [(attention._local_mapping, forward), (masks._local_mapping, mask)]
     with _LOCK:
+        # Looked up here: before, it may be that of another thread's recording.
+        original, original_mask = attention["sdpa"], masks["sdpa"]
         before = [mapping.get("sdpa") for mapping, _ in places]
         try:
             for mapping, replacement in places:
@@ -385,7 +437,8 @@ def record_pass(model: PreTrainedModel, length: int, behind: int) -> Recording:
         if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != length or query.shape[1] % key.shape[1]:
             raise CannotRecord("an attention with shapes of its own")
         with torch._C.DisableTorchFunction():
-            result = query.new_zeros((1, length, query.shape[1], value.shape[3]))
+            # Laid out as when it is played back, where code that needs it otherwise would fail.
+            result = query.new_zeros((1, query.shape[1], length, value.shape[3])).transpose(1, 2)
         scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
         recorder.add(attend, (query, keys[id(key)][2], keys[id(value)][2], layer, scale), {}, result)
         return result, None
