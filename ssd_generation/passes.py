@@ -76,9 +76,16 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     return None
 
 
+_SCALARS = frozenset({bool, int, float, str})
+
+
 def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     return (
-        tuple((id(module), type(module).forward) for module in model.modules()),
+        tuple(
+            # Numbers such as an attention's scale are written into the recording.
+            (id(module), type(module).forward, [v for v in module.__dict__.values() if type(v) in _SCALARS])
+            for module in model.modules()
+        ),
         tuple((id(parameter), parameter.data_ptr()) for parameter in model.parameters()),
         tuple(id(buffer) for buffer in model.buffers()),
     )

@@ -1,0 +1,550 @@
+"""Recorded passes: which models have them, what stands in the way, and that they follow the model wherever it goes."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from packaging import version
+from torch import nn
+from transformers import PreTrainedModel, masking_utils, modeling_utils
+from transformers.models.llama import modeling_llama
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, recording
+from ssd_generation.passes import FlatPasses, flat_passes, why_not_recorded
+from ssd_generation.program import compile_recording
+from ssd_generation.recording import CannotRecord, record_pass, same_recording
+from tiny_models import FAMILIES, prompt, tiny_model
+
+CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
+NEW = 10
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return enable_self_speculative(tiny_model("llama", num_hidden_layers=2))
+
+
+def texts(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain, and self-speculative."""
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    return model.generate(prompt(9), **options), model.generate(prompt(9), **options, self_speculative=CONFIG)
+
+
+def same_text(model: Any) -> bool:
+    return torch.equal(*texts(model))
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """Why the model's passes are not played back; `None` where they are."""
+    reason = why_not_recorded(model)
+    if reason is None:
+        passes = FlatPasses(model)
+        if passes.program(3) is None:
+            reason = passes.refusal or "no reason given"
+    return reason
+
+
+# --- which families are recorded
+# --------------------------------------------------------------------------------------------------
+
+OWN_ATTENTION = "not sdpa"
+BY_LENGTH = "depends on the length of the text"
+SLIDING = r"of its own kind \(sliding_window\)"
+# `None`: recorded. Nothing but speed hangs on a family's place here, but a change is to be noticed.
+REFUSALS = {
+    **dict.fromkeys(FAMILIES),
+    **dict.fromkeys(("bloom", "bloom-post-residual", "gemma2", "gpt_oss", "gptj", "mpt"), OWN_ATTENTION),
+    **dict.fromkeys(("gemma3", "mistral", "qwen2-sliding"), SLIDING),
+    **dict.fromkeys(("falcon", "falcon-alibi", "falcon-new", "llama4"), BY_LENGTH),
+    "deepseek_v3": "did not come from the cache",
+}
+
+
+@pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.23"), reason="the table is of today's modelling code"
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_families_are_recorded(family: str) -> None:
+    reason, expected = refusal(tiny_model(family)), REFUSALS[family]
+    if expected is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        with pytest.raises(CannotRecord, match=expected):
+            raise CannotRecord(reason)
+
+
+def test_recording_runs_no_large_product_and_leaves_no_trace(model: PreTrainedModel) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = record_pass(model, 3, 7)
+    assert made.length == 3 and len([o for o in made.operations if o.target is recording.attend]) == 2
+    assert made.operations[-1].shape == (1, 3, 64)
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert len(made.constants) > 15 and all(id(tensor) in known for tensor in made.constants.values())
+
+
+# --- what cannot be played back
+# --------------------------------------------------------------------------------------------------
+
+READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "item": lambda x: x * (2.0 if x.sum().item() > 0 else 0.5),
+    "bool": lambda x: x if x.sum() > 0 else -x,
+    "int": lambda x: x * (int(x.sum()) % 2),
+    "float": lambda x: x * float(x[0, 0, 0]),
+    "index": lambda x: x * [1.0, 0.5][(x[0, 0, 0] > 0).long()],
+    "list": lambda x: x * x.flatten().tolist()[0],
+    "NumPy": lambda x: x * float(np.asarray(x.detach()).sum()),
+    "numpy": lambda x: x * float(x.numpy().sum()),
+    "equality": lambda x: x if x.equal(x.abs()) else -x,
+    "closeness": lambda x: x if torch.allclose(x, x.abs()) else -x,
+    "membership": lambda x: x if 0.0 in x else -x,
+    "nonzero": lambda x: x * (x > 0).nonzero().shape[0],
+    "positions": lambda x: x * torch.where(x > 0)[0].shape[0],
+    "unique": lambda x: x * x.sign().unique().shape[0],
+    "boolean index": lambda x: x + x[x > 0].sum(),
+    "masked": lambda x: x + x.masked_select(x > 0).sum(),
+    "repeated": lambda x: x + x.repeat_interleave((x[0, 0] > 0).long(), dim=-1).sum(),
+    "range": lambda x: x + torch.arange(*[(x[0, 0] > 0).sum()]).sum(),
+}
+RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand": lambda x: x + torch.rand(x.shape),
+    "randn_like": lambda x: x + torch.randn_like(x),
+    "randperm": lambda x: x[..., torch.randperm(x.shape[-1])],
+    "normal": lambda x: x + torch.normal(x, 1.0),
+    "multinomial": lambda x: x + torch.multinomial(x[0].softmax(-1), 1).sum(),
+    "exponential": lambda x: x + torch.empty_like(x).exponential_(),
+    "dropout": lambda x: nn.functional.dropout(x, 0.5, training=True),
+}
+OUTSIDE = torch.zeros(())
+
+
+def set_entry(x: torch.Tensor) -> torch.Tensor:
+    OUTSIDE[...] = 1.0
+    return x
+
+
+WRITES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in place": lambda x: x + OUTSIDE.add_(1),
+    "by operator": lambda x: x + OUTSIDE.__iadd__(1),
+    "an entry": set_entry,
+    "out": lambda x: x + torch.sum(x, (0, 1, 2), out=OUTSIDE),
+}
+
+
+def changed_mlp(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let llama's MLP do something else, in its own class: nothing of it shows from outside."""
+    original = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: original(self, change(x)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *[pytest.param(change, "depends on values", id=name) for name, change in READS.items()],
+        *[pytest.param(change, "depends on values|random", id=name) for name, change in RANDOM.items()],
+        *[pytest.param(change, "tensor that outlives it", id=name) for name, change in WRITES.items()],
+    ],
+)
+def test_what_a_recording_could_not_follow_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    OUTSIDE.zero_()
+    changed_mlp(monkeypatch, change)
+    with pytest.raises(CannotRecord, match=message):
+        record_pass(tiny_model("llama", num_hidden_layers=2), 1, 7)
+    assert OUTSIDE == 0, "something outside was written to"
+
+
+def by_token(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([token * (2.0 if token[0].item() > 0 else 0.5) for token in x[0]])[None]
+
+
+def by_element(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[x > 0] = 2 * x[x > 0]
+    return x
+
+
+@pytest.mark.parametrize("change", [by_token, by_element])
+def test_a_refused_model_gives_its_own_text(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, change: Any
+) -> None:
+    before, _ = texts(model)
+    changed_mlp(monkeypatch, change)
+    plain, ours = texts(model)
+    assert torch.equal(plain, ours) and not torch.equal(plain, before)
+    passes = flat_passes(model)
+    assert passes is not None and passes.refusal is not None and "depends on values" in passes.refusal
+
+
+def test_harmless_calls_are_recorded(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    def harmless(x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.dropout(x, 0.5, training=False).clone()
+        y[..., :2] *= 2
+        y.add_(x.shape[-1] / 100).mul_(torch.ones_like(y))
+        return y.to(x.dtype).contiguous().split(8, -1)[0].repeat(1, 1, 4) + torch.where(y > 0, y, 0.5 * y)
+
+    changed_mlp(monkeypatch, harmless)
+    assert refusal(model) is None and same_text(model)
+
+
+def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    assert same_recording(record_pass(model, 2, 7), record_pass(model, 2, 19))
+    assert not same_recording(record_pass(model, 2, 7), record_pass(model, 3, 7))  # other shapes
+    original = modeling_llama.LlamaAttention.forward
+
+    def by_length(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, weights = original(self, *args, **kwargs)
+        return output * (1 + kwargs["past_key_values"].get_seq_length() / 10), weights
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", by_length)
+    assert not same_recording(record_pass(model, 2, 7), record_pass(model, 2, 19))
+    assert same_recording(record_pass(model, 2, 7), record_pass(model, 2, 7))
+    assert BY_LENGTH in str(refusal(model))
+
+
+def test_a_wrong_recording_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    from ssd_generation import passes
+
+    def wrong(made: Any) -> Any:
+        scaled = next(o for o in made.operations if o.target is nn.functional.silu)
+        scaled.target = nn.functional.relu
+        return compile_recording(made)
+
+    monkeypatch.setattr(passes, "compile_recording", wrong)
+    assert "other logits" in str(refusal(model))
+
+
+def test_attention_is_laid_out_as_when_it_is_played_back(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
+) -> None:
+    # A view that several tokens' attention cannot be given fails while recording, not in the middle of a text.
+    original = recording._own_attention
+
+    def viewing(function: Callable[..., Any]) -> Any:
+        return original(
+            lambda *args, **kwargs: (lambda out, w: (out.view(*out.shape[:2], -1), w))(*function(*args, **kwargs))
+        )
+
+    monkeypatch.setattr(recording, "_own_attention", viewing)
+    passes = FlatPasses(model)
+    assert passes.program(1) is not None and passes.program(5) is None
+
+
+# --- models whose passes are not recorded
+# --------------------------------------------------------------------------------------------------
+
+
+class ForeignNorm(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -self.inner(x)  # type: ignore[no-any-return]
+
+
+def add_hook(model: Any) -> Any:
+    return model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
+def add_pre_hook(model: Any) -> Any:
+    return model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (0.5 * args[0],))
+
+
+def add_global_hook(model: Any) -> Any:
+    def halve(module: nn.Module, args: Any, output: Any) -> Any:
+        return 0.5 * output if type(module).__name__ == "LlamaMLP" else None
+
+    return nn.modules.module.register_module_forward_hook(halve)
+
+
+class Undo:
+    """What a hook's handle is: `remove` takes the change back."""
+
+    def __init__(self, remove: Callable[[], Any]) -> None:
+        self.remove = remove
+
+
+def patch_forward(model: Any) -> Any:
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: 0.5 * type(mlp).forward(mlp, x)
+    return Undo(lambda: mlp.__dict__.pop("forward"))
+
+
+def put_in_a_foreign_module(model: Any) -> Any:
+    layer = model.model.layers[1]
+    inner = layer.input_layernorm
+    layer.input_layernorm = ForeignNorm(inner).eval()
+    return Undo(lambda: setattr(layer, "input_layernorm", inner))
+
+
+def use_eager_attention(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    return Undo(lambda: model.set_attn_implementation("sdpa"))
+
+
+def train(model: Any) -> Any:
+    model.model.layers[0].mlp.train()
+    return Undo(model.eval)
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "same"),
+    [
+        (add_hook, "hook is installed on LlamaMLP", False),
+        (add_pre_hook, "hook is installed on LlamaMLP", False),
+        (add_global_hook, "global module hooks", False),
+        (patch_forward, "forward of LlamaMLP is patched", False),
+        (put_in_a_foreign_module, "ForeignNorm is not a class of torch or transformers", False),
+        (use_eager_attention, "not sdpa", True),
+        (train, "training mode", True),
+    ],
+)
+def test_changed_models_are_run_as_they_are(model: Any, change: Any, message: str, same: bool) -> None:
+    before, _ = texts(model)
+    handle = change(model)
+    try:
+        assert message in str(why_not_recorded(model)) and flat_passes(model) is None
+        plain, ours = texts(model)
+        assert torch.equal(plain, ours)
+        assert torch.equal(plain, before) == same
+    finally:
+        handle.remove()
+    assert why_not_recorded(model) is None
+    assert all(torch.equal(text, before) for text in texts(model))
+
+
+def test_other_things_in_the_way(model: Any) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "autocast" in str(why_not_recorded(model))
+        assert texts(model)[1].shape == (1, 9 + NEW)
+    assert why_not_recorded(model) is None
+    with torch.device("meta"):
+        away = transformers.AutoModelForCausalLM.from_config(model.config)
+    assert "not on the CPU" in str(why_not_recorded(away))
+    model.model.layers[0]._compiled_call_impl = lambda *args, **kwargs: None  # what `layer.compile()` sets
+    assert "compiled" in str(why_not_recorded(model))
+
+
+def test_adapters(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    # peft's own use of a renamed transformers property
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    assert why_not_recorded(model) is not None
+    assert same_text(wrapped)
+
+
+# --- a model that changes
+# --------------------------------------------------------------------------------------------------
+
+
+def other(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)).to(tensor.dtype)
+
+
+def in_place(module: Any) -> None:
+    with torch.no_grad():
+        module.weight.copy_(other(module.weight))
+
+
+def in_place_unseen(module: Any) -> None:
+    module.weight.data.copy_(other(module.weight))  # no version counter tells of this
+
+
+def replaced(module: Any) -> None:
+    module.weight = nn.Parameter(other(module.weight))
+
+
+def new_data(module: Any) -> None:
+    module.weight.data = other(module.weight)
+
+
+def swap_layers(model: Any) -> None:
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = index
+
+
+def exchange_module(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    new = type(mlp)(model.config).eval()
+    for parameter in new.parameters():
+        parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(3))
+    model.model.layers[1].mlp = new
+
+
+def load_others(model: Any) -> None:
+    model.load_state_dict(tiny_model("llama", seed=7, num_hidden_layers=2).state_dict())
+
+
+def rescale_attention(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3
+
+
+def exchange_activation(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.ReLU().eval()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    **{
+        f"{place}, {how.__name__}": (lambda model, how=how, place=place: how(model.get_submodule(place)))  # type: ignore[misc]
+        for place in ("model.norm", "model.layers.1.input_layernorm", "model.layers.0.mlp.down_proj")
+        for how in (in_place, in_place_unseen, replaced, new_data)
+    },
+    "embedding in place": lambda model: in_place(model.model.embed_tokens),
+    "layers swapped": swap_layers,
+    "a module exchanged": exchange_module,
+    "state loaded": load_others,
+    "a number": rescale_attention,
+    "an activation": exchange_activation,
+    "another dtype": lambda model: model.to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_text_is_that_of_the_changed_model(model: Any, name: str) -> None:
+    before, ours = texts(model)
+    assert torch.equal(before, ours)
+    CHANGES[name](model)
+    plain, ours = texts(model)
+    assert torch.equal(plain, ours)
+    assert name == "another dtype" or not torch.equal(plain, before), "the change changed nothing"
+    passes = flat_passes(model)
+    assert passes is not None and passes.refusal is None and any(passes._programs.values()), "not recorded any more"
+
+
+def test_a_patched_class_is_recorded_anew(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    before, _ = texts(model)
+    changed_mlp(monkeypatch, lambda x: 0.5 * x)
+    plain, ours = texts(model)
+    assert torch.equal(plain, ours) and not torch.equal(plain, before)
+
+
+def test_an_unchanged_model_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    from ssd_generation import passes
+
+    lengths = []
+
+    def watched(model: Any, length: int, behind: int) -> Any:
+        lengths.append(length)
+        return record_pass(model, length, behind)
+
+    monkeypatch.setattr(passes, "record_pass", watched)
+    texts(model)
+    assert lengths[:4] == [1, 1, 3, 3]  # the draft's and the target's, both twice
+    lengths.clear()
+    texts(model)
+    assert lengths == []
+
+
+# --- transformers' attention functions
+# --------------------------------------------------------------------------------------------------
+
+
+def mappings() -> list[dict[str, Any]]:
+    return [
+        {**dict(functions._global_mapping), **dict(functions._local_mapping)}
+        for functions in (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
+    ] + [
+        dict(functions._local_mapping)
+        for functions in (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
+    ]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("users_own", [False, True])
+def test_attention_functions_are_as_before(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, breaks: bool, users_own: bool
+) -> None:
+    if users_own:
+        known = modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        monkeypatch.setitem(
+            modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping,
+            "sdpa",
+            lambda *args, **kwargs: known(*args, **kwargs),
+        )
+    before = mappings()
+    inside = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        inside.append(mappings())
+        if breaks:
+            raise KeyboardInterrupt
+        return x
+
+    changed_mlp(monkeypatch, look)
+    try:
+        record_pass(model, 1, 7)
+    except KeyboardInterrupt:
+        assert breaks
+    assert mappings() == before
+    assert inside and all(seen != before for seen in inside)
+
+
+def test_other_threads_attention_is_their_own(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    second = tiny_model("qwen2")
+    with torch.no_grad():
+        expected = second(prompt(9)).logits
+    seen: list[Any] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                seen.append(second(prompt(9)).logits)
+        except BaseException as error:
+            seen.append(error)
+
+    def elsewhere(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(60)
+        return x
+
+    changed_mlp(monkeypatch, elsewhere)
+    record_pass(model, 1, 7)
+    assert len(seen) == 2
+    for logits in seen:
+        assert isinstance(logits, torch.Tensor) and torch.equal(logits, expected)
+
+
+def test_two_threads_that_record() -> None:
+    # The second waits for the first, and must not take the first one's attention for transformers' own.
+    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
+    original = functions["sdpa"]
+    leave, first_left, done = (threading.Event() for _ in range(3))
+    found: list[Any] = []
+
+    def second() -> None:
+        with recording._own_attention(lambda *args: "the second one's"):
+            first_left.wait(60)
+            found.append(functions["sdpa"]())
+            done.set()
+            leave.wait(60)
+
+    # The first runs in this thread, so that this thread's attention can be asked for afterwards.
+    with recording._own_attention(lambda *args: "the first one's"):
+        other_thread = threading.Thread(target=second)
+        other_thread.start()
+        other_thread.join(0.1)  # it has come as far as it can
+        assert functions["sdpa"]() == "the first one's"
+    first_left.set()
+    assert done.wait(60)
+    with pytest.raises(TypeError):  # transformers' own, which needs arguments
+        functions["sdpa"]()
+    leave.set()
+    other_thread.join(60)
+    assert found == ["the second one's"] and functions["sdpa"] is original
