@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,26 +13,70 @@ from transformers.utils import logging as hf_logging
 
 from .config import Costs, DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_machine, kept
-from .precision import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes
+from .precision import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DRAFT_MEMORY", "automatic_config", "best_speedup", "check_budget", "weight_bytes"]
+__all__ = [
+    "DRAFT_MEMORY",
+    "AutomaticChoice",
+    "automatic_choice",
+    "automatic_config",
+    "best_speedup",
+    "check_budget",
+    "weight_bytes",
+]
 
 DRAFT_MEMORY = 0.3
 """Share of the weights' bytes that low-bit copies may take where nothing else is said."""
 
 # What low-bit drafts were seen to agree with their targets in (PrecisionConfig.named), with a weight in tokens: a short
 # prompt tells little.
-_USUAL_AGREEMENT = {"int8": 0.97, "int4": 0.92}
+_USUAL_AGREEMENT = {"int8": 0.98, "int4": 0.96, "int4, head int4": 0.945}
 _USUAL_WEIGHT = 32
 _LOOKED_AT = 96
 """Tokens of the prompt that the candidates are tried on."""
 
 _LEAST_GAIN = 1.03
 """A draft that promises less than this over plain decoding is not worth its memory."""
+
+
+@dataclass(frozen=True)
+class AutomaticChoice:
+    """What `self_speculative="auto"` drafts by, and why.
+
+    Attributes:
+        config: the config, with the costs measured on this machine.
+        draft_memory: share of the weights' bytes that low-bit copies were allowed to take.
+        precision: the precision that was chosen; `None` for prompt lookup alone.
+        expected: by precision, the speed-up over plain decoding that its measured costs promise on a text that the
+            draft agrees with as it did on the first prompt; prompt lookup left out.
+        ruled_out: by precision, why it was not tried.
+    """
+
+    config: SelfSpeculativeConfig
+    draft_memory: float
+    precision: str | None = None
+    expected: Mapping[str, float] = field(default_factory=dict)
+    ruled_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def acceptance(self) -> float | None:
+        """How likely a drafted token was taken to be accepted; `None` for prompt lookup alone."""
+        return None if self.precision is None else self.config.drafting.acceptance[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was chosen and why, as plain JSON types."""
+        return {
+            "precision": self.precision,
+            "lookup": self.config.lookup is not None,
+            "acceptance": self.acceptance,
+            "expected_speedup": dict(self.expected),
+            "ruled_out": dict(self.ruled_out),
+            "draft_memory": self.draft_memory,
+        }
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -47,8 +93,10 @@ def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_me
         draft_memory: share of the weights' bytes that copies may take, ≥ 0.
 
     Raises:
-        ValueError: they would take more.
+        TypeError: `draft_memory` is not a number.
+        ValueError: it is negative or not finite, or the copies would take more.
     """
+    _check_share(draft_memory)
     if not config.precision:
         return
     share = estimated_bytes(model, config.skip, config.precision) / weight_bytes(model)
@@ -77,9 +125,25 @@ def best_speedup(acceptance: float, costs: Costs, longest: int = 12) -> float:
     return best
 
 
+def _check_share(draft_memory: float) -> None:
+    if isinstance(draft_memory, bool) or not isinstance(draft_memory, (int, float)):
+        raise TypeError(f"draft_memory must be a number, the share of the weights' bytes, but got {draft_memory!r}.")
+    if not (math.isfinite(draft_memory) and draft_memory >= 0):
+        raise ValueError(
+            f"draft_memory must be a share of the weights' bytes, 0 (no copies) or more, but got {draft_memory!r}."
+        )
+
+
 def automatic_config(
     model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float = DRAFT_MEMORY
 ) -> SelfSpeculativeConfig:
+    """The config of `automatic_choice`, where the reasons do not matter."""
+    return automatic_choice(model, prompt, draft_memory).config
+
+
+def automatic_choice(
+    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float = DRAFT_MEMORY
+) -> AutomaticChoice:
     """The config that promises most: prompt lookup, and low-bit copies where they pay and the budget allows them.
 
     The first call for a model on a machine tries the candidates (seconds: their cost, and how often they agree with the
@@ -94,16 +158,12 @@ def automatic_config(
         TypeError: `draft_memory` is not a number.
         ValueError: `draft_memory` is negative or not finite.
     """
-    if isinstance(draft_memory, bool) or not isinstance(draft_memory, (int, float)):
-        raise TypeError(f"draft_memory must be a number, the share of the weights' bytes, but got {draft_memory!r}.")
-    if not (math.isfinite(draft_memory) and draft_memory >= 0):
-        raise ValueError(
-            f"draft_memory must be a share of the weights' bytes, 0 (no copies) or more, but got {draft_memory!r}."
-        )
-    lookup = SelfSpeculativeConfig(lookup=LookupConfig())
-    names = _allowed(model, draft_memory)
+    _check_share(draft_memory)
+    names, ruled_out = _allowed(model, draft_memory)
     if not names:
-        return dataclasses.replace(lookup, costs=costs_of(model, lookup))
+        lookup = _candidate(None, 0.0)
+        lookup = dataclasses.replace(lookup, costs=costs_of(model, lookup))
+        return AutomaticChoice(lookup, draft_memory, ruled_out=ruled_out)
     described = {
         "what": "auto",
         "machine": describe_machine(model),
@@ -116,25 +176,47 @@ def automatic_config(
     }
     choice = kept(model, described, lambda: _choose(model, names, prompt))
     config = _candidate(choice["precision"], choice["acceptance"])
-    return dataclasses.replace(config, costs=costs_of(model, config))
+    return AutomaticChoice(
+        dataclasses.replace(config, costs=costs_of(model, config)),
+        draft_memory,
+        choice["precision"],
+        {name: float(tried["speedup"]) for name, tried in choice["tried"].items()},
+        ruled_out,
+    )
 
 
-def _allowed(model: PreTrainedModel, draft_memory: float) -> list[str]:
-    """Precisions that this model, device and budget allow."""
+def _allowed(model: PreTrainedModel, draft_memory: float) -> tuple[list[str], dict[str, str]]:
+    """Precisions that this model, device and budget allow, and why the others are not."""
     try:
         check_precision(model)
-    except ValueError:
-        return []
-    budget = draft_memory * weight_bytes(model)
-    sizes = {name: estimated_bytes(model, SkipConfig(), PrecisionConfig.named(name)) for name in _USUAL_AGREEMENT}
-    return [name for name, size in sizes.items() if 0 < size <= budget]
+    except ValueError as error:
+        return [], dict.fromkeys(_USUAL_AGREEMENT, str(error))
+    names, ruled_out = [], {}
+    for name in _USUAL_AGREEMENT:
+        share = estimated_bytes(model, SkipConfig(), _precision(name)) / weight_bytes(model)
+        if share <= 0:
+            ruled_out[name] = "no linear layer of a shape that it takes"
+        elif share > draft_memory:
+            ruled_out[name] = (
+                f"its copies take {share:.3f} of the weights' bytes, more than draft_memory={draft_memory:g}"
+            )
+        else:
+            names.append(name)
+    return names, ruled_out
+
+
+def _precision(name: str) -> PrecisionConfig:
+    """The precision of a candidate by its name."""
+    if name == "int4, head int4":
+        return PrecisionConfig(default="int4", head="int4")
+    return PrecisionConfig.named(name)
 
 
 def _candidate(name: str | None, acceptance: float) -> SelfSpeculativeConfig:
     if name is None:
         return SelfSpeculativeConfig(lookup=LookupConfig())
     return SelfSpeculativeConfig(
-        precision=PrecisionConfig.named(name),
+        precision=_precision(name),
         lookup=LookupConfig(),
         drafting=DraftingConfig(acceptance=(acceptance,)),
     )
@@ -170,10 +252,13 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
             tried[name] = {"agreed": agreed, "of": seen, "speedup": speedup}
             if speedup > best["speedup"]:
                 best = {"precision": name, "acceptance": acceptance, "speedup": speedup}
-            if before == 0:
-                # The budget is for one set of copies; the chosen one is made again.
+            if before == 0 and name == "int8":
+                # The budget is for one set of copies. (Those in int4 share all but the head.)
                 drop_copies(model)
             bar.update()
+    if before == 0 and copy_bytes(model):
+        chosen = _candidate(best["precision"], 0.5).precision
+        keep_only(model, None if chosen is None else copies_of(model, SkipConfig(), chosen))
     return {**best, "tried": tried}
 
 

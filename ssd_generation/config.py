@@ -212,7 +212,7 @@ class PrecisionConfig:
     attention: Mapping[int, str | None] = field(default_factory=dict)
     mlp: Mapping[int, str | None] = field(default_factory=dict)
     head: str | None = None
-    group_size: int = 64
+    group_size: int = 32
 
     if TYPE_CHECKING:
 
@@ -222,7 +222,7 @@ class PrecisionConfig:
             attention: Mapping[int, str | None] | Mapping[str, str | None] = ...,
             mlp: Mapping[int, str | None] | Mapping[str, str | None] = ...,
             head: str | None = None,
-            group_size: int = 64,
+            group_size: int = 32,
         ) -> None: ...
 
     def __post_init__(self) -> None:

@@ -33,10 +33,11 @@ __all__ = [
     "copy_bytes",
     "drop_copies",
     "estimated_bytes",
+    "keep_only",
 ]
 
-_ROWS = 1 << 22
-"""Weights quantised at a time, so that making a copy needs little memory beyond the copy."""
+_ROWS = 1 << 18
+"""Weights quantised at a time: a megabyte, so that the steps in between stay in a core's cache."""
 
 
 class LowBitCopy:
@@ -52,7 +53,7 @@ class LowBitCopy:
     """
 
     def __init__(
-        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]], precision: str, group_size: int = 64
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]], precision: str, group_size: int = 32
     ) -> None:
         self.precision = precision
         self.group_size = group_size
@@ -137,7 +138,7 @@ def _to_int4(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch
         least, greatest = w.amin(dim=2, keepdim=True), w.amax(dim=2, keepdim=True)
         scale = ((greatest - least) / 15).clamp(min=1e-9).to(torch.bfloat16).float()
         offset = (least + 8 * scale).to(torch.bfloat16).float()
-        q = ((w - offset) / scale).round_().add_(8).clamp_(0, 15)
+        q = (w - offset).div_(scale).round_().add_(8).clamp_(0, 15)
         quantised.append(q.to(torch.int32).view(rows.shape))
         scales.append(torch.cat((scale, offset), dim=2).to(torch.bfloat16).transpose(0, 1))
     return torch.cat(quantised), torch.cat(scales, dim=1)
@@ -339,6 +340,20 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
 def copy_bytes(model: nn.Module) -> int:
     """Bytes of all low-bit copies kept for a model."""
     return sum(copy.num_bytes() for copy in _STORES.get(model, {}).values())
+
+
+def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:
+    """Free the low-bit copies of a model but these."""
+    if copies is None:
+        drop_copies(model)
+        return
+    wanted = {id(copy) for copy, _ in copies.by_weight.values()}
+    store = _STORES.get(model, {})
+    for key in [key for key, copy in store.items() if id(copy) not in wanted]:
+        del store[key]
+    known = _KNOWN.get(model, {})
+    for key in [key for key, other in known.items() if other is not copies]:
+        del known[key]
 
 
 def drop_copies(model: nn.Module) -> None:

@@ -705,7 +705,7 @@ def test_the_json_format() -> None:
         '      "5": null\n'
         "    },\n"
         '    "head": "int8",\n'
-        '    "group_size": 64\n'
+        '    "group_size": 32\n'
         "  },\n"
         '  "lookup": {\n'
         '    "max_ngram": 3,\n'
