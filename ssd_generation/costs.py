@@ -30,7 +30,7 @@ from .verification import argmax
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["cache_directory", "costs_of", "describe_machine", "kept", "measure_costs"]
+__all__ = ["Passes", "cache_directory", "costs_of", "describe_machine", "kept", "measure_costs"]
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def _measure(
             bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
         ) as bar,
     ):
-        passes = _Passes(model, config)
+        passes = Passes(model, config)
         for length in lengths:
             passes.once(length)  # recording, first touch
             bar.update()
@@ -141,19 +141,27 @@ def _measure(
     return {length: statistics.median(values) for length, values in times.items()}
 
 
-class _Passes:
-    """The passes of a round, on a cache of its own."""
+class Passes:
+    """The passes of a round behind a text of random tokens, on a cache of its own; enter `torch.inference_mode` first.
 
-    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig | None) -> None:
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision; `None` for the whole model's passes alone.
+        context: tokens in the cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig | None, context: int = _CONTEXT) -> None:
         self.model = model
+        self.context = context
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         device = model.get_input_embeddings().weight.device
         generator = torch.Generator().manual_seed(0)
-        prompt = torch.randint(0, vocabulary, (1, _CONTEXT), generator=generator).to(device)
+        prompt = torch.randint(0, vocabulary, (1, context), generator=generator).to(device)
         self.tokens = torch.randint(0, vocabulary, (1, max(VERIFIED)), generator=generator).to(device)
         self.cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         add_spare_room(self.cache)
-        model(input_ids=prompt, past_key_values=self.cache, use_cache=True)
+        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        model(input_ids=prompt, past_key_values=self.cache, use_cache=True, **fewer)
         self.flat = flat_passes(model)
         self.drafts: Any = None
         if config is not None:
@@ -166,7 +174,7 @@ class _Passes:
         """Seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache stays as it is."""
         count = max(length, 1)
         ids = self.tokens[:, :count]
-        positions = torch.arange(_CONTEXT, _CONTEXT + count, device=ids.device)[None]
+        positions = torch.arange(self.context, self.context + count, device=ids.device)[None]
         self._wait()
         started = time.perf_counter()
         logits = self._verify(ids, positions) if length else self._draft(ids, positions)
@@ -198,7 +206,7 @@ class _Passes:
             ids,
             next_sequence_length=ids.shape[1],
             past_key_values=cache,
-            attention_mask=torch.ones((1, _CONTEXT + ids.shape[1]), dtype=torch.long, device=ids.device),
+            attention_mask=torch.ones((1, self.context + ids.shape[1]), dtype=torch.long, device=ids.device),
             position_ids=positions,
         )
         return self.model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
