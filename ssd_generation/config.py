@@ -384,6 +384,8 @@ class DraftingConfig:
             the last standing for all further ones: what the policy "cost" starts from. () for a cautious default.
         exploration: the largest share of the time that the policy "cost" spends on trying drafts again after they had
             stopped to pay, in [0, 0.5].
+        carry_state: whether what the policy has learnt is carried from one call to the next. None: under greedy
+            decoding, whose text does not hang on it; a sampled text then hangs on its seed alone.
 
     Raises:
         TypeError: a parameter of the wrong type.
@@ -399,6 +401,7 @@ class DraftingConfig:
     threshold_step: float = 0.01
     acceptance: tuple[float, ...] = ()
     exploration: float = 0.01
+    carry_state: bool | None = None
 
     if TYPE_CHECKING:
 
@@ -413,6 +416,7 @@ class DraftingConfig:
             threshold_step: float = 0.01,
             acceptance: Iterable[float] = (),
             exploration: float = 0.01,
+            carry_state: bool | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -436,6 +440,8 @@ class DraftingConfig:
         acceptance = tuple(_share(f"acceptance of drafted token {place}", value) for place, value in entries)
         object.__setattr__(self, "acceptance", acceptance)
         object.__setattr__(self, "exploration", _share("exploration", self.exploration, maximum=0.5))
+        if self.carry_state is not None and not isinstance(self.carry_state, bool):
+            raise TypeError(f"carry_state must be True, False or None, but got {_show(self.carry_state)}.")
 
     def to_dict(self) -> dict[str, Any]:
         """All parameters by name; `acceptance` as a list."""

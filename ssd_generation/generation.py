@@ -183,7 +183,11 @@ class SelfSpeculativeMixin:
         decoding = SelfSpeculativeDecoding(
             model=model,
             generator=SelfSpeculativeCandidateGenerator(
-                model, call.config, generation_config, logits_processor, policy=_policy_of(model, call.config)
+                model,
+                call.config,
+                generation_config,
+                logits_processor,
+                policy=_policy_of(model, call.config, sampled=bool(generation_config.do_sample)),
             ),
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -381,10 +385,11 @@ def _model_type(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True).model_type)
 
 
-def _policy_of(model: Any, config: SelfSpeculativeConfig) -> DraftPolicy:
-    """The draft-length policy of this model and config: what it learnt is carried from call to call."""
+def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> DraftPolicy:
+    """The draft-length policy of this model and config, with what it learnt in earlier calls where that is carried."""
     policies: dict[SelfSpeculativeConfig, DraftPolicy] = model.__dict__.setdefault("_speculation_policies", {})
-    if config not in policies:
+    carried = config.drafting.carry_state
+    if config not in policies or not (not sampled if carried is None else carried):
         costs = config.costs
         if config.drafting.policy == "cost":
             if costs is None:

@@ -165,6 +165,7 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
         ({"exploration": 0.51}, ValueError, "exploration must lie between 0 and 0.5, but got 0.51"),
         ({"exploration": -0.01}, ValueError, "exploration must lie between 0 and 0.5, but got -0.01"),
         ({"exploration": False}, TypeError, "exploration must be a number, but got False"),
+        ({"carry_state": 1}, TypeError, "carry_state must be True, False or None, but got 1"),
     ],
 )
 def test_bad_drafting_parameters_are_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -196,6 +197,7 @@ def test_the_defaults_are_the_cost_policy_and_the_published_constants() -> None:
         "threshold_step": 0.01,
         "acceptance": [],
         "exploration": 0.01,
+        "carry_state": None,
     }
 
 
@@ -571,6 +573,7 @@ draftings = st.builds(
     *[shares] * 5,
     acceptance=st.lists(shares, max_size=4),
     exploration=st.floats(0, 0.5),
+    carry_state=st.none() | st.booleans(),
 )
 low_bits = st.none() | st.sampled_from(PRECISIONS)
 exceptions = st.dictionaries(st.integers(0, 200), low_bits)
@@ -693,7 +696,8 @@ def test_the_json_format() -> None:
         '    "threshold_smoothing": 0.9,\n'
         '    "threshold_step": 0.01,\n'
         '    "acceptance": [0.9, 0.75],\n'
-        '    "exploration": 0.01\n'
+        '    "exploration": 0.01,\n'
+        '    "carry_state": null\n'
         "  },\n"
         '  "precision": {\n'
         '    "default": "int4",\n'

@@ -831,3 +831,18 @@ def test_an_interruption_leaves_model_and_cache_usable(after: int) -> None:
     assert all(type(layer).__module__ == "transformers.cache_utils" for layer in cache.layers)
     assert torch.equal(plain, model.generate(prompt(9), max_new_tokens=NEW, do_sample=False))
     assert torch.equal(plain, model.generate(prompt(9), max_new_tokens=NEW, do_sample=False, self_speculative=CONFIG))
+
+
+@pytest.mark.parametrize("carry", [None, True, False])
+def test_what_a_policy_learnt_is_carried_where_asked(model: PreTrainedModel, carry: bool | None) -> None:
+    drafting = DraftingConfig(policy="confidence", threshold=0.37, threshold_step=0.2, carry_state=carry)
+    config = SelfSpeculativeConfig(SKIP, drafting)
+    texts, thresholds = [], []
+    for _ in range(2):
+        torch.manual_seed(3)
+        texts.append(model.generate(prompt(9), max_new_tokens=NEW, do_sample=True, self_speculative=config))
+        thresholds.append(model.last_speculation.policy_state["threshold"])
+    if carry:
+        assert thresholds[0] != thresholds[1]
+    else:  # a sampled text hangs on its seed alone
+        assert thresholds[0] == thresholds[1] and torch.equal(*texts)
