@@ -95,6 +95,7 @@ def test_recording_runs_no_large_product_and_leaves_no_trace(model: PreTrainedMo
 # --- what cannot be played back
 # --------------------------------------------------------------------------------------------------
 
+arange: Any = torch.arange  # which takes a tensor, whatever its annotations say
 READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "item": lambda x: x * (2.0 if x.sum().item() > 0 else 0.5),
     "bool": lambda x: x if x.sum() > 0 else -x,
@@ -113,7 +114,7 @@ READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "boolean index": lambda x: x + x[x > 0].sum(),
     "masked": lambda x: x + x.masked_select(x > 0).sum(),
     "repeated": lambda x: x + x.repeat_interleave((x[0, 0] > 0).long(), dim=-1).sum(),
-    "range": lambda x: x + torch.arange(*[(x[0, 0] > 0).sum()]).sum(),
+    "range": lambda x: x + arange((x[0, 0] > 0).sum()).sum(),
 }
 RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rand": lambda x: x + torch.rand(x.shape),

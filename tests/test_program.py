@@ -1,0 +1,473 @@
+"""Recorded passes rewritten and played back: the numbers stay, there is less to do, and look-alikes are left alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedModel
+
+from ssd_generation import program
+from ssd_generation.cache import add_spare_room
+from ssd_generation.passes import _mixed, _RoomAttention
+from ssd_generation.program import (
+    compile_recording,
+    fuse_norms,
+    fuse_rotary,
+    merge_linears,
+    share_results,
+    swap_linears,
+    use_bfloat16,
+)
+from ssd_generation.recording import Recording, _needed, _Recorder, record_pass
+from tiny_models import prompt, tiny_model
+
+# Recorded families, one per way of wiring, and what each rewrite finds in a model of two layers: norms and rotations.
+FAMILIES = {
+    "llama": (5, 4),
+    "qwen3": (9, 4),  # a norm on query and key, too
+    "olmo2": (9, 4),
+    "phi3": (5, 4),
+    "smollm3": (5, 4),
+    "gpt_neox": (0, 4),  # layer norms are one operation anyway
+    "cohere": (3, 0),  # its layer norm is this norm of what is left of the mean; its rotary embedding interleaves
+    "gpt2": (0, 0),
+    "opt": (0, 0),
+    "mixtral": (5, 4),
+}
+LENGTH = 3
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {family: tiny_model(family, num_hidden_layers=2) for family in FAMILIES}
+
+
+def own_logits(model: PreTrainedModel, length: int = LENGTH) -> torch.Tensor:
+    return run_behind(
+        model, lambda ids, positions, cache: model(ids, position_ids=positions, past_key_values=cache).logits
+    )
+
+
+def play(model: PreTrainedModel, recording: Recording) -> torch.Tensor:
+    def run(ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        add_spare_room(cache)
+        for layer in cache.layers:
+            layer.reserve(LENGTH)
+        attention = _RoomAttention()
+        attention.begin(cache.layers, 9, LENGTH)
+        return compile_recording(recording).run(ids, positions, attention)
+
+    return run_behind(model, run)
+
+
+def run_behind(model: PreTrainedModel, run: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> torch.Tensor:
+    """A pass over a few tokens behind a cache of nine."""
+    with torch.inference_mode():
+        cache = DynamicCache()
+        model(prompt(9), past_key_values=cache)
+        return run(prompt(LENGTH, seed=4), torch.arange(9, 9 + LENGTH)[None], cache)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
+
+
+def count(recording: Recording, target: Any) -> int:
+    return sum(operation.target is target for operation in recording.operations)
+
+
+# --- rewrites of real passes
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rewrites_keep_the_logits_and_shorten_the_pass(models: dict[str, Any], family: str) -> None:
+    model = models[family]
+    expected = own_logits(model)
+    recorded = record_pass(model, LENGTH, 7)
+    assert close(play(model, recorded), expected, 1e-5)
+    shared = share_results(recorded)
+    assert torch.equal(play(model, shared), play(model, recorded)), "sharing results must not round otherwise"
+    normed = fuse_norms(shared)
+    assert close(play(model, normed), expected, 1e-5)
+    turned = fuse_rotary(normed)
+    assert close(play(model, turned), expected, 1e-5)
+
+    norms, rotations = FAMILIES[family]
+    assert (count(normed, program._norm), count(turned, program._rotate)) == (norms, rotations)
+    lengths = [len(made.operations) for made in (recorded, shared, normed, turned)]
+    assert (
+        lengths[1] <= lengths[0] and lengths[2] <= lengths[1] - 4 * norms and lengths[3] <= lengths[2] - 5 * rotations
+    )
+    if norms == 0:
+        assert normed is shared
+    if rotations == 0:
+        assert turned is normed
+    assert compile_recording(turned).operations == lengths[3]
+
+
+def test_the_rotary_tables_are_reshaped_once(models: dict[str, Any]) -> None:
+    recorded = record_pass(models["llama"], LENGTH, 7)
+    shared = share_results(recorded)
+    # cos and sin, instead of those of each of two layers
+    assert count(recorded, torch.Tensor.unsqueeze) - count(shared, torch.Tensor.unsqueeze) == 2
+
+
+def test_swapped_and_merged_linear_layers(models: dict[str, Any]) -> None:
+    model = models["llama"]
+    expected = own_logits(model)
+    recorded = record_pass(model, LENGTH, 7)
+    linears = count(recorded, functional.linear)
+    assert linears == 2 * 7 + 1
+    seen = []
+
+    def swap(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        seen.append(weight)
+        if weight.shape[0] == 48:
+            return None  # stays as it is
+        return lambda x: x @ weight.T
+
+    swapped = swap_linears(recorded, swap)
+    assert close(play(model, swapped), expected, 1e-5)
+    assert len(seen) == linears and count(swapped, functional.linear) == 4
+
+    groups = {
+        id(linear.weight): (layer.self_attn, index)
+        for layer in model.model.layers
+        for index, linear in enumerate((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj))
+    }
+    calls = []
+
+    def kernel_of(group: Any, weights: Sequence[torch.Tensor]) -> Any:
+        calls.append(len(weights))
+        return (
+            lambda x: [x @ linear.weight.T for linear in (group.q_proj, group.k_proj, group.v_proj)],
+            lambda weight: groups[id(weight)][1],
+        )
+
+    merged = merge_linears(recorded, lambda weight: groups.get(id(weight), (None,))[0], kernel_of)
+    assert close(play(model, merged), expected, 1e-5)
+    assert calls == [3, 3] and count(merged, functional.linear) == linears - 6
+
+
+def test_bfloat16_activations() -> None:
+    model = tiny_model("qwen2", num_hidden_layers=2, hidden_size=96)  # norms that are large enough to be cast
+    shared = fuse_rotary(fuse_norms(share_results(record_pass(model, LENGTH, 7))))
+    narrow = use_bfloat16(shared)
+    got, expected = play(model, swap_linears(narrow, _mixed)), own_logits(model)
+    assert got.dtype == torch.bfloat16 and close(got, expected, 0.05) and not close(got, expected, 1e-4)
+    # One cast, behind the embedding, and the norms' weights beforehand.
+    assert len(narrow.operations) == len(shared.operations) + 1
+    norms = [o for o in narrow.operations if o.target is program._norm]
+    assert len(norms) == 5 and all(o.args[1].tensor.dtype == torch.bfloat16 for o in norms)
+    assert all(o.args[1].tensor.dtype == torch.float32 for o in shared.operations if o.target is program._norm)
+
+
+def test_what_a_program_has_copies_of(models: dict[str, Any]) -> None:
+    model = models["llama"]
+    assert compile_recording(share_results(record_pass(model, LENGTH, 7))).folded == ()
+    folded = compile_recording(fuse_norms(record_pass(model, LENGTH, 7))).folded
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    assert {id(tensor) for tensor in folded} == {id(parameter) for parameter in norms}
+
+
+# --- rewrites of made-up passes
+# --------------------------------------------------------------------------------------------------
+
+WIDTH = 8
+WEIGHT = torch.linspace(0.5, 1.5, WIDTH)
+TABLE = torch.randn((WIDTH, WIDTH), generator=torch.Generator().manual_seed(0))
+OTHER = torch.randn((WIDTH, WIDTH), generator=torch.Generator().manual_seed(1))
+
+Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def arguments(seed: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, 4, width), generator=generator), torch.randn((1, 4, width), generator=generator)
+
+
+def recorded(function: Function, width: int = WIDTH) -> Recording:
+    """The recording of a function of two tensors, which stand where a pass has its ids and positions."""
+    recorder = _Recorder({})
+    a, b = arguments(0, width)
+    first, second = recorder.new_value(a), recorder.new_value(b)
+    with recorder:
+        # As results of something, like all that a model computes with.
+        result = function(a * 1.0, b * 1.0)
+    last = recorder.value_of(result)
+    return Recording(_needed(recorder.operations, last), first, second, last)
+
+
+def check(function: Function, made: Recording, width: int = WIDTH) -> None:
+    """A recording does what the function does, on other numbers than those it was made with."""
+    run = compile_recording(made).run
+    for seed in (1, 2):
+        got = run(*arguments(seed, width), None)  # type: ignore[arg-type]
+        torch.testing.assert_close(got, function(*arguments(seed, width)), rtol=1e-5, atol=1e-6)
+
+
+def norm(
+    x: torch.Tensor, axis: int = -1, power: int = 2, weight: torch.Tensor = WEIGHT, eps: float = 1e-5
+) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(power).mean(axis, keepdim=True) + eps))
+
+
+def used_twice(x: torch.Tensor, what: str) -> torch.Tensor:
+    mean = x.pow(2).mean(-1, keepdim=True)
+    inverse = torch.rsqrt(mean + 1e-5)
+    scaled = x * inverse
+    return WEIGHT * scaled + {"mean": mean, "inverse": inverse, "scaled": scaled}[what]
+
+
+def written_between(x: torch.Tensor) -> torch.Tensor:
+    inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    scaled = x * inverse
+    x.view(-1).add_(1)
+    return WEIGHT * scaled
+
+
+NORMS: dict[str, Function] = {
+    "plain": lambda x, y: norm(x),
+    "the other way round": lambda x, y: (
+        (torch.rsqrt(1e-5 + torch.mean(torch.pow(x, 2), -1, keepdim=True)) * x) * WEIGHT
+    ),
+    "a large ε": lambda x, y: norm(x, eps=0.7),
+}
+NO_NORMS: dict[str, Function] = {
+    "another axis": lambda x, y: norm(x, axis=1),
+    "two axes": lambda x, y: WEIGHT * (x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + 1e-5)),
+    "another power": lambda x, y: norm(x, power=4),
+    "another tensor's mean": lambda x, y: WEIGHT * (x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    "a computed ε": lambda x, y: WEIGHT * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + y.abs())),
+    "a square root": lambda x, y: WEIGHT * (x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    "a sum": lambda x, y: WEIGHT * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-5)),
+    "one weight": lambda x, y: norm(x, weight=WEIGHT[:1]),
+    "weights by row": lambda x, y: norm(x, weight=TABLE[:4]),
+    "a computed weight": lambda x, y: (y * 2) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    "mean used": lambda x, y: used_twice(x, "mean"),
+    "inverse used": lambda x, y: used_twice(x, "inverse"),
+    "scaled used": lambda x, y: used_twice(x, "scaled"),
+    "written between": lambda x, y: written_between(x),
+}
+
+
+@pytest.mark.parametrize("name", [*NORMS, *NO_NORMS])
+def test_norms(name: str) -> None:
+    function = {**NORMS, **NO_NORMS}[name]
+    fused = fuse_norms(recorded(function))
+    assert count(fused, program._norm) == (name in NORMS)
+    check(function, fused)
+
+
+def turn(x: torch.Tensor, sin: torch.Tensor, half: int = WIDTH // 2, axis: int = -1) -> torch.Tensor:
+    return x * sin.cos() + torch.cat((-x[..., half:], x[..., :half]), dim=axis) * sin
+
+
+def turn_written(x: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    straight, turned = x * sin.cos(), torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * sin
+    x.mul_(3)
+    return straight + turned
+
+
+def turn_used_twice(x: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    rotated = torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+    return x * sin.cos() + rotated * sin + rotated
+
+
+TURNS: dict[str, Function] = {
+    "plain": turn,
+    "the other way round": lambda x, s: s * torch.cat((-x[..., 4:], x[..., :4]), -1) + s.cos() * x,
+    "two that share a table": lambda x, s: turn(x, s) + turn(x.exp(), s),
+}
+NO_TURNS: dict[str, Function] = {
+    "another axis": lambda x, s: x * s.cos() + torch.cat((-x[:, 2:], x[:, :2]), dim=1) * s,
+    "the halves exchanged": lambda x, s: x * s.cos() + torch.cat((x[..., 4:], -x[..., :4]), dim=-1) * s,
+    "nothing negated": lambda x, s: x * s.cos() + torch.cat((x[..., 4:], x[..., :4]), dim=-1) * s,
+    "other parts": lambda x, s: turn(x, s, half=2),
+    "another tensor's halves": lambda x, s: x * s.cos() + torch.cat((-s[..., 4:], s[..., :4]), dim=-1) * s.sin(),
+    "interleaved": lambda x, s: x * s.cos() + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) * s,
+    "one sine": lambda x, s: x * s.cos() + torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * s[..., :1],
+    "subtracted": lambda x, s: x * s.cos() - torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * s,
+    "used twice": turn_used_twice,
+    "written": turn_written,
+}
+
+
+@pytest.mark.parametrize("name", [*TURNS, *NO_TURNS])
+def test_rotations(name: str) -> None:
+    function = {**TURNS, **NO_TURNS}[name]
+    fused = fuse_rotary(recorded(function))
+    assert count(fused, program._rotate) == (0 if name in NO_TURNS else 2 if "two" in name else 1)
+    assert count(fused, program._signed) == (name in TURNS)
+    check(function, fused)
+
+
+def test_rotations_of_an_odd_width() -> None:
+    def function(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return turn(x, s, half=3)
+
+    fused = fuse_rotary(recorded(function, width=7))
+    assert count(fused, program._rotate) == 0
+    check(function, fused, width=7)
+
+
+# --- sharing and order
+# --------------------------------------------------------------------------------------------------
+
+
+def in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    before = x * 2
+    x.add_(y)
+    return before + x * 2
+
+
+def through_a_view(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    before, flat = x * 2, x.view(-1)
+    flat.add_(1)
+    return before + x * 2
+
+
+def through_a_part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    before, parts = x * 2, x.split(4, -1)
+    parts[1].mul_(3)
+    return before + x * 2
+
+
+def by_entry(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    before = x * 2
+    x[..., 1:3] = y[..., 1:3]
+    return before + x * 2
+
+
+def into_out(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    before = x * 2
+    torch.add(x, y, out=x)
+    return before + x * 2
+
+
+def unread(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    copy = x.clone()
+    copy.mul_(2).mul_(3)  # nobody reads what these give back
+    return copy + y
+
+
+@pytest.mark.parametrize("function", [in_place, through_a_view, through_a_part, by_entry, into_out, unread])
+def test_operations_in_place_keep_their_order(function: Function) -> None:
+    made = recorded(function)
+    check(function, made)
+    check(function, share_results(made))
+    check(function, fuse_rotary(fuse_norms(share_results(made))))
+
+
+def test_the_same_is_computed_once_and_the_unused_never() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        (x @ y.transpose(1, 2)).exp()
+        return (x * 2 + y.exp()) * (x * 2 + y.exp()) + x[..., 1:2].expand(1, 4, 8) + x[..., 1:2].expand(1, 4, 8)
+
+    made = share_results(recorded(function))
+    assert (count(made, torch.Tensor.exp), count(made, torch.Tensor.expand), count(made, torch.Tensor.matmul)) == (
+        1,
+        1,
+        0,
+    )
+    check(function, made)
+
+
+def test_what_only_looks_the_same_is_computed_twice() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        numbers = x.to(torch.float64).sum() + (x * 1).to(torch.float32).sum()
+        masked = torch.add(x, y, alpha=2) + torch.add(x, y, alpha=3) + torch.add(x, y)
+        parts = x[:, 1:] + x[:, :-1] + x[:, :3]
+        return masked + numbers + parts.sum(-1).sum() + (x - y) + (y - x) * 2 + TABLE[:4] * OTHER[:4] + OTHER[:4]
+
+    check(function, share_results(recorded(function)))
+
+
+def test_inputs_that_are_written_into_are_not_merged() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = functional.linear(x, TABLE)
+        x.mul_(2)
+        return first + functional.linear(x, OTHER)
+
+    both = [TABLE, OTHER]
+
+    def kernel_of(group: Any, weights: Sequence[torch.Tensor]) -> Any:
+        return lambda x: [x @ weight.T for weight in both], lambda weight: 0 if weight is TABLE else 1
+
+    check(function, merge_linears(recorded(function), lambda weight: both, kernel_of))
+
+
+def test_only_layers_with_constant_weights_are_swapped() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, TABLE * 2, WEIGHT) + functional.linear(x, TABLE, WEIGHT * 2) + x @ TABLE
+
+    def swap(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        raise AssertionError("there is nothing to swap here")
+
+    check(function, swap_linears(recorded(function), swap))
+
+
+# --- the code
+# --------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_all_kinds() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.masked_fill(y > 0, float("-inf")).clamp(min=-1e4).nan_to_num(nan=float("nan"))
+        x = torch.where(x < 0, torch.full_like(y, 0.5, dtype=torch.float32), x)[..., None, :, ::2]
+        left, right = torch.split(torch.cat([x, x.roll(1, -1)], dim=-1), [2, 6], dim=-1)
+        best = right.topk(k=3, dim=-1, sorted=True)
+        return (
+            left.sum()
+            + best.values * best.indices.to(device="cpu", dtype=torch.float32)
+            + nn.functional.silu(y[:, :, :3])
+        )
+
+    made = recorded(function)
+    check(function, made)
+    check(function, share_results(made))
+
+
+def test_names_are_used_again(models: dict[str, Any]) -> None:
+    made = compile_recording(share_results(record_pass(models["llama"], LENGTH, 7)))
+    names = re.findall(r"^    (v\d+) = ", made.source, flags=re.MULTILINE)
+    # A pass needs a few results at a time, and what is not needed any more is let go.
+    assert len(names) > 60 and len(set(names)) < 12
+    assert "ids = " not in made.source and "positions = " not in made.source
+    for line in made.source.splitlines()[1:]:
+        assert line.startswith("    ")
+
+
+def test_results_are_let_go() -> None:
+    import weakref
+
+    alive: list[list[bool]] = []
+    seen: list[Any] = []
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = torch.exp(-x.abs())
+        return x + y
+
+    made = recorded(function)
+
+    def watching(target: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            alive.append([ref() is not None for ref in seen])
+            result = target(*args, **kwargs)
+            seen.append(weakref.ref(result))
+            return result
+
+        return call
+
+    for operation in made.operations:
+        operation.target = watching(operation.target)
+    check(function, made)
+    assert len(alive) >= 20 and max(sum(row) for row in alive) <= 4
