@@ -277,6 +277,8 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         wanted = [0] * batch
         for row in rows:
             wanted[row] = policy.draft_length(limits[row], match_of(row))
+            if not self.config.drafts_itself:  # the policies "fixed" and "confidence" do not know
+                wanted[row] = 0
         lengths = list(wanted)
         length = max(wanted, default=0)
         tokens: list[torch.Tensor] = []

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config import Provenance, SelfSpeculativeConfig
+from .config import Costs, Provenance, SelfSpeculativeConfig
+from .precision import copies_of, copy_bytes
 from .skip_mode import draft_mode
 from .statistics import SpeculationStatistics
 from .sublayers import locate_sublayers
@@ -29,6 +30,7 @@ __all__ = [
     "describe_environment",
     "find_difference",
     "first_difference",
+    "methods_of",
 ]
 
 PLAIN, DRAFT, SELF_SPECULATIVE = "plain", "draft alone", "self-speculative"
@@ -178,6 +180,29 @@ class MethodResult:
         return sum(s.accepted_tokens for s in self.speculation) / drafted if drafted else None
 
     @property
+    def self_drafted_tokens(self) -> float | None:
+        """Tokens that the model drafted itself, per call on average; `None` where the method does not draft."""
+        return averages.mean(s.self_drafted_tokens for s in self.speculation) if self.speculation else None
+
+    @property
+    def looked_up_tokens(self) -> float | None:
+        """Tokens that prompt lookup drafted, per call on average; `None` where the method does not draft."""
+        return averages.mean(s.looked_up_tokens for s in self.speculation) if self.speculation else None
+
+    @property
+    def self_drafted_acceptance(self) -> float | None:
+        """Acceptance of what the model drafted itself, over all repeats; `None` where that is nothing."""
+        drafted = sum(s.self_drafted_tokens for s in self.speculation)
+        accepted = sum(s.accepted_tokens - s.accepted_looked_up_tokens for s in self.speculation)
+        return accepted / drafted if drafted else None
+
+    @property
+    def looked_up_acceptance(self) -> float | None:
+        """Acceptance of what prompt lookup drafted, over all repeats; `None` where that is nothing."""
+        drafted = sum(s.looked_up_tokens for s in self.speculation)
+        return sum(s.accepted_looked_up_tokens for s in self.speculation) / drafted if drafted else None
+
+    @property
     def tokens_per_round(self) -> float | None:
         """Tokens that a round added on average, over all repeats; `None` where there was no round."""
         rounds = sum(s.rounds for s in self.speculation)
@@ -186,11 +211,12 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Three ways to decode one prompt.
+    """Plain decoding, the draft alone and self-speculative decoding of one prompt.
 
     Attributes:
         plain: plain decoding.
-        draft: the draft alone.
+        draft: the draft alone; `None` where the draft is no cheaper version of the model: prompt lookup, nothing left
+            out, or nothing drafted.
         self_speculative: self-speculative decoding.
         sampling: whether tokens were sampled: the texts then differ legitimately and are not compared.
         skipped_sublayers: how many sub-layers the draft leaves out.
@@ -198,15 +224,18 @@ class Comparison:
         parameters: how many parameters the model has.
         skipped_parameters: share of them that the draft does not read, 0 … 1.
         draft_cost: one draft step / one plain step; `None` where nothing was drafted or too few tokens were generated.
-        verify_cost: one verifying pass / one plain step; `None` likewise.
-        extra_bytes: memory that self-speculative decoding needs beyond plain decoding: measured on a CUDA device, else
-            computed (see `extra_bytes_measured`).
+        verify_cost: one verifying pass / one plain step, averaged over passes of all lengths; `None` likewise.
+        extra_bytes: memory that self-speculative decoding needs beyond plain decoding and its low-bit copies: measured
+            on a CUDA device, else computed (see `extra_bytes_measured`).
         extra_bytes_measured: whether `extra_bytes` was measured.
         weight_bytes: memory of the weights.
+        copy_bytes: memory of the low-bit copies kept for drafting.
+        left_as_loaded: layers that were to draft from low-bit copies and stay as they are, with the reason.
+        costs: the costs that the draft length went by, where the config has them.
     """
 
     plain: MethodResult
-    draft: MethodResult
+    draft: MethodResult | None
     self_speculative: MethodResult
     sampling: bool
     skipped_sublayers: int
@@ -218,11 +247,19 @@ class Comparison:
     extra_bytes: int
     extra_bytes_measured: bool
     weight_bytes: int
+    copy_bytes: int = 0
+    left_as_loaded: tuple[str, ...] = ()
+    costs: Costs | None = None
 
     @property
-    def methods(self) -> tuple[MethodResult, MethodResult, MethodResult]:
-        """All three, plain first."""
-        return self.plain, self.draft, self.self_speculative
+    def methods(self) -> tuple[MethodResult, ...]:
+        """All that were run, plain first."""
+        return tuple(m for m in (self.plain, self.draft, self.self_speculative) if m is not None)
+
+    @property
+    def copy_share(self) -> float:
+        """Memory of the low-bit copies / memory of the weights."""
+        return self.copy_bytes / max(self.weight_bytes, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, raw and derived, as plain JSON types."""
@@ -237,6 +274,10 @@ class Comparison:
             "extra_bytes": self.extra_bytes,
             "extra_bytes_measured": self.extra_bytes_measured,
             "weight_bytes": self.weight_bytes,
+            "copy_bytes": self.copy_bytes,
+            "copy_share": self.copy_share,
+            "left_as_loaded": list(self.left_as_loaded),
+            "costs": None if self.costs is None else self.costs.to_dict(),
             "methods": {method.name: self._method_dict(method) for method in self.methods},
         }
 
@@ -256,6 +297,10 @@ class Comparison:
             data["first_difference"] = None if method.difference is None else method.difference.to_dict()
         if method.speculation:
             data["acceptance_rate"] = method.acceptance_rate
+            data["self_drafted_tokens"] = method.self_drafted_tokens
+            data["self_drafted_acceptance"] = method.self_drafted_acceptance
+            data["looked_up_tokens"] = method.looked_up_tokens
+            data["looked_up_acceptance"] = method.looked_up_acceptance
             data["tokens_per_round"] = method.tokens_per_round
             data["speculation"] = [statistics.to_dict() for statistics in method.speculation]
         return data
@@ -263,6 +308,12 @@ class Comparison:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the comparison
+
+
+def methods_of(config: SelfSpeculativeConfig) -> tuple[str, ...]:
+    """The methods that `compare` runs: the draft alone only where it is a cheaper version of the model."""
+    has_draft = config.drafts_itself and (bool(config.skip) or bool(config.precision))
+    return METHODS if has_draft else (PLAIN, SELF_SPECULATIVE)
 
 
 def compare(
@@ -275,19 +326,19 @@ def compare(
     advance: Callable[[str], None] | None = None,
     **generate_kwargs: Any,
 ) -> Comparison:
-    """Decode one prompt in three ways, several times over, and compare texts and times.
+    """Decode one prompt by each method, several times over, and compare texts and times.
 
-    Each repeat runs all three methods, each time in another order, so that a machine that gets slower meanwhile does
-    not favour one of them. All get the same arguments; where they sample, all methods of a repeat start from the same
-    seed.
+    Each repeat runs all methods (see `methods_of`), each time in another order, so that a machine that gets slower
+    meanwhile does not favour one of them. All get the same arguments; where they sample, all methods of a repeat start
+    from the same seed.
 
     Args:
         model: the target model, after `enable_self_speculative`.
         inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
-        config: the config of self-speculative decoding; its skip set makes the draft.
+        config: the config of self-speculative decoding; its skip set and low-bit copies make the draft.
         repeats: how often, ≥ 1.
         seed: of the first repeat, and one more for each that follows. Sets torch's global random state when sampling.
-        advance: told what comes next, `3 + 3 · repeats` times.
+        advance: told what comes next, once per method for the warm-up and once per repeat.
         **generate_kwargs: passed on to `generate`.
 
     Raises:
@@ -299,21 +350,22 @@ def compare(
         raise ValueError(f"One prompt can be compared at a time, but got {inputs['input_ids'].shape[0]}.")
     sampling = bool(generate_kwargs.get("do_sample", getattr(model.generation_config, "do_sample", False)))
     on_cuda = model.device.type == "cuda"
-    texts: dict[str, list[list[int]]] = {name: [] for name in METHODS}
-    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
+    methods = methods_of(config)
+    texts: dict[str, list[list[int]]] = {name: [] for name in methods}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     speculation: list[SpeculationStatistics] = []
-    peaks = dict.fromkeys(METHODS, 0)
+    peaks = dict.fromkeys(methods, 0)
 
     short = {key: value for key, value in generate_kwargs.items() if key != "max_length"}
     short["max_new_tokens"] = min(_WARM_UP_TOKENS, generate_kwargs.get("max_new_tokens") or _WARM_UP_TOKENS)
-    for name in METHODS:
+    for name in methods:
         if advance is not None:
             advance(f"warm-up, {name}")
         _run(model, inputs, config, name, short)
 
     for repeat in range(repeats):
-        first = repeat % len(METHODS)
-        for name in (*METHODS[first:], *METHODS[:first]):
+        first = repeat % len(methods)
+        for name in (*methods[first:], *methods[:first]):
             if advance is not None:
                 advance(f"repeat {repeat + 1} of {repeats}, {name}")
             if sampling:
@@ -360,7 +412,7 @@ def compare(
     verify_steps = [own.verify_seconds / (own.target_passes - 1) for own in speculation if own.target_passes > 1]
     return Comparison(
         plain=result(PLAIN),
-        draft=result(DRAFT),
+        draft=result(DRAFT) if DRAFT in methods else None,
         self_speculative=result(SELF_SPECULATIVE),
         sampling=sampling,
         skipped_sublayers=len(config.skip),
@@ -372,6 +424,9 @@ def compare(
         extra_bytes=extra,
         extra_bytes_measured=on_cuda,
         weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        copy_bytes=copy_bytes(model) if config.precision else 0,
+        left_as_loaded=tuple(copies_of(model, config.skip, config.precision).left) if config.precision else (),
+        costs=config.costs,
     )
 
 
@@ -383,7 +438,10 @@ def _run(
     generate_kwargs: Mapping[str, Any],
 ) -> list[int]:
     """The new tokens of one call. Reading them back waits for the device, so that a clock around this call is right."""
-    mode: AbstractContextManager[Any] = draft_mode(model, config.skip) if method == DRAFT else nullcontext()
+    mode: AbstractContextManager[Any] = nullcontext()
+    if method == DRAFT:
+        copies = copies_of(model, config.skip, config.precision) if config.precision else None
+        mode = draft_mode(model, config.skip, () if copies is None else copies.forwards())
     extra = {"self_speculative": config} if method == SELF_SPECULATIVE else {}
     with mode:
         sequences = model.generate(**inputs, **generate_kwargs, **extra)
@@ -414,7 +472,9 @@ def _extra_bytes(
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
         if tensor is not None
     )
-    drafted = config.drafting.max_draft_length
+    drafted = config.drafting.max_draft_length if config.drafts_itself else 0
+    if config.lookup is not None and config.drafting.policy != "none":
+        drafted += config.lookup.max_tokens
     length = inputs["input_ids"].shape[1] + new_tokens
     spare = max(32, length // 32)
     scores = outputs.logits.shape[-1] * 4  # float32

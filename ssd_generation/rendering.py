@@ -159,7 +159,9 @@ class TokenOrigins:
 
         # Without a colour system (a pipe, a dumb terminal) rich drops underlines as well; NO_COLOR drops colours only.
         styled = console.color_system is not None
-        marks = {DECIDED: "[]", LOOKED_UP: "<>"} if options.ascii_only else {DECIDED: "⟦⟧", LOOKED_UP: "‹›"}
+        marks = {DECIDED: ("⟦", "⟧"), LOOKED_UP: ("‹", "›")}
+        if options.ascii_only:
+            marks = {DECIDED: ("[", "]"), LOOKED_UP: ("<", ">")}
         newline = "\\n" if options.ascii_only else "↵"
         body = Text(overflow="fold")
         for piece in self.pieces:

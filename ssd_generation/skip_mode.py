@@ -129,7 +129,9 @@ class SkipMode:
 
 
 @contextmanager
-def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> Iterator[PreTrainedModel]:
+def draft_mode(
+    model: PreTrainedModel, skip: SkipConfig, others: Iterable[tuple[nn.Module, Callable[..., Any]]] = ()
+) -> Iterator[PreTrainedModel]:
     """Run a model as its own draft: inside this context it leaves out the sub-layers of `skip`.
 
     To see what the draft alone would say, or to time it:
@@ -146,6 +148,7 @@ def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> Iterator[PreTrainedM
     Args:
         model: a decoder-only transformers model, enabled or not.
         skip: the sub-layers to leave out.
+        others: as in `SkipMode`: further `(module, forward)` pairs to put in place.
 
     Yields:
         The same model.
@@ -154,7 +157,7 @@ def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> Iterator[PreTrainedM
         ValueError: `skip` names a sub-layer that this model does not have or that cannot be skipped.
     """
     layout = locate_sublayers(model)
-    mode = SkipMode(model, skip)
+    mode = SkipMode(model, skip, others)
     skipped = frozenset(skip.attention)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging as transformers_logging
 
 import ssd_generation
-from ssd_generation import SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation import Costs, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cli import main
 from ssd_generation.cli import options as cli_options
 from ssd_generation.cli.options import describe_layers, parse_layers
@@ -214,7 +216,7 @@ def test_config_stored_with_the_model(ssd: Callable[..., Run], folder: str, tmp_
     assert ssd("inspect", str(tmp_path), "--json").json["skip"]["attention"] == [2]
 
 
-def test_the_demo_model_has_a_config_of_its_own(
+def test_inspect_shows_the_demo_models_skip_set(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = cli_options.default_config("demo", None)
@@ -222,14 +224,87 @@ def test_the_demo_model_has_a_config_of_its_own(
     monkeypatch.setattr("ssd_generation.models.fetch_demo", lambda: Path(folder))
     small = SelfSpeculativeConfig(skip=SkipConfig(attention=[3]))
     monkeypatch.setattr(cli_options, "default_config", lambda name, stored: small if name == "demo" else None)
-    assert ssd("generate", "x", *SHORT, "--json").json["config"]["skip"]["attention"] == [3]
     assert ssd("inspect", "--json").json["skip"]["attention"] == [3]
 
 
-def test_no_config_is_an_error_that_teaches(ssd: Callable[..., Run], folder: str) -> None:
-    run = ssd("generate", "x", "-m", folder)
-    assert run.status == 2 and run.out == ""
-    assert "--config" in run.err and "--skip-attention" in run.err and f"ssd inspect {folder}" in run.err
+def test_without_a_config_what_pays_is_found_out(
+    ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ssd_generation.models.fetch_demo", lambda: Path(folder))
+    for model in ([], ["-m", folder]):  # the demo model too
+        run = ssd("generate", "the rain", *model, *SHORT, "--json")
+        document = run.json
+        assert run.err == ""
+        assert document["text"] == answer(folder, "the rain")
+        assert document["auto"]["lookup"] is True and document["auto"]["draft_memory"] == 0.3
+        assert document["auto"]["expected_speedup"].keys() | document["auto"]["ruled_out"].keys() >= {"int8", "int4"}
+        assert document["config"]["skip"] == {"attention": [], "mlp": []}
+        assert document["config"]["lookup"] and document["config"]["costs"]
+
+
+def test_draft_memory_is_a_budget(ssd: Callable[..., Run], folder: str) -> None:
+    common = ["generate", "rain", "-m", folder, *SHORT, "--json"]
+    none, all_of_it = (ssd(*common, "--draft-memory", share).json for share in ("0", "1"))
+    assert none["auto"]["precision"] is None and "precision" not in none["config"]
+    assert "draft_memory=0" in none["auto"]["ruled_out"]["int8"] and none["memory"]["copy_bytes"] == 0
+    # Drafting is cheap by the costs that the tests go by.
+    assert all_of_it["auto"]["precision"] is not None and all_of_it["config"]["precision"]
+    assert 0 < all_of_it["memory"]["copy_share"] <= 1
+    assert all_of_it["auto"]["expected_speedup"][all_of_it["auto"]["precision"]] > 1
+    assert none["text"] == all_of_it["text"] == answer(folder, "rain")
+    run = ssd(*common, "--precision", "int8", "--draft-memory", "0.01")
+    assert run.status == 2 and "of the weights' bytes" in run.err and run.err.count("\n") == 1
+
+
+def test_precision_and_lookup(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
+    common = ["generate", "rain", "-m", folder, *SHORT, "--json"]
+    bits = ssd(*common, "--precision", "int8").json
+    assert bits["config"]["precision"]["default"] == "int8" and "lookup" not in bits["config"] and bits["auto"] is None
+    assert bits["memory"]["copy_bytes"] > 0
+    lookup = ssd(*common, "--lookup").json
+    assert "precision" not in lookup["config"] and lookup["config"]["lookup"]["max_tokens"] == 12
+    both = ssd(*common, *SKIP, "--precision", "int8", "--lookup").json
+    assert both["config"]["skip"] == {"attention": [1], "mlp": [2]}
+    assert both["config"]["precision"] == bits["config"]["precision"]
+    assert both["config"]["lookup"] == lookup["config"]["lookup"]
+    assert {bits["text"], lookup["text"], both["text"]} == {answer(folder, "rain")}
+    # They add to a config, and replace what it says.
+    file = tmp_path / "mine.json"
+    file.write_text(SelfSpeculativeConfig(SkipConfig(attention=[1]), lookup={"max_ngram": 2}).to_json_string())
+    mine = [*common, "--config", str(file)]
+    assert ssd(*mine, "--lookup").json["config"]["lookup"]["max_ngram"] == 2
+    assert "lookup" not in ssd(*mine, "--no-lookup").json["config"]
+    assert ssd(*mine, "--precision", "int8").json["config"]["precision"]["default"] == "int8"
+
+
+def test_auto_without_lookup(ssd: Callable[..., Run], folder: str) -> None:
+    common = ["generate", "rain", "-m", folder, *SHORT, "--json", "--no-lookup"]
+    bits = ssd(*common, "--draft-memory", "1").json["config"]
+    assert bits["precision"] and "lookup" not in bits and bits["drafting"]["policy"] == "cost"
+    nothing = ssd(*common, "--draft-memory", "0").json
+    assert nothing["config"]["drafting"]["policy"] == "none" and nothing["speculation"]["drafted_tokens"] == 0
+
+
+def test_auto_can_be_asked_for(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    common = ["generate", "x", "-m", str(tmp_path), *SHORT, "--json"]
+    enable_self_speculative(model, default=SkipConfig(attention=[2]))
+    model.save_pretrained(tmp_path)
+    assert ssd(*common).json["auto"] is None
+    assert ssd(*common, "--config", "auto", "--policy", "fixed").json["auto"] is not None
+    enable_self_speculative(model, default="auto")
+    model.save_pretrained(tmp_path)
+    assert ssd(*common).json["auto"] is not None
+    assert ssd("inspect", str(tmp_path), "--json").json["skip"]["attention"] == []
+
+
+def test_costs_from_elsewhere_are_told(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    costs = Costs(plain_step=1.0, draft_step=0.5, verify=[(1, 1.0), (4, 1.2)], measured_on="some other machine")
+    file.write_text(SelfSpeculativeConfig(SkipConfig(attention=[1]), costs=costs).to_json_string())
+    run = ssd("generate", "x", "-m", folder, *SHORT, "--config", str(file))
+    assert run.status == 0 and "measured elsewhere (some other machine)" in " ".join(run.err.split())
 
 
 # --- --compare ------------------------------------------------------------------------------------
@@ -243,10 +318,47 @@ def test_compare_prints_a_table(ssd: Callable[..., Run], folder: str) -> None:
     rows = {line.split("  ")[0]: line for line in run.out.splitlines()}
     assert rows["plain"].split()[1] == "12"
     assert rows["self-speculative"].rstrip().endswith("yes")
-    assert "differs at token" in rows["draft alone"] and "logit margin" in run.out
+    assert "differs at token" in rows["draft alone"] and "margin" in run.out
+    assert rows["self-speculative"].split()[4].endswith("/0")  # drafted itself / looked up
     flat = " ".join(run.out.split())
     assert "leaves out 2 of 8 sub-layers: attention 1 and MLP 2" in flat
+    assert "Draft length by cost. Measured here beforehand: a draft step costs 0.10 of a plain one" in flat
+    assert "as many tokens per round as pay, up to 12" in flat
     assert "Extra memory (computed)" in flat and "float32" in flat and torch.__version__ in flat
+
+
+def test_compare_tells_what_auto_chose_and_its_memory(ssd: Callable[..., Run], folder: str) -> None:
+    compared = ["generate", "rain", "-m", folder, *SHORT, "--compare", "--repeats", "1"]
+    run = ssd(*compared, "--draft-memory", "1")
+    assert run.status == 0
+    flat = " ".join(run.out.split())
+    assert re.search(r"`auto` chose copies in int\S+ (\(head too\) )?and prompt lookup\.", flat)
+    assert "a draft step costs 0.10 of a plain one, a check of 16 tokens 1.10" in flat
+    assert re.search(r"Expected of the copies alone: \d+\.\d\d times plain speed", flat)
+    assert re.search(r"Low-bit copies: \S+ kB, \d+\.\d% of the weights' \S+ kB\. Other extra memory \(computed\)", flat)
+    assert "draft alone" in run.out
+    free = ssd(*compared, "--draft-memory", "0")
+    flat = " ".join(free.out.split())
+    assert "`auto` chose prompt lookup alone." in flat and "more than draft_memory=0" in flat
+    assert "Low-bit copies" not in flat and "draft alone" not in free.out
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("cost", "It drafts as many tokens per round as pay, up to 3."),
+        ("confidence", "It drafts up to 3 tokens per round, fewer where it is unsure."),
+        ("fixed", "It drafts 3 tokens per round."),
+        ("none", "Nothing is drafted: every step is a plain one."),
+    ],
+)
+def test_compare_tells_how_far_it_drafts(ssd: Callable[..., Run], folder: str, policy: str, said: str) -> None:
+    run = ssd(
+        *["generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1"],
+        *["--policy", policy, "--draft-length", "3"],
+    )
+    assert run.status == 0 and said in " ".join(run.out.split())
+    assert ("draft alone" in run.out) == (policy != "none")
 
 
 def test_compare_as_json(ssd: Callable[..., Run], folder: str) -> None:
@@ -257,6 +369,10 @@ def test_compare_as_json(ssd: Callable[..., Run], folder: str) -> None:
     assert methods["self-speculative"]["token_ids"] == methods["plain"]["token_ids"] == run.json["token_ids"]
     assert methods["draft alone"]["first_difference"]["logit_margin"] > 0
     assert len(methods["plain"]["seconds"]) == 2
+    own = methods["self-speculative"]
+    assert own["looked_up_tokens"] == 0 and own["looked_up_acceptance"] is None
+    assert own["self_drafted_tokens"] > 0 and own["self_drafted_acceptance"] == own["acceptance_rate"]
+    assert run.json["comparison"]["copy_bytes"] == 0 and run.json["comparison"]["costs"]["draft_step"] == 0.1
 
 
 def test_compare_says_that_small_models_gain_nothing(
@@ -267,6 +383,8 @@ def test_compare_says_that_small_models_gain_nothing(
     monkeypatch.setattr(MethodResult, "ratio", property(lambda self: 0.8))
     run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")
     assert "layer skipping alone gains them little or nothing" in " ".join(run.out.split())
+    run = ssd("generate", "rain", "-m", folder, *SHORT, "--compare", "--repeats", "1")
+    assert "`auto` drafts only where the costs that it measured say" in " ".join(run.out.split())
 
 
 def test_compare_does_not_compare_sampled_texts(ssd: Callable[..., Run], folder: str) -> None:
@@ -302,6 +420,16 @@ def test_show_draft(ssd: Callable[..., Run], folder: str) -> None:
     assert answered.strip() == answer(folder, "rain").strip()
     assert "⟦" in view and "drafted and accepted · ⟦decided by the target⟧" in view
     assert "12 tokens: " in view
+
+
+def test_looked_up_tokens_are_marked(ssd: Callable[..., Run], folder: str) -> None:
+    # A text that repeats itself, as far as a random model's goes.
+    run = ssd("generate", "rain " * 8, "-m", folder, "--lookup", "--max-new-tokens", "60", "--show-draft", "--json")
+    document = run.json
+    marked = sum(piece["tokens"] for piece in document["token_origins"] if piece["looked_up"])
+    assert marked > 0 and document["speculation"]["accepted_looked_up_tokens"] >= marked
+    view = ssd("generate", "rain " * 8, "-m", folder, "--lookup", "--max-new-tokens", "60", "--show-draft")
+    assert "‹looked up and accepted›" in view.out and "Drafted by prompt lookup." in view.err
 
 
 def test_html_file(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
@@ -398,6 +526,12 @@ def test_presets(ssd: Callable[..., Run]) -> None:
         (["generate", "x", "-m", "{}", "--config", "a.json", "--skip-mlp", "1"], "Leave one of them out"),
         (["generate", "x", "-m", "{}", "--config-name", "a"], "needs --config"),
         (["generate", "x", "-m", "{}", *SKIP, "--policy", "lucky"], "Unknown draft-length policy 'lucky'"),
+        (["generate", "x", "-m", "{}", "--policy", "lucky"], "Unknown draft-length policy 'lucky'"),
+        (["generate", "x", "-m", "{}", "--precision", "int3"], "no precision 'int3'; use 'int8' or 'int4'"),
+        (["generate", "x", "-m", "{}", "--draft-memory", "-1"], "--draft-memory"),
+        (["generate", "x", "-m", "{}", "--draft-memory", "inf"], "draft_memory must be a share"),
+        (["generate", "x", "-m", "{}", "--config", "auto", "--precision", "int8"], "Leave one or the other out"),
+        (["generate", "x", "-m", "{}", "--config", "auto", "--config-name", "a"], "needs --config"),
         (["generate", "x", "-m", "{}", *SKIP, "--draft-length", "0"], "--draft-length"),
         (["generate", "x", "-m", "{}", *SKIP, "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "x", "-m", "{}", *SKIP, "--top-p", "0.5"], "--top-p 0.5 needs --temperature"),
@@ -411,7 +545,7 @@ def test_presets(ssd: Callable[..., Run]) -> None:
         (["generate", " ", "-m", "{}", *SKIP], "The prompt is empty"),
         (["generate", "-", "-m", "{}", *SKIP], "The prompt from stdin is empty"),
         (["generate", "x", "-m", "./nowhere", *SKIP], "./nowhere"),
-        (["generate", "x", "--colour"], "No such option: --colour. See `ssd generate --help`."),
+        (["generate", "x", "--zebra"], "No such option: --zebra. See `ssd generate --help`."),
         (["inspect", "./nowhere.gguf"], "no GGUF file './nowhere.gguf'"),
         (["inspect", "./nowhere"], "Found no model './nowhere'"),
         (["inspect", "{}", "--skip-mlp", "7"], "0 to 3"),
@@ -532,7 +666,10 @@ def test_missing_packages_are_named(ssd: Callable[..., Run], missing: str, monke
 def test_help_teaches(ssd: Callable[..., Run]) -> None:
     assert "ssd generate --compare" in ssd("--help").out
     assert ssd().out.strip() == ssd("-h").out.strip()
-    assert "--skip-attention 10-14,18 --compare" in ssd("generate", "--help").out
+    shown = ssd("generate", "--help").out
+    assert "--skip-attention 10-14,18 --compare" in shown
+    for option in ("--draft-memory", "--precision", "--no-lookup", "int8|int4", "cost|confidence|fixed|none"):
+        assert option in shown
     assert "ssd inspect demo" in ssd("inspect", "--help").out
     assert "--config" in ssd("presets", "--help").out
 
@@ -581,6 +718,28 @@ def test_libraries_are_quiet_and_then_as_they_were() -> None:
         assert transformers_logging.get_verbosity() == transformers_logging.ERROR
     after = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled(), list(warnings.filters)
     assert after == before
+
+
+def test_measuring_shows_the_librarys_bars_in_a_terminal_alone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    from ssd_generation.cli import console
+
+    with console.quiet_libraries(), console.measuring():
+        assert not transformers_logging.is_progress_bar_enabled()
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    with console.quiet_libraries(), console.measuring():
+        time.sleep(0.2)
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == "Measuring what drafting costs here, once per model and machine.\n"
+    monkeypatch.setattr(console, "err", lambda: Console(file=io.StringIO(), force_terminal=True))
+    with console.quiet_libraries():
+        with console.measuring():
+            assert transformers_logging.is_progress_bar_enabled()
+        assert not transformers_logging.is_progress_bar_enabled()
 
 
 def test_progress_in_a_log_file_waits_two_seconds(

@@ -25,7 +25,9 @@ from ssd_generation.comparison import (
     describe_environment,
     find_difference,
     first_difference,
+    methods_of,
 )
+from ssd_generation.precision import copies_of, copy_bytes
 from tiny_models import LAYERS, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(skip=SkipConfig(attention=[1], mlp=[2]))
@@ -107,6 +109,7 @@ def test_every_method_says_what_it_says_alone(model: Any) -> None:
     plain = new_tokens(model, max_new_tokens=24, do_sample=False)
     assert draft != plain
     assert [list(ids) for ids in result.plain.token_ids] == [plain, plain]
+    assert result.draft is not None
     assert [list(ids) for ids in result.draft.token_ids] == [draft, draft]
     assert [list(ids) for ids in result.self_speculative.token_ids] == [plain, plain]
     assert result.self_speculative.difference is None
@@ -122,6 +125,7 @@ def test_end_of_sequence_holds_for_all_methods(model: Any) -> None:
     result = compare(model, INPUTS, CONFIG, repeats=1, max_new_tokens=24)
     stop = plain.index(end) + 1
     assert list(result.plain.token_ids[0]) == list(result.self_speculative.token_ids[0]) == plain[:stop]
+    assert result.draft is not None
     draft = result.draft.token_ids[0]
     assert end not in draft[:-1] and (len(draft) == 24 or draft[-1] == end)
 
@@ -129,15 +133,60 @@ def test_end_of_sequence_holds_for_all_methods(model: Any) -> None:
 def test_an_empty_skip_set_drafts_what_the_target_says(model: Any) -> None:
     config = SelfSpeculativeConfig(drafting=DraftingConfig(policy="fixed", max_draft_length=3))
     result = compare(model, INPUTS, config, repeats=1, max_new_tokens=13)
-    assert result.draft.difference is None
+    assert result.draft is None and "draft alone" not in result.to_dict()["methods"]
     assert result.self_speculative.acceptance_rate == 1
     assert result.self_speculative.tokens_per_round == 4
     assert (result.skipped_sublayers, result.skipped_parameters) == (0, 0)
 
 
+def test_a_draft_in_low_bits(model: Any) -> None:
+    fixed = DraftingConfig(policy="fixed", max_draft_length=3)
+    config = SelfSpeculativeConfig(SkipConfig(attention=[1]), fixed, precision="int8")
+    result = compare(model, INPUTS, config, repeats=1, max_new_tokens=16)
+    copies = copies_of(model, config.skip, config.precision)  # type: ignore[arg-type]
+    with draft_mode(model, config.skip, copies.forwards()):
+        draft = new_tokens(model, max_new_tokens=16)
+    assert result.draft is not None and list(result.draft.token_ids[0]) == draft
+    assert list(result.self_speculative.token_ids[0]) == new_tokens(model, max_new_tokens=16)
+    assert result.copy_bytes == copies.num_bytes() == copy_bytes(model) > 0
+    assert result.copy_share == pytest.approx(copies.num_bytes() / (4 * model.num_parameters()))
+    assert result.left_as_loaded == tuple(copies.left)
+    data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert data["copy_bytes"] == result.copy_bytes and data["costs"] is None
+
+
+def test_prompt_lookup_has_no_draft_of_its_own(model: Any) -> None:
+    inputs = {"input_ids": INPUTS["input_ids"].repeat(1, 3), "attention_mask": torch.ones(1, 30, dtype=torch.long)}
+    config = SelfSpeculativeConfig(lookup=True, drafting=DraftingConfig(policy="fixed"))
+    result = compare(model, inputs, config, repeats=2, max_new_tokens=24)
+    own = result.self_speculative
+    assert result.draft is None and result.methods == (result.plain, own)
+    assert own.self_drafted_tokens == 0 and own.self_drafted_acceptance is None
+    assert own.looked_up_tokens is not None and own.looked_up_tokens > 0
+    assert own.looked_up_acceptance == own.acceptance_rate
+    assert result.plain.self_drafted_tokens is None and result.plain.looked_up_tokens is None
+    assert (result.copy_bytes, result.draft_cost) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "has_draft"),
+    [
+        (CONFIG, True),
+        (SelfSpeculativeConfig(precision="int4"), True),
+        (SelfSpeculativeConfig(precision="int4", lookup=True), True),
+        (SelfSpeculativeConfig(lookup=True), False),
+        (SelfSpeculativeConfig(), False),
+        (SelfSpeculativeConfig(SkipConfig(attention=[1]), DraftingConfig(policy="none")), False),
+    ],
+)
+def test_which_methods_there_are_to_compare(config: SelfSpeculativeConfig, has_draft: bool) -> None:
+    assert methods_of(config) == (METHODS if has_draft else (METHODS[0], METHODS[2]))
+
+
 def test_all_methods_of_a_repeat_sample_from_the_same_seed(model: Any) -> None:
     arguments = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.0}
     result = compare(model, INPUTS, CONFIG, repeats=2, seed=5, **arguments)
+    assert result.draft is not None
     for repeat in range(2):
         torch.manual_seed(5 + repeat)
         assert list(result.plain.token_ids[repeat]) == new_tokens(model, **arguments)
@@ -195,7 +244,7 @@ def test_ratios_are_taken_per_repeat_and_medians_over_repeats(model: Any, monkey
     assert result.plain.ratios == (1, 1, 1)
     assert result.self_speculative.ratios == pytest.approx((0.5, 4, 3))
     assert result.self_speculative.ratio == pytest.approx(3)
-    assert result.draft.ratios == pytest.approx((2, 4, 3))
+    assert result.draft is not None and result.draft.ratios == pytest.approx((2, 4, 3))
 
 
 def test_costs_are_relative_to_a_plain_step(model: Any) -> None:

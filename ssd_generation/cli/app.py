@@ -11,14 +11,14 @@ from . import benchmark, generate, inspect, presets
 # Typer joins the lines of the first paragraph only; the others are kept as they are.
 HELP = """Self-speculative decoding: a language model drafts for itself.
 
-It drafts a few tokens with some of its own sub-layers left out, then checks them all in one pass. No second model, \
-no training, the same text.
+It drafts a few tokens cheaply (from low-bit copies of its own weights, with sub-layers left out, or copied from the \
+text), then checks them all in one pass. No second model, no training, the same text.
 
 [bold]Start here[/bold]
 
-  ssd generate --compare                      decode three ways, side by side
+  ssd generate --compare                      beside plain decoding: text, speed, memory
   ssd generate "Why is the sky blue?"         just the answer
-  ssd generate --show-draft                   which tokens were drafted
+  ssd generate --show-draft                   where each token came from
   ssd inspect demo                            what there is to leave out
   ssd benchmark --limit-per-category 1        beside its peers, on many kinds of prompts
 """

@@ -14,10 +14,13 @@ from .options import describe_skip
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..automatic import AutomaticChoice
     from ..comparison import Comparison, MethodResult
-    from ..config import SelfSpeculativeConfig
+    from ..config import Costs, SelfSpeculativeConfig
 
 _NONE = "–"
+_CHECKS = (2, 4, 8)  # lengths of verify passes that are told
+_SHOWN = 3
 _SMALL = 3e9  # parameters
 _MORE_THAN_ROUNDING = 1.0  # a few steps of bfloat16 at the size that logits have
 
@@ -25,6 +28,7 @@ _MORE_THAN_ROUNDING = 1.0  # a few steps of bfloat16 at the size that logits hav
 def comparison_view(
     comparison: Comparison,
     config: SelfSpeculativeConfig,
+    choice: AutomaticChoice | None,
     environment: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     prompt_tokens: int,
@@ -36,18 +40,25 @@ def comparison_view(
         text = tokenizer.decode(comparison.plain.token_ids[0], skip_special_tokens=True)
         parts += [Text("Plain decoding says:", style="dim"), Text(text), Text()]
     parts.append(_table(comparison))
-    parts += [Text(line) for line in _verdict(comparison)]
+    parts += [Text(line) for line in _verdict(comparison, config, choice)]
     parts.append(Text())
-    parts += [Text(line, style="dim") for line in _conditions(comparison, config, environment, prompt_tokens)]
+    parts += [Text(line, style="dim") for line in _conditions(comparison, config, choice, environment, prompt_tokens)]
     return Group(*parts)
 
 
 def _table(comparison: Comparison) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("method", no_wrap=True)
-    for header in ("new\ntokens", "tokens\nper s", "ratio\nto plain", "accep-\ntance", "tokens/\nround"):
+    for header in (
+        "new\ntokens",
+        "tokens\nper s",
+        "ratio\nto plain",
+        "drafted/\nlooked up",
+        "accep-\ntance",
+        "tokens/\nround",
+    ):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("identical\nto plain", min_width=16)
+    table.add_column("identical\nto plain", min_width=14)
     for method in comparison.methods:
         is_result = method is comparison.self_speculative
         table.add_row(
@@ -55,6 +66,7 @@ def _table(comparison: Comparison) -> Table:
             f"{method.new_tokens:g}",
             f"{method.tokens_per_second:.1f}",
             "1" if method is comparison.plain else _ratio(method),
+            _drafted(method),
             _NONE if method.acceptance_rate is None else f"{method.acceptance_rate:.1%}",
             _NONE if method.tokens_per_round is None else f"{method.tokens_per_round:.2f}",
             _identity(comparison, method),
@@ -67,6 +79,12 @@ def _ratio(method: MethodResult) -> str:
     if len(method.ratios) == 1:
         return f"{method.ratio:.2f}"
     return f"{method.ratio:.2f}\n{min(method.ratios):.2f}–{max(method.ratios):.2f}"
+
+
+def _drafted(method: MethodResult) -> str:
+    if method.self_drafted_tokens is None or method.looked_up_tokens is None:
+        return _NONE
+    return f"{method.self_drafted_tokens:.0f}/{method.looked_up_tokens:.0f}"
 
 
 def _identity(comparison: Comparison, method: MethodResult) -> str:
@@ -85,7 +103,7 @@ def _identity(comparison: Comparison, method: MethodResult) -> str:
     return where
 
 
-def _verdict(comparison: Comparison) -> list[str]:
+def _verdict(comparison: Comparison, config: SelfSpeculativeConfig, choice: AutomaticChoice | None) -> list[str]:
     """What the figures mean, a short paragraph each."""
     result = comparison.self_speculative
     lines = []
@@ -100,7 +118,7 @@ def _verdict(comparison: Comparison) -> list[str]:
                 "over: look at the logit margin. In float32 that is rare (--dtype float32)."
             )
         lines.append(line)
-    if not comparison.skipped_sublayers:
+    if config.drafts_itself and not config.skip and not config.precision:
         lines.append("The draft leaves out nothing, so it costs what the model costs: no speed-up can come of that.")
         return lines
     if min(result.ratios) > 1:
@@ -109,36 +127,87 @@ def _verdict(comparison: Comparison) -> list[str]:
         line = f"Self-speculative decoding is slower than plain decoding here: {result.ratio:.2f} times its speed."
     else:
         line = "The difference in speed to plain decoding lies within the spread of the repeats."
-    if comparison.draft_cost is not None and comparison.verify_cost is not None:
-        line += (
-            f" A drafted token costs {comparison.draft_cost:.2f} of a plain step, a check "
-            f"{comparison.verify_cost:.2f}; that gives {result.tokens_per_round:.2f} tokens per round."
+    if comparison.verify_cost is not None and config.drafting.policy != "none":
+        own = (
+            ""
+            if comparison.draft_cost is None
+            else f"a drafted token cost {comparison.draft_cost:.2f} of a plain step, "
         )
-    if result.ratio < 1:
-        if comparison.parameters < _SMALL:
-            line += (
-                " That is how small models are: layer skipping alone gains them little or nothing. The published gains "
-                "are mostly for models of 8 billion parameters and more."
-            )
-        else:
-            line += " Try another skip set, another --policy or a shorter --draft-length."
+        line += f" In these runs {own}a check {comparison.verify_cost:.2f}"
+        line += f"; that gave {result.tokens_per_round:.2f} tokens per round." if result.tokens_per_round else "."
+    if result.self_drafted_acceptance is not None and result.looked_up_acceptance is not None:
+        line += (
+            f" Of what the model drafted itself {result.self_drafted_acceptance:.0%} was accepted, of what it looked "
+            f"up {result.looked_up_acceptance:.0%}."
+        )
     lines.append(line)
+    if result.ratio < 1 and config.drafting.policy != "none":
+        lines.append(_why_slower(comparison, config, choice))
     return lines
 
 
+def _why_slower(comparison: Comparison, config: SelfSpeculativeConfig, choice: AutomaticChoice | None) -> str:
+    """What may be behind a slowdown, and what to try."""
+    if choice is not None:
+        return (
+            "`auto` drafts only where the costs that it measured say that drafting pays. A slowdown beyond the spread "
+            "means that they do not hold now, most often because other work ran on the machine, then or now."
+        )
+    if config.skip and not config.precision and comparison.parameters < _SMALL:
+        return (
+            "That is how small models are: layer skipping alone gains them little or nothing. The published gains "
+            "are mostly for models of 8 billion parameters and more. Try it without the skip options, or --config auto."
+        )
+    if config.drafting.policy != "cost":
+        return "Try --policy cost, which drafts only as far as it pays, or --config auto."
+    return "Try --config auto, which measures what pays here."
+
+
+def _reasons(config: SelfSpeculativeConfig, choice: AutomaticChoice | None, costs: Costs | None) -> list[str]:
+    """What the draft goes by: what `auto` chose and why, or the costs alone."""
+    measured = "" if costs is None else _measured(costs, config.drafts_itself)
+    if choice is None:
+        return [f"Draft length by cost. Measured here beforehand: {measured}."] if measured else []
+    expected = choice.expected
+    if choice.precision is None:
+        what = "prompt lookup alone" if config.lookup is not None else "nothing: no draft but prompt lookup pays here"
+    else:
+        what = f"copies in {_named(choice.precision)}" + (" and prompt lookup" if config.lookup is not None else "")
+    line = f"`auto` chose {what}."
+    if measured:
+        line += f" Measured here beforehand: {measured}."
+    if choice.precision is not None:
+        line += f" Expected of the copies alone: {expected[choice.precision]:.2f} times plain speed"
+    elif expected:
+        line += " Low-bit copies promise too little"
+    others = [f"{_named(name)} {speedup:.2f}" for name, speedup in expected.items() if name != choice.precision]
+    if expected:
+        line += f" ({', '.join(others)})." if others else "."
+    if choice.ruled_out:
+        # One reason for all is said once.
+        reasons: dict[str, list[str]] = {}
+        for name, reason in choice.ruled_out.items():
+            reasons.setdefault(reason, []).append(_named(name))
+        line += "".join(f" Not tried: {', '.join(names)}: {reason.rstrip('.')}." for reason, names in reasons.items())
+    return [line]
+
+
+def _measured(costs: Costs, drafts_itself: bool) -> str:
+    """Costs in plain steps, such as "a draft step 0.45 of a plain one, a check of 2, 4, 8 tokens 1.02, 1.10, 1.31"."""
+    lengths = [n for n, _ in costs.verify if n in _CHECKS] or [costs.verify[-1][0]]
+    checks = ", ".join(f"{costs.verify_seconds(n) / costs.plain_step:.2f}" for n in lengths)
+    draft = f"a draft step costs {costs.draft_step / costs.plain_step:.2f} of a plain one, " if drafts_itself else ""
+    return f"{draft}a check of {', '.join(map(str, lengths))} tokens {'' if draft else 'costs '}{checks}"
+
+
 def _conditions(
-    comparison: Comparison, config: SelfSpeculativeConfig, environment: dict[str, Any], prompt_tokens: int
+    comparison: Comparison,
+    config: SelfSpeculativeConfig,
+    choice: AutomaticChoice | None,
+    environment: dict[str, Any],
+    prompt_tokens: int,
 ) -> list[str]:
     """What was measured, and on what."""
-    drafting = config.drafting
-    length = f"{drafting.max_draft_length} {'token' if drafting.max_draft_length == 1 else 'tokens'}"
-    if drafting.policy == "fixed":
-        how = f"It drafts {length} per round."
-    else:
-        how = f"It drafts up to {length} per round, fewer where it is unsure."
-    share = comparison.extra_bytes / max(comparison.weight_bytes, 1)
-    memory = f"{_size(comparison.extra_bytes)}, {share:.1%} of the weights" if comparison.extra_bytes else "none"
-    basis = "measured" if comparison.extra_bytes_measured else "computed"
     repeats = len(comparison.plain.seconds)
     count = "one run" if repeats == 1 else f"median of {repeats} interleaved runs"
     versions = environment["versions"]
@@ -148,9 +217,10 @@ def _conditions(
             f"{environment['cpu']}, {environment['threads']} {'thread' if environment['threads'] == 1 else 'threads'}"
         )
     return [
-        f"The draft leaves out {comparison.skipped_sublayers} of {comparison.sublayers} sub-layers: "
-        f"{describe_skip(config.skip) or 'none'} ({comparison.skipped_parameters:.1%} of the parameters). {how}",
-        f"No second model, no second KV cache. Extra memory ({basis}): {memory}.",
+        *_reasons(config, choice, comparison.costs),
+        f"{_draft(comparison, config)} {_length(config)}".strip(),
+        *_left(comparison),
+        _memory(comparison, config),
         f"{'Sampling' if comparison.sampling else 'Greedy'}, prompt of {prompt_tokens} tokens, {count} each after a "
         f"warm-up{', below the ratio its least and greatest' if repeats > 1 else ''}; speeds include the pass over the "
         "prompt.",
@@ -158,6 +228,90 @@ def _conditions(
         f"torch {versions['torch']}, transformers {versions['transformers']}, "
         f"ssd_generation {versions['ssd_generation']}.",
     ]
+
+
+def _draft(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
+    """What makes the draft cheap."""
+    if not config.drafts_itself:
+        return ""
+    parts = []
+    if config.skip:
+        parts.append(
+            f"leaves out {comparison.skipped_sublayers} of {comparison.sublayers} sub-layers: "
+            f"{describe_skip(config.skip)} ({comparison.skipped_parameters:.1%} of the parameters)"
+        )
+    if config.precision:
+        parts.append(f"computes from copies of the weights in {_bits(config)}")
+    return f"The draft {' and '.join(parts)}." if parts else "The draft is the whole model."
+
+
+def _bits(config: SelfSpeculativeConfig) -> str:
+    precision = config.precision
+    if precision is None or precision.default is None or precision.attention or precision.mlp:
+        return "low bits"
+    return f"{precision.default} (head too)" if precision.head == precision.default == "int4" else precision.default
+
+
+def _named(precision: str) -> str:
+    """A precision that `auto` tried."""
+    return precision.replace(", head int4", " (head too)")
+
+
+def _length(config: SelfSpeculativeConfig) -> str:
+    """How many tokens a round drafts."""
+    drafting = config.drafting
+    if drafting.policy == "none":
+        return "Nothing is drafted: every step is a plain one."
+    longest = drafting.max_draft_length
+    tokens = f"{longest} {'token' if longest == 1 else 'tokens'}"
+    parts = []
+    if config.drafts_itself:
+        how_many = {
+            "cost": f"as many tokens per round as pay, up to {longest}",
+            "confidence": f"up to {tokens} per round, fewer where it is unsure",
+        }
+        parts.append(f"drafts {how_many.get(drafting.policy, f'{tokens} per round')}")
+    if config.lookup is not None:
+        longest = config.lookup.max_tokens
+        parts.append(f"copies from the text {'as many as pay, ' if drafting.policy == 'cost' else ''}up to {longest}")
+    return f"It {', and '.join(parts)}."
+
+
+def _left(comparison: Comparison) -> list[str]:
+    left = comparison.left_as_loaded
+    if not left:
+        return []
+    more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+    return [f"In the draft as they were loaded, without a copy: {', '.join(left[:_SHOWN])}{more}."]
+
+
+def _memory(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
+    share = comparison.extra_bytes / max(comparison.weight_bytes, 1)
+    memory = f"{_size(comparison.extra_bytes)}, {share:.1%} of the weights" if comparison.extra_bytes else "none"
+    basis = "measured" if comparison.extra_bytes_measured else "computed"
+    line = "No second model, no second KV cache."
+    if config.precision:
+        line += (
+            f" Low-bit copies: {_size(comparison.copy_bytes)}, {comparison.copy_share:.1%} of the weights' "
+            f"{_size(comparison.weight_bytes)}."
+        )
+    return f"{line} {'Other extra' if config.precision else 'Extra'} memory ({basis}): {memory}."
+
+
+def drafts_from(config: SelfSpeculativeConfig, copies: int, weights: int) -> str:
+    """What a call drafts from, and its memory, in one line."""
+    if config.drafting.policy == "none":
+        return "Nothing drafted."
+    parts = []
+    if config.skip:
+        parts.append(f"leaving out {describe_skip(config.skip)}")
+    if config.precision:
+        parts.append(
+            f"copies of the weights in {_bits(config)} ({_size(copies)}, {copies / max(weights, 1):.0%} of them)"
+        )
+    if config.lookup is not None:
+        parts.append("prompt lookup")
+    return f"Drafted by {' and '.join(parts) if parts else 'the whole model'}."
 
 
 def _size(count: int) -> str:

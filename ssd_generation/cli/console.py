@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -104,6 +105,30 @@ def quiet_libraries() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """With the library's own bars (transformers' tqdm, on stderr) while costs are measured; in a log file a line."""
+    from transformers.utils import logging as transformers_logging
+
+    if debugging():
+        yield
+        return
+    if not err().is_terminal:
+        line = "Measuring what drafting costs here, once per model and machine."
+        timer = threading.Timer(_PATIENCE, lambda: print(line, file=sys.stderr, flush=True))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        return
+    transformers_logging.enable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.disable_progress_bar()
 
 
 @contextlib.contextmanager

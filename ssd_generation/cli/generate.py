@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import sys
 import time
@@ -11,25 +12,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import DEMO, ConfigNameOption, ConfigOption, JsonOption, SkipAttentionOption, SkipMlpOption
+from .options import (
+    AUTO,
+    DEMO,
+    WHAT_TO_DRAFT_WITH,
+    ConfigNameOption,
+    JsonOption,
+    SkipAttentionOption,
+    SkipMlpOption,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase, TextStreamer
 
+    from ..automatic import AutomaticChoice
     from ..comparison import Comparison
+    from ..config import SelfSpeculativeConfig
 
 DEFAULT_PROMPT = "Explain in three numbered steps how rain forms, then say in one sentence why it matters for farming."
 
 HELP = """Generate an answer by self-speculative decoding.
 
-The model drafts a few tokens with some of its sub-layers left out, then checks them all in one pass of the whole \
-model. Greedy text is the same as without; sampled text follows the same distribution.
+The model drafts a few tokens cheaply, then checks them all in one pass of the whole model. Greedy text is the same as \
+without; sampled text follows the same distribution. How it drafts is found out by measuring (seconds, once per model \
+and machine), unless options say it.
 
 [bold]Examples[/bold]
 
   ssd generate --compare
   ssd generate "Name five rivers of Europe." --show-draft
+  ssd generate --compare --draft-memory 0
+  ssd generate --compare --precision int8 --lookup
   ssd generate -m Qwen/Qwen3-8B --skip-attention 10-14,18 --compare
   ssd generate -m meta-llama/Llama-2-13b-hf --config llama-2-13b "Once upon"
   cat letter.txt | ssd generate - --temperature 0.7 --seed 1 --json
@@ -38,7 +52,7 @@ model. Greedy text is the same as without; sampled text follows the same distrib
 """
 
 _MODEL = "Model"
-_DRAFTING = "How to draft"
+_DRAFTING = "How far to draft"
 _DECODING = "How to decode"
 _SHOW = "What to show"
 
@@ -74,15 +88,51 @@ def generate(
             help="Spread the model over devices: auto, balanced, … (needs accelerate).", rich_help_panel=_MODEL
         ),
     ] = None,
-    config: ConfigOption = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="A JSON file, a folder that holds one, a Hub id, or a preset (`ssd presets`). Default: the one stored "
+            "with the model; else `auto`: whatever pays here.",
+            rich_help_panel=WHAT_TO_DRAFT_WITH,
+        ),
+    ] = None,
     config_name: ConfigNameOption = None,
     skip_attention: SkipAttentionOption = None,
     skip_mlp: SkipMlpOption = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|int4",
+            help="Draft from copies of the weights in 8 or 4 bits (on the CPU).",
+            rich_help_panel=WHAT_TO_DRAFT_WITH,
+        ),
+    ] = None,
+    lookup: Annotated[
+        bool | None,
+        typer.Option(
+            "--lookup/--no-lookup",
+            help="Draft by copying from the text what followed its last words before.",
+            show_default=False,
+            rich_help_panel=WHAT_TO_DRAFT_WITH,
+        ),
+    ] = None,
+    draft_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SHARE",
+            help="The most that copies in low bits may take, as a share of the weights' bytes; 0: no copies. Default: "
+            "0.3 for auto, else no limit.",
+            rich_help_panel=WHAT_TO_DRAFT_WITH,
+        ),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
-            metavar="fixed|confidence",
-            help="fixed: always so many tokens per round; confidence: stop where it is unsure. Default: the config's.",
+            metavar="cost|confidence|fixed|none",
+            help="cost: as many tokens as pay by measured costs; confidence: stop where it is unsure; fixed: always so "
+            "many; none: draft nothing. Default: the config's, which is cost unless it says otherwise.",
             rich_help_panel=_DRAFTING,
         ),
     ] = None,
@@ -91,7 +141,7 @@ def generate(
         typer.Option(
             min=1,
             metavar="N",
-            help="Tokens to draft per round: exactly (fixed) or at most (confidence). Default: the config's.",
+            help="Tokens to draft per round: exactly (fixed) or at most (cost, confidence). Default: the config's.",
             rich_help_panel=_DRAFTING,
         ),
     ] = None,
@@ -138,7 +188,7 @@ def generate(
         bool,
         typer.Option(
             "--compare",
-            help="Decode plainly, with the draft alone and self-speculatively; print a table.",
+            help="Decode plainly, with the draft alone and self-speculatively: text, speed and memory in a table.",
             rich_help_panel=_SHOW,
         ),
     ] = False,
@@ -152,7 +202,7 @@ def generate(
         bool,
         typer.Option(
             "--show-draft",
-            help="Mark which tokens were drafted and accepted, and which the target decided.",
+            help="Mark which tokens were drafted, which looked up, and which the target decided.",
             rich_help_panel=_SHOW,
         ),
     ] = False,
@@ -164,7 +214,7 @@ def generate(
 ) -> None:
     """Answer a prompt, compare with plain decoding, show the draft."""
     from .console import err, out, print_json, progress, quiet_libraries
-    from .options import default_config, encode, load, read_prompt, requested_config, with_drafting
+    from .options import encode, load, read_prompt, requested_config, stored_config, with_drafting, with_lookup
 
     # What can be refused is refused before anything slow begins.
     if repeats is not None and not compare:
@@ -176,7 +226,14 @@ def generate(
     if html is not None and not html.expanduser().absolute().parent.is_dir():
         raise FileNotFoundError(f"--html: there is no folder {str(html.parent)!r}. Make it first.")
     question = read_prompt(prompt, DEFAULT_PROMPT)
-    stored = requested_config(config, config_name, skip_attention, skip_mlp)
+    is_auto = config == AUTO
+    requested = requested_config(None if is_auto else config, config_name, skip_attention, skip_mlp, precision, lookup)
+    if is_auto and requested is not None:
+        raise ValueError(
+            "--config auto finds out what to draft with, but --precision, --lookup, --skip-attention and --skip-mlp "
+            "say it. Leave one or the other out."
+        )
+    with_drafting(requested, policy, draft_length)
     if seed is None:
         seed = secrets.randbelow(2**31)
 
@@ -185,31 +242,33 @@ def generate(
     with quiet_libraries(), elsewhere:
         import torch
 
+        from ..automatic import weight_bytes
         from ..comparison import compare as compare_methods
-        from ..comparison import describe_environment
+        from ..comparison import describe_environment, methods_of
         from ..generation import enable_self_speculative
+        from ..precision import copy_bytes
         from ..rendering import TokenOrigins
-        from ..sublayers import locate_sublayers
 
         target, tokenizer = load(model, dtype, device, device_map)
         target = enable_self_speculative(target)
-        found = stored or default_config(model, target.generation_config)
-        if found is None:
-            raise ValueError(
-                f"Nothing says what the draft of {model} should leave out. Name a config with --config, or layers with "
-                f"--skip-attention and --skip-mlp; `ssd inspect {model}` shows which there are."
-            )
-        chosen = with_drafting(found, policy, draft_length)
-        layout = locate_sublayers(target)
-        chosen.validate_for(num_layers=len(layout), model_type=target.config.get_text_config(decoder=True).model_type)
-        layout.stubs(chosen.skip)  # raises where a sub-layer cannot be skipped
-
+        if requested is None and not is_auto:
+            requested = stored_config(target.generation_config)
+            if requested is not None and lookup is False:
+                requested = with_lookup(requested, False)
         inputs = {k: v.to(target.device) for k, v in encode(tokenizer, question, system, not no_chat_template).items()}
         length = inputs["input_ids"].shape[1]
         arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sampling}
         if sampling:
             arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
             arguments = {key: value for key, value in arguments.items() if value is not None}
+
+        choice: AutomaticChoice | None = None
+        if requested is None:
+            choice = _choose(target, inputs["input_ids"], draft_memory)
+            chosen = choice.config if lookup is not False else _only_itself(choice.config)
+        else:
+            chosen = requested
+        chosen = _ready(target, with_drafting(chosen, policy, draft_length), draft_memory)
 
         if prompt is None and not as_json:
             err().print(f"[dim]Prompt:[/dim] {question}\n")
@@ -222,18 +281,19 @@ def generate(
             new = output[0, length:].tolist()
             seconds = time.perf_counter() - started
         speculation: Any = target.last_speculation
-        origins = TokenOrigins.from_ids(tokenizer, new, speculation.token_origins[0])
+        origins = TokenOrigins.from_ids(tokenizer, new, speculation.token_sources[0])
 
         comparison: Comparison | None = None
         if compare:
             repeats = repeats or 3
-            with progress("Comparing", total=3 + 3 * repeats) as advance:
+            with progress("Comparing", total=len(methods_of(chosen)) * (1 + repeats)) as advance:
                 comparison = compare_methods(
                     target, inputs, chosen, repeats=repeats, seed=seed, advance=advance, **arguments
                 )
         if html is not None:
             origins.save_html(html, title=f"{_short_name(model)}: where each token came from", prompt=question)
         environment = describe_environment(target)
+        weights, copies = weight_bytes(target), copy_bytes(target) if chosen.precision else 0
 
     if as_json:
         document: dict[str, Any] = {
@@ -247,6 +307,8 @@ def generate(
             "tokens_per_second": len(new) / seconds,
             "decoding": arguments | ({"seed": seed} if sampling else {}),
             "config": chosen.to_dict(),
+            "auto": None if choice is None else choice.to_dict(),
+            "memory": {"weight_bytes": weights, "copy_bytes": copies, "copy_share": copies / max(weights, 1)},
             "speculation": speculation.to_dict(),
             "environment": environment,
         }
@@ -259,9 +321,11 @@ def generate(
         from .compare_view import comparison_view
 
         out().print()
-        out().print(comparison_view(comparison, chosen, environment, tokenizer, prompt_tokens=length))
+        out().print(comparison_view(comparison, chosen, choice, environment, tokenizer, prompt_tokens=length))
     else:
-        err().print(_summary(len(new), seconds, speculation), style="dim")
+        from .compare_view import drafts_from
+
+        err().print(_summary(len(new), seconds, speculation, drafts_from(chosen, copies, weights)), style="dim")
     if show_draft:
         from rich.rule import Rule
 
@@ -270,6 +334,56 @@ def generate(
         out().print(origins)
     if html is not None:
         err().print(f"Written to {html}", style="dim", soft_wrap=True)
+
+
+def _choose(target: Any, prompt: torch.Tensor, draft_memory: float | None) -> AutomaticChoice:
+    """What pays for this model on this machine."""
+    from ..automatic import DRAFT_MEMORY, automatic_choice
+    from .console import measuring
+
+    with measuring():
+        return automatic_choice(target, prompt, DRAFT_MEMORY if draft_memory is None else draft_memory)
+
+
+def _only_itself(config: SelfSpeculativeConfig) -> SelfSpeculativeConfig:
+    """What `auto` chose without prompt lookup; where nothing else pays, nothing is drafted."""
+    drafting = config.drafting if config.precision else dataclasses.replace(config.drafting, policy="none")
+    return dataclasses.replace(config, lookup=None, drafting=drafting)
+
+
+def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | None) -> SelfSpeculativeConfig:
+    """A config that fits the model, with the costs that its draft length goes by.
+
+    Raises:
+        ValueError: it does not fit, or takes more memory than it may.
+    """
+    from ..automatic import check_budget
+    from ..costs import costs_of, describe_machine
+    from ..precision import check_precision
+    from ..sublayers import locate_sublayers
+    from .console import err, measuring
+
+    layout = locate_sublayers(target)
+    config.validate_for(num_layers=len(layout), model_type=target.config.get_text_config(decoder=True).model_type)
+    layout.stubs(config.skip)  # raises where a sub-layer cannot be skipped
+    if config.precision:
+        check_precision(target)
+    if draft_memory is not None:
+        check_budget(target, config, draft_memory)
+    if config.drafting.policy != "cost":
+        return config
+    if config.costs is None:
+        with measuring():
+            return dataclasses.replace(config, costs=costs_of(target, config))
+    made_on = config.costs.measured_on
+    if made_on is not None and made_on != describe_machine(target):
+        err().print(
+            f"The costs in this config were measured elsewhere ({made_on}), so the draft length may not be the best "
+            "here. Take `costs` out of it to have them measured.",
+            style="yellow",
+            markup=False,
+        )
+    return config
 
 
 def _streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
@@ -289,13 +403,13 @@ def _streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
     return streamer
 
 
-def _summary(tokens: int, seconds: float, speculation: Any) -> str:
+def _summary(tokens: int, seconds: float, speculation: Any, drafted_from: str) -> str:
     parts = [f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} per second)"]
     if speculation.acceptance_rate is not None:
         parts.append(f"{speculation.acceptance_rate:.0%} of the drafted tokens accepted")
     if speculation.tokens_per_round is not None:
         parts.append(f"{speculation.tokens_per_round:.2f} tokens per round")
-    return "\n" + ", ".join(parts) + "."
+    return "\n" + ", ".join(parts) + f".\n{drafted_from}"
 
 
 def _short_name(model: str) -> str:

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 DEMO_PRESET = "smollm2-135m-instruct"
+AUTO = "auto"
 
-_WHAT_TO_SKIP = "What to skip"
+WHAT_TO_DRAFT_WITH = "What to draft with"
 ConfigOption = Annotated[
     str | None,
     typer.Option(
         metavar="CONFIG",
         help="A JSON file, a folder that holds one, a Hub id, or a preset (`ssd presets`). Default: the one that comes "
         "with the demo model, or is stored with the model.",
-        rich_help_panel=_WHAT_TO_SKIP,
+        rich_help_panel=WHAT_TO_DRAFT_WITH,
     ),
 ]
 ConfigNameOption = Annotated[
@@ -34,7 +35,7 @@ ConfigNameOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="Which config, where the file holds one per model.",
-        rich_help_panel=_WHAT_TO_SKIP,
+        rich_help_panel=WHAT_TO_DRAFT_WITH,
     ),
 ]
 SkipAttentionOption = Annotated[
@@ -42,12 +43,12 @@ SkipAttentionOption = Annotated[
     typer.Option(
         metavar="LAYERS",
         help="Layers whose attention the draft leaves out, counted from 0: `5,7,10-12`.",
-        rich_help_panel=_WHAT_TO_SKIP,
+        rich_help_panel=WHAT_TO_DRAFT_WITH,
     ),
 ]
 SkipMlpOption = Annotated[
     str | None,
-    typer.Option(metavar="LAYERS", help="The same for the MLPs.", rich_help_panel=_WHAT_TO_SKIP),
+    typer.Option(metavar="LAYERS", help="The same for the MLPs.", rich_help_panel=WHAT_TO_DRAFT_WITH),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
@@ -109,45 +110,88 @@ def describe_skip(skip: SkipConfig) -> str:
 
 
 def requested_config(
-    config: str | None, config_name: str | None, skip_attention: str | None, skip_mlp: str | None
+    config: str | None,
+    config_name: str | None,
+    skip_attention: str | None,
+    skip_mlp: str | None,
+    precision: str | None = None,
+    lookup: bool | None = None,
 ) -> SelfSpeculativeConfig | None:
-    """The config that the options name; `None` where they name none.
+    """The config that the options name; `None` where they name none (`--no-lookup` alone names none).
+
+    `precision` and `lookup` add to a config or a skip set, or replace what it says of them.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: the options contradict one another, or the config cannot be read.
     """
-    from ..config import SelfSpeculativeConfig, SkipConfig
+    from ..config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 
+    parts: dict[str, Any] = {}
+    if precision is not None:
+        parts["precision"] = PrecisionConfig.named(precision)
     if config is not None:
         if skip_attention is not None or skip_mlp is not None:
             raise ValueError("--config and --skip-attention/--skip-mlp both say what to skip. Leave one of them out.")
-        return SelfSpeculativeConfig.from_pretrained(config, name=config_name)
+        found = dataclasses.replace(SelfSpeculativeConfig.from_pretrained(config, name=config_name), **parts)
+        return found if lookup is None else with_lookup(found, lookup)
     if config_name is not None:
         raise ValueError(f"--config-name {config_name} needs --config, the file that holds configs by name.")
-    if skip_attention is None and skip_mlp is None:
+    if skip_attention is None and skip_mlp is None and precision is None and not lookup:
         return None
     skip = SkipConfig(
         attention=parse_layers("--skip-attention", skip_attention), mlp=parse_layers("--skip-mlp", skip_mlp)
     )
-    return SelfSpeculativeConfig(skip=skip)
+    return SelfSpeculativeConfig(skip=skip, lookup=lookup, **parts)
+
+
+def with_lookup(config: SelfSpeculativeConfig, lookup: bool) -> SelfSpeculativeConfig:
+    """A config with prompt lookup (its own, where it has one), or without.
+
+    Raises:
+        ValueError: without prompt lookup the config has nothing to draft with.
+    """
+    if lookup:
+        return config if config.lookup is not None else dataclasses.replace(config, lookup=True)  # type: ignore[arg-type]
+    if config.lookup is not None and not config.skip and not config.precision:
+        raise ValueError(
+            "--no-lookup: this config drafts by prompt lookup alone, so nothing would be left to draft with. Leave it "
+            "out, or add --precision or --skip-attention."
+        )
+    return dataclasses.replace(config, lookup=None)
 
 
 def default_config(model_name: str, generation_config: Any) -> SelfSpeculativeConfig | None:
-    """The config that goes with a model, if there is one: the demo model's, or what is stored with the model."""
+    """The skip set that goes with a model, if there is one: the demo model's, or what is stored with the model."""
     from ..config import SelfSpeculativeConfig
 
     if model_name == DEMO:
         return SelfSpeculativeConfig.preset(DEMO_PRESET)
+    return stored_config(generation_config)
+
+
+def stored_config(generation_config: Any) -> SelfSpeculativeConfig | None:
+    """The config stored with a model (`enable_self_speculative(model, default=…)`); `None` for none and for "auto"."""
+    from ..config import SelfSpeculativeConfig
+
     stored = getattr(generation_config, "self_speculative", None)
     if isinstance(stored, Mapping):
         return SelfSpeculativeConfig.from_dict(stored)
-    if isinstance(stored, str):
+    if isinstance(stored, str) and stored != AUTO:
         return SelfSpeculativeConfig.from_pretrained(stored)
     return None
 
 
-def with_drafting(config: SelfSpeculativeConfig, policy: str | None, draft_length: int | None) -> SelfSpeculativeConfig:
-    """A config with another draft-length policy or draft length, where one is given."""
+def with_drafting(
+    config: SelfSpeculativeConfig | None, policy: str | None, draft_length: int | None
+) -> SelfSpeculativeConfig:
+    """A config (by default an empty one) with another draft-length policy or draft length, where one is given.
+
+    Raises:
+        ValueError: an unknown policy, or no such length.
+    """
+    from ..config import SelfSpeculativeConfig
+
+    config = SelfSpeculativeConfig() if config is None else config
     changes: dict[str, Any] = {}
     if policy is not None:
         changes["policy"] = policy
