@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from ssd_generation import (
     enable_self_speculative,
     load_demo,
 )
+from ssd_generation.automatic import weight_bytes
+from ssd_generation.cli import main
+from ssd_generation.precision import copy_bytes, drop_copies
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +86,57 @@ def test_one_prompt_at_a_time(demo: tuple[Any, Any]) -> None:
         inputs = chat(tokenizer, [question])
         plain = model.generate(**inputs, max_new_tokens=48, do_sample=False)
         assert torch.equal(plain, model.generate(**inputs, max_new_tokens=48, do_sample=False, self_speculative=config))
+
+
+FEW = (QUESTIONS[0], "Say this three times: the quick brown fox jumps over the lazy dog.", QUESTIONS[4])
+FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
+
+
+@pytest.fixture(scope="module")
+def plain_answers(demo: tuple[Any, Any]) -> list[Any]:
+    model, tokenizer = demo
+    return [model.generate(**chat(tokenizer, [q]), max_new_tokens=40, do_sample=False) for q in FEW]
+
+
+@pytest.mark.parametrize(
+    ("way", "acceptance"),
+    [
+        ("auto", None),
+        (SelfSpeculativeConfig(precision="int8", drafting=FIXED), 0.7),
+        (SelfSpeculativeConfig(precision="int4", drafting=FIXED), 0.4),
+        (SelfSpeculativeConfig(SkipConfig(attention=[6, 9]), FIXED, precision="int8", lookup=True), 0.3),
+        (SelfSpeculativeConfig(lookup=True), None),
+        (SelfSpeculativeConfig(lookup=True, drafting=FIXED), 0.0),
+    ],
+    ids=["auto", "int8", "int4", "all at once", "lookup", "lookup always"],
+)
+def test_every_way_to_draft_gives_the_plain_text(
+    demo: tuple[Any, Any], plain_answers: list[Any], way: Any, acceptance: float | None
+) -> None:
+    model, tokenizer = demo
+    drafted = accepted = 0
+    drop_copies(model)  # of other tests
+    for question, plain in zip(FEW, plain_answers, strict=True):
+        inputs = chat(tokenizer, [question])
+        assert torch.equal(plain, model.generate(**inputs, max_new_tokens=40, do_sample=False, self_speculative=way))
+        drafted += model.last_speculation.drafted_tokens
+        accepted += model.last_speculation.accepted_tokens
+    if way == "auto":
+        assert copy_bytes(model) <= 0.3 * weight_bytes(model)
+    if acceptance is not None:
+        assert drafted > 0 and accepted / drafted > acceptance
+
+
+def test_the_command_line_drafts_by_what_pays(
+    demo: tuple[Any, Any], plain_answers: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["generate", FEW[0], "--max-new-tokens", "40", "--device", "cpu", "--json"])
+    assert left.value.code == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["auto"] is not None and document["memory"]["copy_share"] <= 0.3
+    inputs = chat(demo[1], [FEW[0]])
+    assert document["token_ids"] == plain_answers[0][0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def test_the_draft_alone_says_something_else(demo: tuple[Any, Any]) -> None:
