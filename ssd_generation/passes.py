@@ -303,7 +303,9 @@ class FlatPasses:
             raise CannotRecord("the pass depends on the length of the text")
         recording = share_results(recordings[0])
         if self.is_draft:
-            return self._draft_program(model, recording)
+            program = self._draft_program(model, recording)
+            _try_out(model, program)
+            return program
         if model.dtype == torch.float32:
             recording = fuse_rotary(fuse_norms(recording))
             recording = swap_linears(recording, lambda w, b: linear_of_few_rows(w, b, length))
@@ -342,6 +344,21 @@ class FlatPasses:
         if recording.length == 1:
             recording = rotate_together(recording, lambda o: getattr(o.target, "__func__", None) is LowBitCopy.apart)
         return self._remember(compile_recording(swap_linears(recording, _mixed)))
+
+
+def _try_out(model: PreTrainedModel, program: Program) -> None:
+    """Play a draft back without a cache. What it says is verified later; that it can be run must be known before.
+
+    A model may mix what a draft computes in bfloat16 with weights of its own in a way that torch refuses.
+    """
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+        shape = (1, query.shape[1], program.length, value.shape[3])
+        return query.new_zeros(shape, dtype=model.dtype).transpose(1, 2)
+
+    ids = torch.zeros((1, program.length), dtype=torch.long)
+    with torch.inference_mode():
+        program.run(ids, torch.arange(9, 9 + program.length)[None], attend)
 
 
 def _compare(model: PreTrainedModel, program: Program, length: int) -> None:

@@ -313,7 +313,7 @@ def _groups(places: list[_Place], group_size: int) -> list[list[_Place]]:
                 and row.index(first) + 1 == row.index(leaf)
                 and last[-1].precision == place.precision
                 and last[-1].module.weight.shape[1] == place.module.weight.shape[1]
-                and refused_shape(place.module.weight, place.precision, group_size) is None
+                and all(refused_shape(p.module.weight, p.precision, group_size) is None for p in (last[-1], place))
             ):
                 last.append(place)
                 continue
