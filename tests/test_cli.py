@@ -327,6 +327,15 @@ def test_compare_prints_a_table(ssd: Callable[..., Run], folder: str) -> None:
     assert "Extra memory (computed)" in flat and "float32" in flat and torch.__version__ in flat
 
 
+def test_the_table_fits_into_80_columns(ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "2")
+    head = next(line for line in run.out.splitlines() if line.startswith("method"))
+    assert (
+        head.rstrip().endswith("to plain") and "looked up" in head and max(map(len, run.out.splitlines()[-20:])) <= 80
+    )
+
+
 def test_compare_tells_what_auto_chose_and_its_memory(ssd: Callable[..., Run], folder: str) -> None:
     compared = ["generate", "rain", "-m", folder, *SHORT, "--compare", "--repeats", "1"]
     run = ssd(*compared, "--draft-memory", "1")
@@ -339,7 +348,7 @@ def test_compare_tells_what_auto_chose_and_its_memory(ssd: Callable[..., Run], f
     assert "draft alone" in run.out
     free = ssd(*compared, "--draft-memory", "0")
     flat = " ".join(free.out.split())
-    assert "`auto` chose prompt lookup alone." in flat and "more than draft_memory=0" in flat
+    assert "`auto` chose prompt lookup alone." in flat and "not allowed (draft_memory 0)" in flat
     assert "Low-bit copies" not in flat and "draft alone" not in free.out
 
 

@@ -47,7 +47,8 @@ def comparison_view(
 
 
 def _table(comparison: Comparison) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    # The box has a space between columns: the table fits into 80.
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("method", no_wrap=True)
     for header in (
         "new\ntokens",
@@ -58,7 +59,8 @@ def _table(comparison: Comparison) -> Table:
         "tokens/\nround",
     ):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("identical\nto plain", min_width=14)
+    table.add_column()  # some room
+    table.add_column("identical\nto plain", min_width=13)
     for method in comparison.methods:
         is_result = method is comparison.self_speculative
         table.add_row(
@@ -69,6 +71,7 @@ def _table(comparison: Comparison) -> Table:
             _drafted(method),
             _NONE if method.acceptance_rate is None else f"{method.acceptance_rate:.1%}",
             _NONE if method.tokens_per_round is None else f"{method.tokens_per_round:.2f}",
+            "",
             _identity(comparison, method),
             style="bold" if is_result else None,
         )
@@ -84,7 +87,8 @@ def _ratio(method: MethodResult) -> str:
 def _drafted(method: MethodResult) -> str:
     if method.self_drafted_tokens is None or method.looked_up_tokens is None:
         return _NONE
-    return f"{method.self_drafted_tokens:.0f}/{method.looked_up_tokens:.0f}"
+    counts = (method.self_drafted_tokens, method.looked_up_tokens)  # averages over the repeats
+    return "/".join(f"{count:.0f}" if count >= 10 else f"{count:.2g}" for count in counts)
 
 
 def _identity(comparison: Comparison, method: MethodResult) -> str:
@@ -128,12 +132,11 @@ def _verdict(comparison: Comparison, config: SelfSpeculativeConfig, choice: Auto
     else:
         line = "The difference in speed to plain decoding lies within the spread of the repeats."
     if comparison.verify_cost is not None and config.drafting.policy != "none":
-        own = (
-            ""
-            if comparison.draft_cost is None
-            else f"a drafted token cost {comparison.draft_cost:.2f} of a plain step, "
-        )
-        line += f" In these runs {own}a check {comparison.verify_cost:.2f}"
+        check = f"{comparison.verify_cost:.2f}"
+        if comparison.draft_cost is None:
+            line += f" In these runs a check cost {check} of a plain step"
+        else:
+            line += f" In these runs a drafted token cost {comparison.draft_cost:.2f} of a plain step, a check {check}"
         line += f"; that gave {result.tokens_per_round:.2f} tokens per round." if result.tokens_per_round else "."
     if result.self_drafted_acceptance is not None and result.looked_up_acceptance is not None:
         line += (
@@ -183,7 +186,9 @@ def _reasons(config: SelfSpeculativeConfig, choice: AutomaticChoice | None, cost
     others = [f"{_named(name)} {speedup:.2f}" for name, speedup in expected.items() if name != choice.precision]
     if expected:
         line += f" ({', '.join(others)})." if others else "."
-    if choice.ruled_out:
+    if choice.draft_memory == 0:
+        line += " Copies in low bits were not allowed (draft_memory 0)."
+    elif choice.ruled_out:
         # One reason for all is said once.
         reasons: dict[str, list[str]] = {}
         for name, reason in choice.ruled_out.items():
