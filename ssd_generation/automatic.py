@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from .config import Costs, DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from .costs import costs_of, describe_machine, kept
+from .costs import Unsteady, costs_of, describe_machine, kept, was_unsteady
 from .precision import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from .skip_mode import SkipMode
 
@@ -174,15 +174,20 @@ def automatic_choice(
         "names": names,
         "format": 1,
     }
-    choice = kept(model, described, lambda: _choose(model, names, prompt))
-    config = _candidate(choice["precision"], choice["acceptance"])
-    return AutomaticChoice(
-        dataclasses.replace(config, costs=costs_of(model, config)),
-        draft_memory,
-        choice["precision"],
-        {name: float(tried["speedup"]) for name, tried in choice["tried"].items()},
-        ruled_out,
-    )
+
+    def chosen(choice: Any) -> AutomaticChoice:
+        if choice["precision"] not in (None, *names):
+            raise ValueError(f"there is no precision {choice['precision']!r}")
+        return AutomaticChoice(
+            _candidate(choice["precision"], choice["acceptance"]),
+            draft_memory,
+            choice["precision"],
+            {name: float(tried["speedup"]) for name, tried in choice["tried"].items()},
+            ruled_out,
+        )
+
+    choice = chosen(kept(model, described, lambda: _choose(model, names, prompt), use=chosen))
+    return dataclasses.replace(choice, config=dataclasses.replace(choice.config, costs=costs_of(model, choice.config)))
 
 
 def _allowed(model: PreTrainedModel, draft_memory: float) -> tuple[list[str], dict[str, str]]:
@@ -222,7 +227,7 @@ def _candidate(name: str | None, acceptance: float) -> SelfSpeculativeConfig:
     )
 
 
-def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | None) -> dict[str, Any]:
+def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | None) -> Any:
     """The candidate with the greatest theoretical speed-up: `{"precision": …, "acceptance": …, "tried": …}`."""
     before = copy_bytes(model)
     best: dict[str, Any] = {"precision": None, "acceptance": 0.0, "speedup": _LEAST_GAIN}
@@ -259,7 +264,8 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
     if before == 0 and copy_bytes(model):
         chosen = _candidate(best["precision"], 0.5).precision
         keep_only(model, None if chosen is None else copies_of(model, SkipConfig(), chosen))
-    return {**best, "tried": tried}
+    answer = {**best, "tried": tried}
+    return Unsteady(answer) if was_unsteady(model) else answer
 
 
 def _choices(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from .cache import DraftCache, add_spare_room
 from .config import Costs, SelfSpeculativeConfig
+from .models import default_cache_dir
 from .passes import draft_passes, flat_passes, why_not_recorded
 from .precision import copies_of
 from .skip_mode import SkipMode
@@ -30,7 +32,7 @@ from .verification import argmax
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Passes", "cache_directory", "costs_of", "describe_machine", "kept", "measure_costs"]
+__all__ = ["Passes", "costs_of", "describe_machine", "kept", "measure_costs", "was_unsteady"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,9 @@ VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
 
 _CONTEXT = 64
 _REPEATS = 3
+_STEADY = 1.25
+"""Median / least time of a pass, above which the machine is too busy for the measurement to be kept."""
+
 _SECONDS = 6.0
 """Beyond this much time a repetition is left out: a large model's passes vary less."""
 
@@ -66,11 +71,6 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def cache_directory() -> Path:
-    """Where measured costs are kept: `$SSD_GENERATION_CACHE`, or `~/.cache/ssd_generation`."""
-    return Path(os.environ.get("SSD_GENERATION_CACHE") or Path.home() / ".cache" / "ssd_generation")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # measuring
 
@@ -78,7 +78,8 @@ def cache_directory() -> Path:
 def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Costs:
     """Measure a plain step, a draft step and verify passes of this library's loop, in seconds, on random tokens.
 
-    The passes take turns, so that a machine that slows down meanwhile slows all of them; medians are kept.
+    The passes take turns, so that a machine that slows down meanwhile slows all of them; the least
+    are taken: other work on the machine only ever adds.
 
     Args:
         model: the target model.
@@ -87,16 +88,18 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     Returns:
         The costs, with `measured_on` set.
     """
-    verify = _measure(model, None, [1, *VERIFIED], "verification")
-    return _put_together(model, config, verify, _draft_ratio(model, config))
+    verify = _settled(_measure(model, None, [1, *VERIFIED], "verification"))
+    return _put_together(model, config, verify, _settled(_draft_ratio(model, config)))
 
 
-def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig) -> float:
+def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Any:
     """A draft step / a plain step."""
     if not config.drafts_itself:
         return 1.0
-    times = _measure(model, config, [1, 0, 0], "drafting")
-    return times[0] / times[1]
+    measured = _measure(model, config, [1, 0], "drafting")
+    times = _settled(measured)
+    ratio = times[0] / times[1]
+    return Unsteady(ratio) if isinstance(measured, Unsteady) else ratio
 
 
 def _put_together(
@@ -111,10 +114,19 @@ def _put_together(
     )
 
 
-def _measure(
-    model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: list[int], what: str
-) -> dict[int, float]:
-    """Median seconds of passes over so many tokens, 0 for a draft step."""
+@dataclass(frozen=True)
+class Unsteady:
+    """What was measured while the machine was busy: good enough for now, not to be kept."""
+
+    result: Any
+
+
+def _settled(measured: Any) -> Any:
+    return measured.result if isinstance(measured, Unsteady) else measured
+
+
+def _measure(model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: list[int], what: str) -> Any:
+    """Least seconds of passes over so many tokens, 0 for a draft step: a dictionary, or an `Unsteady` one."""
     times: dict[int, list[float]] = {}
     with (
         torch.inference_mode(),
@@ -138,7 +150,9 @@ def _measure(
             spent = time.perf_counter() - started
             if spent > (_SECONDS / 4 if repeat + 1 >= _REPEATS else _SECONDS):
                 break
-    return {length: statistics.median(values) for length, values in times.items()}
+    least = {length: min(values) for length, values in times.items()}
+    spread = statistics.median(statistics.median(values) / least[length] for length, values in times.items())
+    return least if spread <= _STEADY else Unsteady(least)
 
 
 class Passes:
@@ -240,8 +254,17 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         again: measure anew.
     """
     shape = _described(model)
+
+    def put_together(verify: Any, ratio: Any) -> Costs:
+        times = {int(n): float(seconds) for n, seconds in verify.items()}
+        return _put_together(model, config, times, float(ratio))
+
     verify = kept(
-        model, {"what": "verify", **shape}, lambda: _measure(model, None, [1, *VERIFIED], "verification"), again
+        model,
+        {"what": "verify", **shape},
+        lambda: _measure(model, None, [1, *VERIFIED], "verification"),
+        again,
+        use=lambda result: put_together(result, 1.0),
     )
     draft = {
         "what": "draft",
@@ -250,41 +273,64 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         "precision": None if config.precision is None else config.precision.to_dict(),
         "itself": config.drafts_itself,
     }
-    ratio = kept(model, draft, lambda: _draft_ratio(model, config), again)
-    return _put_together(model, config, {int(n): float(seconds) for n, seconds in verify.items()}, float(ratio))
+    ratio = kept(
+        model, draft, lambda: _draft_ratio(model, config), again, use=lambda result: put_together(verify, result)
+    )
+    return put_together(verify, ratio)
 
 
 _MEMORY: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+_UNSTEADY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def kept(model: nn.Module, described: dict[str, Any], measure: Callable[[], Any], again: bool = False) -> Any:
+def was_unsteady(model: nn.Module) -> bool:
+    """Whether something was measured for this model while the machine was busy."""
+    return model in _UNSTEADY
+
+
+def kept(
+    model: nn.Module,
+    described: dict[str, Any],
+    measure: Callable[[], Any],
+    again: bool = False,
+    use: Callable[[Any], Any] | None = None,
+) -> Any:
     """What `measure` gives (of plain JSON types), from memory or the disk if it was measured before.
 
     Args:
         model: in whose company the answer is remembered.
         described: all that the answer depends on.
-        measure: called where it is not known.
+        measure: called where it is not known; an `Unsteady` answer is remembered, and not written to the disk.
         again: call it in any case.
+        use: does with an answer what the caller will; where that fails, what was on the disk is measured again.
     """
     memory = _MEMORY.setdefault(model, {})
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
     if not again and key in memory:
         return memory[key]
-    path = cache_directory() / "costs" / f"{key}.json"
-    result = None if again else _read(path)
+    path = default_cache_dir() / "costs" / f"{key}.json"
+    result = None if again else _read(path, use)
     if result is None:
-        result = measure()
-        _write(path, {"described": described, "result": result})
+        measured = measure()
+        result = _settled(measured)
+        if isinstance(measured, Unsteady):
+            _UNSTEADY.add(model)
+            logger.info("The machine is busy: what was measured holds for this process only.")
+        else:
+            _write(path, {"described": described, "result": result})
     memory[key] = result
     return result
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, use: Callable[[Any], Any] | None) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["result"]
+        result = json.loads(path.read_text(encoding="utf-8"))["result"]
+        if use is not None:
+            use(result)
+        return result
     except FileNotFoundError:
         return None
-    except (OSError, TypeError, KeyError, ValueError) as error:
+    except (OSError, AttributeError, TypeError, LookupError, ValueError) as error:
         logger.warning("The measured costs in %s cannot be read (%s); measuring again.", path, error)
         return None
 

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes": {"program", "precision", "skip_mode", "cache"},
     "candidate_generator": {"passes", "cache", "drafting", "lookup", "statistics", "timing", "verification"},
     "decoding": {"candidate_generator", "verification"},
-    "costs": {"passes", "verification"},
+    "costs": {"models", "passes", "verification"},
     "automatic": {"costs"},
     "generation": {"decoding", "automatic"},
     "comparison": {"generation"},
