@@ -1,0 +1,460 @@
+"""`self_speculative="auto"`: a budget for memory, costs that are measured once and kept, and a choice by what pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, pipeline
+
+from ssd_generation import (
+    Costs,
+    DraftingConfig,
+    LookupConfig,
+    PrecisionConfig,
+    SelfSpeculativeConfig,
+    SkipConfig,
+    automatic,
+    costs,
+    enable_self_speculative,
+    generation,
+)
+from ssd_generation.automatic import automatic_choice, automatic_config, best_speedup, check_budget, weight_bytes
+from ssd_generation.costs import VERIFIED, describe_machine, kept, measure_costs
+from ssd_generation.precision import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
+from tiny_models import left_padded, prompt, tiny_model
+
+NEW = 12
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test starts without measurements."""
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def made() -> PreTrainedModel:
+    return enable_self_speculative(tiny_model("llama", num_hidden_layers=2, hidden_size=64, intermediate_size=96))
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return made()
+
+
+def texts(model: Any, inputs: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Any]:
+    options: dict[str, Any] = {
+        **(inputs or {"input_ids": prompt(9)}),
+        "max_new_tokens": NEW,
+        "do_sample": False,
+    }
+    return model.generate(**options), model.generate(**options, self_speculative="auto", **kwargs)
+
+
+def price(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
+    """Let drafting cost what `seconds` says by config, in plain steps."""
+
+    def costs_of(model: Any, config: SelfSpeculativeConfig, *args: Any, **kwargs: Any) -> Costs:
+        return Costs(plain_step=1.0, draft_step=seconds(config), verify=[(1, 1.0), (16, 1.1)])
+
+    monkeypatch.setattr(automatic, "costs_of", costs_of)
+    monkeypatch.setattr(generation, "costs_of", costs_of)
+
+
+def by_precision(**prices: float) -> Any:
+    def seconds(config: SelfSpeculativeConfig) -> float:
+        if config.precision is None:
+            return 1.0
+        name = config.precision.default if config.precision.head == "int8" else "both"
+        return prices.get(str(name), 2.0)
+
+    return seconds
+
+
+# --- what is chosen
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_cheapest_draft_is_chosen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, expected in (("int8", "int8"), ("int4", "int4"), ("both", "int4, head int4")):
+        price(monkeypatch, by_precision(**{name: 0.1}))
+        drop_copies(model)
+        costs._MEMORY.clear()
+        monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
+        choice = automatic_choice(model, prompt(30), draft_memory=1.0)
+        assert choice.precision == expected and choice.config.lookup == LookupConfig()
+        assert choice.config.costs is not None and choice.config.costs.draft_step == 0.1
+        assert max(choice.expected, key=choice.expected.__getitem__) == expected
+        assert copy_bytes(model) == estimated_bytes(model, SkipConfig(), choice.config.precision)
+        plain, ours = texts(model, draft_memory=1.0)
+        assert torch.equal(plain, ours) and model.last_speculation.self_drafted_tokens > 0
+
+
+def test_nothing_is_copied_where_nothing_pays(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    price(monkeypatch, by_precision())
+    choice = automatic_choice(model, prompt(30), draft_memory=1.0)
+    assert choice.precision is None and choice.acceptance is None and choice.config.precision is None
+    assert copy_bytes(model) == 0
+    plain, ours = texts(model, draft_memory=1.0)
+    assert torch.equal(plain, ours)
+    statistics = model.last_speculation
+    assert statistics.draft_passes == statistics.self_drafted_tokens == 0
+    assert "precision" in choice.to_dict() and json.dumps(choice.to_dict())
+
+
+def test_where_verification_is_dear_every_step_is_a_plain_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dear = Costs(plain_step=1.0, draft_step=3.0, verify=[(1, 1.0), (2, 40.0), (16, 80.0)])
+    monkeypatch.setattr(automatic, "costs_of", lambda *args: dear)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8] * 5])}  # lookup has something to offer
+    plain, ours = texts(model, inputs)
+    assert torch.equal(plain, ours)
+    assert model.last_speculation.drafted_tokens == 0 and model.last_speculation.target_passes == NEW
+
+
+def test_agreement_with_the_prompt_counts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    price(monkeypatch, by_precision(int8=0.3))
+    chosen = automatic_choice(model, prompt(90), draft_memory=1.0)
+    # 0.98 where nothing was seen; the prompt moves it.
+    assert chosen.acceptance is not None and chosen.acceptance != automatic._USUAL_AGREEMENT["int8"]
+    costs._MEMORY.clear()
+    monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
+    without = automatic_choice(model, None, draft_memory=1.0)
+    assert without.acceptance == pytest.approx(automatic._USUAL_AGREEMENT["int8"])
+    original = LowBitCopy.whole
+    monkeypatch.setattr(LowBitCopy, "whole", lambda self, x: torch.randn_like(original(self, x)))
+    costs._MEMORY.clear()
+    monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
+    assert automatic_choice(model, prompt(90), draft_memory=1.0).expected["int8"] < chosen.expected["int8"]
+
+
+def test_the_formula() -> None:
+    free = Costs(plain_step=1.0, draft_step=1e-9, verify=[(1, 1.0), (2, 1.0)])
+    assert best_speedup(0.0, free) == pytest.approx(1.0)
+    assert best_speedup(1.0, free) == pytest.approx(13.0)
+    assert best_speedup(0.5, free, longest=2) == pytest.approx(1.75)
+    dear = Costs(plain_step=1.0, draft_step=1.0, verify=[(1, 1.0), (2, 1.0)])
+    assert best_speedup(1.0, dear) == 1.0, "never worse than not to draft"
+    half = Costs(plain_step=2.0, draft_step=1.0, verify=[(1, 2.0), (2, 2.5), (3, 3.0)])
+    # One drafted token, two, three …: 1.8/3.5, 2.44/5, …
+    assert best_speedup(0.8, half, longest=2) == pytest.approx(max(1.8 * 2 / 3.5, 2.44 * 2 / 5))
+
+
+# --- the budget
+# --------------------------------------------------------------------------------------------------
+
+
+def test_no_memory_no_copies(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a copy was made")
+
+    monkeypatch.setattr(LowBitCopy, "__init__", fail)
+    plain, ours = texts(model, draft_memory=0)
+    assert torch.equal(plain, ours) and copy_bytes(model) == 0
+    choice = automatic_choice(model, prompt(20), 0)
+    assert choice.precision is None and set(choice.ruled_out) == set(automatic._USUAL_AGREEMENT)
+    assert all("more than draft_memory=0" in reason for reason in choice.ruled_out.values())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.12, 0.14, 0.16, 0.2, 0.3, 1.0])
+def test_copies_keep_to_the_budget(model: Any, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    most = []
+    original = LowBitCopy.__init__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        most.append(copy_bytes(model) + self.num_bytes())
+
+    monkeypatch.setattr(LowBitCopy, "__init__", watched)
+    choice = automatic_choice(model, prompt(20), share)
+    plain, ours = texts(model, draft_memory=share)
+    assert torch.equal(plain, ours)
+    allowed = [name for name in automatic._USUAL_AGREEMENT if name not in choice.ruled_out]
+    for name in automatic._USUAL_AGREEMENT:
+        size = estimated_bytes(model, SkipConfig(), automatic._precision(name))
+        assert (size <= share * weight_bytes(model)) == (name in allowed)
+    assert choice.precision in (None, *allowed)
+    assert copy_bytes(model) <= share * weight_bytes(model)
+    if "int4" not in allowed:  # int4 with a head in int4 shares the rest with int4, for a moment both heads are there
+        assert max(most, default=0) <= share * weight_bytes(model)
+
+
+def test_a_model_that_cannot_be_copied_drafts_by_lookup() -> None:
+    model: Any = made().to(torch.float64)
+    choice = automatic_choice(model, prompt(9))
+    assert choice.precision is None and "float64" in choice.ruled_out["int8"]
+    plain, ours = texts(model)
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("request_", ["auto", SelfSpeculativeConfig(precision="int8"), SkipConfig(mlp=[1])])
+@pytest.mark.parametrize(
+    ("share", "error"),
+    [
+        (-0.1, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        (True, TypeError),
+        ("0.3", TypeError),
+        ([0.3], TypeError),
+    ],
+)
+def test_bad_budgets(model: Any, request_: Any, share: Any, error: Any) -> None:
+    with pytest.raises(error, match=r"draft_memory must be a"):
+        model.generate(prompt(9), max_new_tokens=3, self_speculative=request_, draft_memory=share)
+    assert model.generate(prompt(9), max_new_tokens=3).shape == (1, 12)
+
+
+def test_a_budget_without_drafting(model: Any) -> None:
+    for request in (None, False):
+        with pytest.raises(ValueError, match=r"`draft_memory=0.3` was given without `self_speculative`"):
+            model.generate(prompt(9), max_new_tokens=3, self_speculative=request, draft_memory=0.3)
+
+
+def test_a_config_above_the_budget(model: Any) -> None:
+    config = SelfSpeculativeConfig(drafting=DraftingConfig(policy="fixed"), precision="int8")
+    share = estimated_bytes(model, config.skip, PrecisionConfig.named("int8")) / weight_bytes(model)
+    check_budget(model, config, share)
+    with pytest.raises(ValueError, match=rf"take {share:.3f} of the weights' bytes, but `draft_memory=0.1`"):
+        model.generate(prompt(9), max_new_tokens=3, self_speculative=config, draft_memory=0.1)
+    assert copy_bytes(model) == 0
+    model.generate(prompt(9), max_new_tokens=3, self_speculative=config, draft_memory=share)
+    assert copy_bytes(model) == pytest.approx(share * weight_bytes(model))
+    # What is skipped needs no copy, and no copies need no budget.
+    less = dataclasses.replace(config, skip=SkipConfig(attention=[0], mlp=[0, 1]))
+    check_budget(model, less, share / 2)
+    check_budget(model, SelfSpeculativeConfig(SkipConfig(mlp=[1])), 0)
+
+
+# --- kept on the disk
+# --------------------------------------------------------------------------------------------------
+
+
+def files(cache: Path) -> list[Path]:
+    return sorted((cache / "costs").glob("*")) if (cache / "costs").exists() else []
+
+
+def test_a_choice_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    chosen = []
+    original = automatic._choose
+
+    def watched(*args: Any) -> Any:
+        chosen.append(original(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(automatic, "_choose", watched)
+    first = automatic_config(model, prompt(20))
+    assert automatic_config(model, prompt(20)) == first and len(chosen) == 1
+    assert [file.suffix for file in files(cache)] == [".json"]
+    costs._MEMORY.clear()  # a new process
+    assert automatic_config(made(), prompt(30)) == first and len(chosen) == 1
+    # What the answer depends on: budget, dtype, threads.
+    automatic_config(model, prompt(20), 0.2)
+    assert len(chosen) == 2
+    automatic_config(made().to(torch.bfloat16), prompt(20), 0.5)
+    assert len(chosen) == 3
+    torch.set_num_threads(2)
+    automatic_config(model, prompt(20))
+    assert len(chosen) == 4
+
+
+RUINED: list[Any] = [
+    b"",
+    b"{",
+    b"\xff\xfe\x00",
+    b"[]",
+    b"null",
+    b"{}",
+    b'{"result": null}',
+    b'{"result": 3}',
+    b'{"result": []}',
+    b'{"result": {"precision": "int3", "acceptance": 0.5, "tried": {}}}',
+    b'{"result": {"precision": "int8", "acceptance": "high", "tried": {}}}',
+    b'{"result": {"precision": "int8", "acceptance": NaN, "tried": {}}}',
+    b'{"result": {"precision": "int8", "acceptance": 0.5, "tried": {"int8": 1}}}',
+    b'{"result": {"acceptance": 0.5}}',
+]
+
+
+@pytest.mark.parametrize("content", RUINED)
+def test_a_ruined_choice_is_made_again(
+    model: Any, cache: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    first = automatic_config(model, prompt(20))
+    (file,) = files(cache)
+    sound = file.read_text()
+    file.write_bytes(content)
+    costs._MEMORY.clear()
+    with caplog.at_level(logging.WARNING):
+        assert automatic_config(model, prompt(20)) == first
+    assert file.read_text() == sound
+    if content != b'{"result": null}':
+        assert [
+            record for record in caplog.records if "measuring again" in record.message and str(file) in record.message
+        ]
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize(
+    "content", ["0.25", '{"1": "soon"}', '{"1": -1, "2": 1}', '{"one": 1}', "{}", '{"1": NaN, "2": 1}']
+)
+def test_ruined_costs_are_measured_again(
+    model: Any, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    measured = []
+
+    def measure(model: Any, config: Any, lengths: list[int], what: str) -> dict[int, float]:
+        measured.append(what)
+        return {n: 0.25 if n == 0 else 1.0 + (n - 1) / 100 for n in lengths}
+
+    monkeypatch.setattr(costs, "_measure", measure)
+    config = SelfSpeculativeConfig(SkipConfig(mlp=[1]))
+    first = costs.costs_of(model, config)
+    assert measured == ["verification", "drafting"] and first.draft_step == pytest.approx(0.25)
+    for file in files(cache):
+        file.write_text(f'{{"result": {content}}}')
+    costs._MEMORY.clear()
+    with caplog.at_level(logging.WARNING):
+        assert costs.costs_of(model, config) == first
+    # A number may well be a ratio, but is no times.
+    assert measured[2:] == (["verification"] if content == "0.25" else ["verification", "drafting"])
+    assert any("measuring again" in record.message for record in caplog.records)
+
+
+def fail_to_replace(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+
+
+def be_a_file(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    cache.write_text("not a folder")
+
+
+@pytest.mark.parametrize("obstacle", [fail_to_replace, be_a_file])
+def test_a_folder_that_cannot_be_written_to(
+    model: Any, monkeypatch: pytest.MonkeyPatch, cache: Path, caplog: pytest.LogCaptureFixture, obstacle: Any
+) -> None:
+    obstacle(monkeypatch, cache)
+    with caplog.at_level(logging.WARNING):
+        plain, ours = texts(model)
+    assert torch.equal(plain, ours)
+    assert any("could not be kept" in record.message for record in caplog.records)
+    assert files(cache) == [], "an unfinished file was left"
+    # Remembered all the same.
+    caplog.clear()
+    texts(model)
+    assert not caplog.records
+
+
+def test_kept_is_by_model_and_description(model: Any) -> None:
+    answers = iter(range(10))
+    assert [kept(model, {"a": n}, lambda: next(answers)) for n in (1, 2, 1)] == [0, 1, 0]
+    assert kept(model, {"a": 1}, lambda: next(answers), again=True) == 2
+    assert kept(made(), {"a": 1}, lambda: next(answers)) == 2, "from the disk"
+
+
+# --- measured here
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.measures
+def test_measured_costs_are_sensible(model: Any) -> None:
+    skip = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0, 1]))
+    found = measure_costs(model, skip)
+    assert found.measured_on == describe_machine(model)
+    assert [n for n, _ in found.verify] == [1, *VERIFIED]
+    # Three of four sub-layers are left out, and no pass is quicker than a plain step.
+    assert 0 < found.draft_step < 1.2 * found.plain_step < 1
+    assert all(found.plain_step <= seconds < 60 * found.plain_step for _, seconds in found.verify)
+    assert costs.costs_of(model, SelfSpeculativeConfig(lookup=True)).draft_step > 0
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # played back, and run as it is
+def test_auto_with_costs_measured_here(family: str, cache: Path) -> None:
+    model: Any = enable_self_speculative(tiny_model(family, num_hidden_layers=2, hidden_size=64))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain, ours = texts(model)
+    assert torch.equal(plain, ours)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert len(files(cache)) >= 3
+
+
+def test_costs_of_another_machine(model: Any) -> None:
+    elsewhere = Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0)], measured_on="cpu (a Cray, 4 threads)")
+    config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), costs=elsewhere)
+    with pytest.warns(UserWarning, match=r"another machine.*a Cray, 4 threads") as caught:
+        model.generate(prompt(9), max_new_tokens=3, self_speculative=config)
+    assert describe_machine(model) in str(caught[0].message) and "measure_costs(model, config)" in str(
+        caught[0].message
+    )
+    # Said once; and neither for this machine's nor for unnamed ones, nor where costs decide nothing.
+    model.generate(prompt(9), max_new_tokens=3, do_sample=False, self_speculative=config)
+    for known in (describe_machine(model), None):
+        here = dataclasses.replace(elsewhere, measured_on=known)
+        model.generate(prompt(9), max_new_tokens=3, self_speculative=dataclasses.replace(config, costs=here))
+    fixed = dataclasses.replace(config, drafting=DraftingConfig(policy="fixed"))
+    model.generate(prompt(9), max_new_tokens=3, self_speculative=fixed)
+
+
+# --- in `generate`
+# --------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_call(model: Any) -> None:
+    for inputs in ({"input_ids": prompt(9, 3)}, left_padded([5, 11]), {"inputs": prompt(7)}):
+        plain, ours = texts(model, inputs)
+        assert torch.equal(plain, ours) and model.last_speculation.drafted_tokens > 0
+    ids = prompt(9)
+    expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(expected, model.generate(ids, max_new_tokens=NEW, do_sample=False, self_speculative="auto"))
+    embeddings = model.get_input_embeddings()(ids).detach()
+    plain, ours = texts(model, {"inputs_embeds": embeddings})
+    assert torch.equal(plain, ours)
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(
+            model.generate(ids, max_new_tokens=30, do_sample=True, num_return_sequences=2, self_speculative="auto")
+        )
+    assert drawn[0].shape == (2, 39)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_auto_as_the_models_default(tmp_path: Path) -> None:
+    model = enable_self_speculative(tiny_model("llama", num_hidden_layers=2), default="auto")
+    plain = model.generate(prompt(9), max_new_tokens=NEW, do_sample=False)
+    assert model.last_speculation is None
+    model.save_pretrained(tmp_path / "model")
+    again: Any = enable_self_speculative(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    assert again.generation_config.self_speculative == "auto"
+    assert torch.equal(plain, again.generate(prompt(9), max_new_tokens=NEW, do_sample=False, self_speculative=True))
+    assert again.last_speculation.rounds > 0
+    with pytest.raises(ValueError, match="draft_memory"):
+        again.generate(prompt(9), max_new_tokens=2, self_speculative=True, draft_memory=-1)
+
+
+def test_a_pipeline(model: Any) -> None:
+    words = {
+        character: i for i, character in enumerate("#abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789")
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(words, [])), pad_token="#", padding_side="left"
+    )
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    for text, batch in (("one prompt", 1), (["two", "prompts here"], 2)):
+        expected = pipe(text, batch_size=batch, **options)
+        assert pipe(text, batch_size=batch, self_speculative="auto", **options) == expected
+        assert model.last_speculation.rounds > 0
+        assert pipe(text, batch_size=batch, self_speculative="auto", draft_memory=0, **options) == expected
