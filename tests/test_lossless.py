@@ -203,7 +203,7 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
     model = enabled("llama")
     from ssd_generation import cache
 
-    storages = []
+    storages: list[bool] = []
     original = cache._DraftLayer.update
     played_back = passes._RoomAttention.begin
 
