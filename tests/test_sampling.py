@@ -11,13 +11,16 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ssd_generation import (
     DraftingConfig,
+    LookupConfig,
     SelfSpeculativeConfig,
     SkipConfig,
     decoding,
     enable_self_speculative,
+    generation,
     verification,
 )
 from ssd_generation.candidate_generator import SelfSpeculativeCandidateGenerator
+from ssd_generation.drafting import NO_MATCH, DraftPolicy, Match
 from tiny_models import prompt, tiny_model
 
 VOCAB, TOKENS, ROWS, CALLS = 5, 4, 2000, 4
@@ -26,6 +29,19 @@ FIXED = SelfSpeculativeConfig(SkipConfig(attention=[1, 2], mlp=[1]), DraftingCon
 CONFIDENT = SelfSpeculativeConfig(
     FIXED.skip, DraftingConfig(policy="confidence", max_draft_length=2, threshold=0.3, threshold_step=0.0)
 )
+
+# Lookup first, and the draft where it offers nothing.
+LOOKUP = SelfSpeculativeConfig(FIXED.skip, FIXED.drafting, lookup=LookupConfig(max_ngram=2, max_tokens=2))
+
+
+class Chained(DraftPolicy):
+    """One token of the model's own, and up to two that are looked up behind it."""
+
+    def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
+        return min(1, limit)
+
+    def lookup_length(self, depth: int, match: Match, limit: int) -> int:
+        return min(2, match.tokens, limit)
 
 
 class Favours(LogitsProcessor):
@@ -137,6 +153,18 @@ def test_the_joint_distribution_with_a_confidence_stop(model: PreTrainedModel) -
     assert 0 < second < first, "it always or never stopped"
 
 
+@pytest.mark.parametrize(("name", "chained"), [("plain", False), ("custom", True)])
+def test_the_joint_distribution_with_prompt_lookup(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str, chained: bool
+) -> None:
+    if chained:
+        monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
+    assert not differs(model, LOOKUP, SETTINGS[name])
+    statistics = model.last_speculation
+    assert 0 < statistics.accepted_looked_up_tokens < statistics.looked_up_tokens
+    assert statistics.self_drafted_tokens > 0 and statistics.looked_up_tokens > ROWS / 4
+
+
 def test_plain_sampling_passes_the_same_test(model: PreTrainedModel) -> None:
     assert not differs(model, None, SETTINGS["top-p"])
 
@@ -218,6 +246,34 @@ def test_it_sees_a_dropped_unsure_token(model: PreTrainedModel, monkeypatch: pyt
 
     monkeypatch.setattr(SelfSpeculativeCandidateGenerator, "draft", drop_unsure)
     assert differs(model, FIXED, {"top_k": 0})
+
+
+def with_lookup_scores(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Let `change` put in other scores for tokens that were looked up: (scores (k, V)) → (k, V)."""
+    original = SelfSpeculativeCandidateGenerator.draft
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        draft = original(self, *args, **kwargs)
+        for row, (own, length) in enumerate(zip(draft.self_lengths, draft.lengths, strict=True)):
+            if length > own:
+                assert draft.scores is not None
+                draft.scores[row, own:length] = change(draft.scores[row, own:length])
+        return draft
+
+    monkeypatch.setattr(SelfSpeculativeCandidateGenerator, "draft", changed)
+
+
+def test_it_sees_looked_up_tokens_taken_for_drawn_ones(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
+    with_lookup_scores(monkeypatch, torch.zeros_like)  # q uniform instead of 1 on the token
+    assert differs(model, LOOKUP, {"top_k": 0})
+
+
+def test_it_sees_looked_up_tokens_with_the_probability_of_others(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_lookup_scores(monkeypatch, lambda scores: scores.roll(1, -1))  # q = 0: always kept
+    assert differs(model, LOOKUP, {"top_k": 0})
 
 
 # --- seeds

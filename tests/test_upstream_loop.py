@@ -9,7 +9,13 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ssd_generation import DraftingConfig, SelfSpeculativeCandidateGenerator, SelfSpeculativeConfig, SkipConfig
+from ssd_generation import (
+    DraftingConfig,
+    LookupConfig,
+    SelfSpeculativeCandidateGenerator,
+    SelfSpeculativeConfig,
+    SkipConfig,
+)
 from tiny_models import WINDOW, prompt, tiny_model
 
 NEW = 24
@@ -85,6 +91,59 @@ def test_sampling_returns_the_scores_that_were_drawn_from() -> None:
         # Processed: all but four words are impossible, and the drafted one is possible.
         assert (scores.isfinite().sum(dim=-1) == 4).all()
         assert scores.gather(2, candidates[:, -length:, None]).isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("skip", [SKIP, SkipConfig()])
+def test_prompt_lookup_gives_the_targets_text(family: str, skip: SkipConfig) -> None:
+    model = tiny_model(family)
+    # Few words, so that n-grams come again.
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": list(range(8, 64))}
+    ids = prompt(WINDOW + 5, vocab=8)
+    expected = model.generate(ids, **options)
+    config = SelfSpeculativeConfig(
+        skip, DraftingConfig(policy="fixed", max_draft_length=3), lookup=LookupConfig(max_tokens=5)
+    )
+    made = in_upstreams_loop(model, config)
+    looked: list[int] = []
+    original = SelfSpeculativeCandidateGenerator.learn
+
+    def watched(self: Any, draft: Any, accepted: Any, rows: Any) -> None:
+        looked.append(draft.lengths[0] - draft.self_lengths[0])
+        original(self, draft, accepted, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelfSpeculativeCandidateGenerator, "learn", watched)
+        assert torch.equal(model.generate(ids, **options, assistant_model=model), expected)
+    assert len(made) == 1 and sum(looked) > 4
+
+
+def test_a_looked_up_token_is_certain() -> None:
+    model = tiny_model()
+    config = SelfSpeculativeConfig(SKIP, DraftingConfig(policy="fixed", max_draft_length=3), lookup=True)
+    in_upstreams_loop(model, config)
+    kinds: set[str] = set()
+    original = SelfSpeculativeCandidateGenerator.get_candidates
+
+    def watched(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+        candidates, scores = original(self, input_ids, **kwargs)
+        length = candidates.shape[1] - input_ids.shape[1]
+        if length:
+            assert scores is not None and scores.shape == (1, length, 64)
+            probabilities = scores.softmax(-1).gather(2, candidates[:, -length:, None]).flatten()
+            own = self._last_draft.self_lengths[0]
+            assert (probabilities[own:] == 1).all() and (probabilities[:own] > 0).all()
+            kinds.add("own" if own else "looked up")
+            if own:
+                assert (probabilities[:own] < 1).any()
+        return candidates, scores
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelfSpeculativeCandidateGenerator, "get_candidates", watched)
+        out = model.generate(
+            prompt(9, vocab=8), max_new_tokens=40, do_sample=True, top_k=0, temperature=1.5, assistant_model=model
+        )
+    assert out.shape == (1, 49) and kinds == {"own", "looked up"}
 
 
 def test_the_interface() -> None:
