@@ -262,8 +262,10 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
                 drop_copies(model)
             bar.update()
     if before == 0 and copy_bytes(model):
-        chosen = _candidate(best["precision"], 0.5).precision
-        keep_only(model, None if chosen is None else copies_of(model, SkipConfig(), chosen))
+        if best["precision"] in (None, "int8"):
+            drop_copies(model)  # before those in int8 are made again, when they are wanted
+        else:
+            keep_only(model, copies_of(model, SkipConfig(), _precision(best["precision"])))
     answer = {**best, "tried": tried}
     return Unsteady(answer) if was_unsteady(model) else answer
 

@@ -186,6 +186,30 @@ def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyP
         assert all(eos not in tokens[:-1] for tokens in drafts)
 
 
+def test_nothing_is_copied_behind_an_end_that_the_model_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ssd_generation.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
+
+    monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
+    drafts = []
+    original = Generator.draft
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        draft = original(self, *args, **kwargs)
+        drafts.append((draft.tokens[0].tolist(), draft.self_lengths[0]))
+        return draft
+
+    monkeypatch.setattr(Generator, "draft", watched)
+    found = 0
+    for place in range(5):
+        eos = int(repetitive()["input_ids"][0, place])
+        plain, ours = both(enabled(), BOTH, repetitive(), **cycling(eos_token_id=eos, pad_token_id=0))
+        assert torch.equal(plain, ours)
+        found += sum(own > 0 and tokens[own - 1] == eos for tokens, own in drafts)
+        assert all(eos not in tokens[:-1] for tokens, _ in drafts)
+        drafts.clear()
+    assert found > 0, "the model never drafted one"
+
+
 def test_stop_strings_inside_what_was_looked_up() -> None:
     model = enabled()
     characters = string.ascii_letters + string.digits + " ."
