@@ -133,7 +133,7 @@ class _RoomAttention:
     no key is repeated.
     """
 
-    __slots__ = ("at", "count", "groups", "key_rooms", "mask", "value_rooms")
+    __slots__ = ("at", "count", "key_rooms", "mask", "value_rooms")
 
     def __init__(self) -> None:
         self.mask: dict[Any, torch.Tensor] = {}

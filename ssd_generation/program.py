@@ -11,13 +11,13 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from .recording import Operation, Recording, Value, attend
+from .recording import Operation, Recording, Value, attend, needed
 
 __all__ = [
     "Program",
@@ -134,18 +134,6 @@ def compile_recording(recording: Recording) -> Program:
 # rewriting
 
 
-def _rebuilt(recording: Recording, operations: list[Operation]) -> Recording:
-    return Recording(
-        operations=operations,
-        ids=recording.ids,
-        positions=recording.positions,
-        logits=recording.logits,
-        constants=recording.constants,
-        length=recording.length,
-        folded=recording.folded,
-    )
-
-
 def _substituted(tree: Any, changes: dict[Value, Value]) -> Any:
     if isinstance(tree, Value):
         return changes.get(tree, tree)
@@ -205,28 +193,13 @@ def share_results(recording: Recording) -> Recording:
                 changes[operation.output] = known[key]
                 continue
             known[key] = operation.output
-        operations.append(_copy(operation, args=args, kwargs=kwargs))
-    rebuilt = _rebuilt(recording, operations)
-    rebuilt.logits = changes.get(recording.logits, recording.logits)
-    return _without_unused(rebuilt)
-
-
-def _copy(operation: Operation, **changes: Any) -> Operation:
-    fields = {
-        name: getattr(operation, name)
-        for name in ("target", "args", "kwargs", "output", "has_effect", "shape", "dtype", "is_view")
-    }
-    return Operation(**{**fields, **changes})
+        operations.append(replace(operation, args=args, kwargs=kwargs))
+    logits = changes.get(recording.logits, recording.logits)
+    return _without_unused(replace(recording, operations=operations, logits=logits))
 
 
 def _without_unused(recording: Recording) -> Recording:
-    wanted = {recording.logits}
-    kept = []
-    for operation in reversed(recording.operations):
-        if operation.output in wanted or operation.has_effect or operation.target is attend:
-            kept.append(operation)
-            wanted.update(operation.inputs())
-    return _rebuilt(recording, kept[::-1])
+    return replace(recording, operations=needed(recording.operations, recording.logits))
 
 
 class _Graph:
@@ -238,12 +211,12 @@ class _Graph:
         self.uses[recording.logits] += 1
         self.written = _written(recording)
 
-    def maker(self, value: Any, targets: frozenset[Any], single: bool = True) -> Operation | None:
-        """The operation that makes `value`, if it is one of `targets` and (where `single`) is read only once."""
+    def maker(self, value: Any, targets: frozenset[Any]) -> Operation | None:
+        """The operation that makes `value`, if it is one of `targets` and its result is read only once."""
         if not isinstance(value, Value) or value in self.written:
             return None
         operation = self.made.get(value)
-        if operation is None or operation.target not in targets or (single and self.uses[value] != 1):
+        if operation is None or operation.target not in targets or self.uses[value] != 1:
             return None
         return operation
 
@@ -285,13 +258,13 @@ def fuse_norms(recording: Recording) -> Recording:
                     recording.folded.append(weight.tensor)
                     scaled_weight = Value(f"{weight.name} · √d", weight.tensor * math.sqrt(size))
                     epsilon = Value("√(d ε)", weight.tensor.new_tensor(math.sqrt(size * found[1])))
-                    replaced[operation.output] = _copy(
+                    replaced[operation.output] = replace(
                         operation, target=_norm, args=(x, scaled_weight, epsilon), kwargs={}
                     )
     if not replaced:
         return recording
     operations = [replaced.get(operation.output, operation) for operation in recording.operations]
-    return _without_unused(_rebuilt(recording, operations))
+    return _without_unused(replace(recording, operations=operations))
 
 
 def _both_ways(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
@@ -345,12 +318,12 @@ def fuse_rotary(recording: Recording) -> Recording:
                     if sin not in signed:
                         signed[sin] = Value(f"{sin.name}_signed")
                         new.append(Operation(_signed, (sin,), {}, signed[sin]))
-                    new.append(_copy(operation, target=_rotate, args=(x, cos, signed[sin], half), kwargs={}))
+                    new.append(replace(operation, target=_rotate, args=(x, cos, signed[sin], half), kwargs={}))
                     replaced[operation.output] = new
     if not replaced:
         return recording
     operations = [new for old in recording.operations for new in replaced.get(old.output, [old])]
-    return _without_unused(_rebuilt(recording, operations))
+    return _without_unused(replace(recording, operations=operations))
 
 
 def _half_turn(graph: _Graph, rotated: Any, x: Any) -> int | None:
@@ -419,12 +392,12 @@ def rotate_together(recording: Recording, joined: Callable[[Operation], bool]) -
         replaced[first.output].append(
             Operation(_rotate_together, (replaced[first.output][0].output, sizes, *first.args[1:]), {}, pair)
         )
-        replaced[first.output].append(_copy(first, target=operator.getitem, args=(pair, 0), kwargs={}))
-        replaced[second.output] = [_copy(second, target=operator.getitem, args=(pair, 1), kwargs={})]
+        replaced[first.output].append(replace(first, target=operator.getitem, args=(pair, 0), kwargs={}))
+        replaced[second.output] = [replace(second, target=operator.getitem, args=(pair, 1), kwargs={})]
     if not replaced:
         return recording
     operations = [new for old in recording.operations for new in replaced.get(old.output, [old])]
-    return _without_unused(_rebuilt(recording, operations))
+    return _without_unused(replace(recording, operations=operations))
 
 
 def _take_both(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
@@ -448,9 +421,9 @@ def swap_linears(
         weight = linear_weight(operation)
         kernel = None if weight is None else swap(weight[0], weight[1])
         if kernel is not None:
-            operation = _copy(operation, target=kernel, args=operation.args[:1], kwargs={})
+            operation = replace(operation, target=kernel, args=operation.args[:1], kwargs={})
         operations.append(operation)
-    return _rebuilt(recording, operations)
+    return replace(recording, operations=operations)
 
 
 def linear_weight(operation: Operation) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -500,14 +473,14 @@ def merge_linears(
         weights = [linear_weight(member)[0] for member in together]  # type: ignore[index]
         kernel, index_of = kernel_of(group, weights)
         if index_of is None:
-            operations.append(_copy(operation, target=kernel, args=operation.args[:1], kwargs={}))
+            operations.append(replace(operation, target=kernel, args=operation.args[:1], kwargs={}))
             continue
         whole = Value(f"{operation.output.name}_all")
         operations.append(Operation(kernel, operation.args[:1], {}, whole))
         for member, weight in zip(together, weights, strict=True):
-            operations.append(_copy(member, target=operator.getitem, args=(whole, index_of(weight)), kwargs={}))
+            operations.append(replace(member, target=operator.getitem, args=(whole, index_of(weight)), kwargs={}))
             done.add(member.output)
-    return _rebuilt(recording, operations)
+    return replace(recording, operations=operations)
 
 
 def use_bfloat16(recording: Recording) -> Recording:
@@ -529,7 +502,7 @@ def use_bfloat16(recording: Recording) -> Recording:
                     recording.folded.append(tensor)
                     narrowed[value] = Value(f"{value.name} in bfloat16", tensor.to(torch.bfloat16))
         replacements = {**changes, **narrowed}
-        new = _copy(
+        new = replace(
             operation,
             args=_substituted(operation.args, replacements),
             kwargs=_substituted(operation.kwargs, replacements),
@@ -548,6 +521,4 @@ def use_bfloat16(recording: Recording) -> Recording:
                     torch.bfloat16,
                 )
             )
-    rebuilt = _rebuilt(recording, operations)
-    rebuilt.logits = changes.get(recording.logits, recording.logits)
-    return rebuilt
+    return replace(recording, operations=operations, logits=changes.get(recording.logits, recording.logits))

@@ -10,6 +10,7 @@ transformers' attention interface. Everything else is refused with `CannotRecord
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CannotRecord", "Operation", "Recording", "Value", "attend", "record_pass", "same_recording"]
+__all__ = ["CannotRecord", "Operation", "Recording", "Value", "attend", "needed", "record_pass", "same_recording"]
 
 _LARGE = 1 << 16
 """Elements from which on a linear layer's product is not computed while recording: only shapes matter then."""
@@ -234,7 +235,6 @@ class _Recorder(TorchFunctionMode):
         self._known = known
         self._values: dict[int, Value] = {}
         self._alive: list[Any] = []  # an id is good only as long as its tensor lives
-        self._written: set[int] = set()
 
     def new_value(self, result: Any) -> Value:
         value = Value(f"v{len(self._alive)}")
@@ -303,8 +303,6 @@ class _Recorder(TorchFunctionMode):
         memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
         is_view = any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors(result))
         if isinstance(result, torch.Tensor):
-            if has_effect and id(result) in self._values:
-                self._written.add(id(result))
             value = self.new_value(result)
             shape, dtype = tuple(result.shape), result.dtype
             self.operations.append(Operation(func, arguments, keywords, value, has_effect, shape, dtype, is_view))
@@ -317,12 +315,10 @@ class _Recorder(TorchFunctionMode):
                 if isinstance(entry, torch.Tensor):
                     item = self.new_value(entry)
                     self.operations.append(
-                        Operation(_item, (value, index), {}, item, False, tuple(entry.shape), entry.dtype, True)
+                        Operation(
+                            operator.getitem, (value, index), {}, item, False, tuple(entry.shape), entry.dtype, True
+                        )
                     )
-
-
-def _item(values: Sequence[Any], index: int) -> Any:
-    return values[index]
 
 
 class _PretendLayer(CacheLayerMixin):
@@ -462,7 +458,7 @@ def record_pass(model: PreTrainedModel, length: int, behind: int) -> Recording:
         if id(logits) not in recorder._values or tuple(logits.shape[:2]) != (1, length):
             raise CannotRecord("the logits are not what a pass of the model gives")
     return Recording(
-        operations=_needed(recorder.operations, recorder.value_of(logits)),
+        operations=needed(recorder.operations, recorder.value_of(logits)),
         ids=ids_value,
         positions=positions_value,
         logits=recorder.value_of(logits),
@@ -474,7 +470,7 @@ def record_pass(model: PreTrainedModel, length: int, behind: int) -> Recording:
 _INPUTS = frozenset({"input_ids", "position_ids"})
 
 
-def _needed(operations: list[Operation], result: Value) -> list[Operation]:
+def needed(operations: list[Operation], result: Value) -> list[Operation]:
     """Without the operations whose results nobody uses."""
     wanted = {result}
     kept = []

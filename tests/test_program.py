@@ -24,7 +24,7 @@ from ssd_generation.program import (
     swap_linears,
     use_bfloat16,
 )
-from ssd_generation.recording import Recording, _needed, _Recorder, record_pass
+from ssd_generation.recording import Recording, _Recorder, needed, record_pass
 from tiny_models import prompt, tiny_model
 
 # Recorded families, one per way of wiring, and what each rewrite finds in a model of two layers: norms and rotations.
@@ -202,7 +202,7 @@ def recorded(function: Function, width: int = WIDTH) -> Recording:
         # As results of something, like all that a model computes with.
         result = function(a * 1.0, b * 1.0)
     last = recorder.value_of(result)
-    return Recording(_needed(recorder.operations, last), first, second, last)
+    return Recording(needed(recorder.operations, last), first, second, last)
 
 
 def check(function: Function, made: Recording, width: int = WIDTH) -> None:
