@@ -15,9 +15,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .cache import DraftCache, add_spare_room
 from .drafting import NO_MATCH, DraftPolicy, Match, make_policy
 from .lookup import NGramIndex
-from .passes import draft_passes
-from .precision import copies_of
-from .skip_mode import SkipMode
+from .passes import draft_of
 from .sublayers import locate_sublayers
 from .timing import Stopwatch
 from .verification import argmax
@@ -117,9 +115,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
                 config.drafting, config.costs, self_drafts=config.drafts_itself, lookup=config.lookup is not None
             )
         self.policy = policy
-        copies = copies_of(model, config.skip, config.precision) if config.precision else None
-        self.skip_mode = SkipMode(model, config.skip, () if copies is None else copies.forwards())
-        self.flat = draft_passes(model, config.skip, copies) if config.drafts_itself else None
+        self.skip_mode, self.flat = draft_of(model, config)
         self.skipped_attention = frozenset(config.skip.attention)
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         self.do_sample = bool(generation_config.do_sample)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics as averages
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import Costs, Provenance, SelfSpeculativeConfig
+from .costs import cpu_name
 from .precision import copies_of, copy_bytes
 from .skip_mode import draft_mode
 from .statistics import SpeculationStatistics
@@ -503,16 +502,6 @@ def describe_environment(model: PreTrainedModel) -> dict[str, Any]:
         "versions": versions,
     }
     if device.type == "cpu":
-        environment["cpu"] = _cpu_name()
+        environment["cpu"] = cpu_name()
         environment["threads"] = torch.get_num_threads()
     return environment
-
-
-def _cpu_name() -> str:
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                key, _, value = line.partition(":")
-                if key.strip() in ("model name", "Model", "Hardware") and value.strip():
-                    return value.strip()
-    return platform.processor() or platform.machine()

@@ -38,6 +38,7 @@ __all__ = [
     "Provenance",
     "SelfSpeculativeConfig",
     "SkipConfig",
+    "write_whole",
 ]
 
 CONFIG_NAME = "self_speculative_config.json"
@@ -1005,7 +1006,7 @@ class SelfSpeculativeConfig:
             )
         target.mkdir(parents=True, exist_ok=True)
         path = target / CONFIG_NAME
-        _write_whole(path, self.to_json_string())
+        write_whole(path, self.to_json_string())
         if push_to_hub:
             self.push_to_hub(repo_id if repo_id is not None else target.absolute().name, **push_kwargs)
         return path
@@ -1159,7 +1160,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file so that nobody ever sees a part of it."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:

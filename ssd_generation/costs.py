@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import statistics
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -22,17 +21,15 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from .cache import DraftCache, add_spare_room
-from .config import Costs, SelfSpeculativeConfig
+from .config import Costs, SelfSpeculativeConfig, write_whole
 from .models import default_cache_dir
-from .passes import draft_passes, flat_passes, why_not_recorded
-from .precision import copies_of
-from .skip_mode import SkipMode
+from .passes import draft_of, flat_passes, why_not_recorded
 from .verification import argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Passes", "costs_of", "describe_machine", "kept", "measure_costs", "was_unsteady"]
+__all__ = ["Passes", "costs_of", "cpu_name", "describe_machine", "kept", "measure_costs", "was_unsteady"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +51,20 @@ def describe_machine(model: PreTrainedModel) -> str:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{_processor()}, {torch.get_num_threads()} threads"
+        name = f"{cpu_name()}, {torch.get_num_threads()} threads"
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     dtype = str(model.dtype).removeprefix("torch.")
     return f"{device.type} ({name}), {dtype}, {attention}, torch {torch.__version__}"
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+                key, _, value = line.partition(":")
+                if key.strip() in ("model name", "Model", "Hardware") and value.strip():
+                    return value.strip()
     return platform.processor() or platform.machine()
 
 
@@ -89,7 +86,7 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
         The costs, with `measured_on` set.
     """
     verify = _settled(_measure(model, None, [1, *VERIFIED], "verification"))
-    return _put_together(model, config, verify, _settled(_draft_ratio(model, config)))
+    return _put_together(model, verify, _settled(_draft_ratio(model, config)))
 
 
 def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Any:
@@ -102,9 +99,7 @@ def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Any:
     return Unsteady(ratio) if isinstance(measured, Unsteady) else ratio
 
 
-def _put_together(
-    model: PreTrainedModel, config: SelfSpeculativeConfig, verify: dict[int, float], draft_ratio: float
-) -> Costs:
+def _put_together(model: PreTrainedModel, verify: dict[int, float], draft_ratio: float) -> Costs:
     plain = verify[1]
     return Costs(
         plain_step=plain,
@@ -177,12 +172,9 @@ class Passes:
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         model(input_ids=prompt, past_key_values=self.cache, use_cache=True, **fewer)
         self.flat = flat_passes(model)
-        self.drafts: Any = None
         if config is not None:
-            copies = copies_of(model, config.skip, config.precision) if config.precision else None
-            self.skip_mode = SkipMode(model, config.skip, () if copies is None else copies.forwards())
+            self.skip_mode, self.draft_flat = draft_of(model, config)
             self.skipped = frozenset(config.skip.attention)
-            self.drafts = draft_passes(model, config.skip, copies) or self.skip_mode
 
     def once(self, length: int) -> float:
         """Seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache stays as it is."""
@@ -203,15 +195,13 @@ class Passes:
             torch.cuda.synchronize(self.tokens.device)
 
     def _verify(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self.flat is not None and self.flat.can_run(self.cache, ids.shape[1]):
-            logits = self.flat.run(self.cache, ids, positions)
-            assert logits is not None
-            return logits
-        return self._run(ids, positions, self.cache)
+        logits = None if self.flat is None else self.flat.run(self.cache, ids, positions)
+        return self._run(ids, positions, self.cache) if logits is None else logits
 
     def _draft(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self.drafts is not self.skip_mode and self.drafts.can_run(self.cache, 1):
-            return self.drafts.run(self.cache, ids, positions, drafted=0, ahead=1)  # type: ignore[no-any-return]
+        logits = None if self.draft_flat is None else self.draft_flat.run(self.cache, ids, positions)
+        if logits is not None:
+            return logits
         with self.skip_mode:
             return self._run(ids, positions, DraftCache(self.cache, self.skipped))
 
@@ -257,7 +247,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
 
     def put_together(verify: Any, ratio: Any) -> Costs:
         times = {int(n): float(seconds) for n, seconds in verify.items()}
-        return _put_together(model, config, times, float(ratio))
+        return _put_together(model, times, float(ratio))
 
     verify = kept(
         model,
@@ -339,13 +329,6 @@ def _write(path: Path, content: Any) -> None:
     """Whole or not at all; a directory that cannot be written to costs a measurement next time, nothing more."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1, default=str)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, json.dumps(content, indent=1, default=str))
     except OSError as error:
         logger.warning("The measured costs could not be kept in %s: %s", path, error)

@@ -351,8 +351,6 @@ class SelfSpeculativeDecoding:
     def _play_back(self, new: torch.Tensor, block: int) -> torch.Tensor | None:
         """Logits of the target's pass from its recording, where there is one (passes.py)."""
         assert self.flat is not None
-        if not self.flat.can_run(self.cache, block):
-            return None
         positions = self.positions
         if positions is None:
             positions = torch.full((1, 1), self.slots, device=self.device)

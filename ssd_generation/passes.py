@@ -20,7 +20,7 @@ from torch.nn.modules import module as global_hooks
 from transformers.cache_utils import Cache, DynamicCache
 
 from .cache import SpareRoomLayer, add_spare_room
-from .precision import LowBitCopies, LowBitCopy
+from .precision import LowBitCopies, LowBitCopy, copies_of
 from .program import (
     Program,
     compile_recording,
@@ -38,9 +38,9 @@ from .skip_mode import SkipMode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .config import SkipConfig
+    from .config import SelfSpeculativeConfig, SkipConfig
 
-__all__ = ["FlatPasses", "draft_passes", "flat_passes", "linear_of_few_rows", "why_not_recorded"]
+__all__ = ["FlatPasses", "draft_of", "draft_passes", "flat_passes", "linear_of_few_rows", "why_not_recorded"]
 
 logger = logging.getLogger(__name__)
 
@@ -406,6 +406,17 @@ def draft_passes(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies 
         else:
             copies.passes = passes
     return passes
+
+
+def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, FlatPasses | None]:
+    """What makes a model the draft of a config: its skip mode, low-bit copies in place, and its recorded passes.
+
+    Raises:
+        ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
+    """
+    copies = copies_of(model, config.skip, config.precision) if config.precision else None
+    skip_mode = SkipMode(model, config.skip, () if copies is None else copies.forwards())
+    return skip_mode, draft_passes(model, config.skip, copies) if config.drafts_itself else None
 
 
 _TARGETS: weakref.WeakKeyDictionary[nn.Module, FlatPasses] = weakref.WeakKeyDictionary()

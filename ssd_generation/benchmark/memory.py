@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..automatic import weight_bytes
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
 from ..models import load_model
@@ -102,7 +103,7 @@ def measure_memory(
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = weight_bytes(model)
     report: dict[str, Any] = {"context": context, "new_tokens": new_tokens, "weights": weights}
     for part in ("whole_call", "decoding"):
         peaks = []
