@@ -172,7 +172,7 @@ def automatic_choice(
         "weights": weight_bytes(model),
         "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
         "names": names,
-        "format": 1,
+        "format": 2,
     }
 
     def chosen(choice: Any) -> AutomaticChoice:

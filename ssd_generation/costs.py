@@ -20,7 +20,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
-from .cache import DraftCache, add_spare_room
+from .cache import DraftCache, SpareRoomLayer, add_spare_room
 from .config import Costs, SelfSpeculativeConfig, write_whole
 from .models import default_cache_dir
 from .passes import draft_of, flat_passes, why_not_recorded
@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
 """Lengths of the verify passes that are measured; 13: the pending token and the 12 drafted ones of a longest round."""
+
+LONGEST_VERIFIED = 32
+"""The longest verify pass that `Passes` can make."""
 
 _CONTEXT = 64
 _REPEATS = 3
@@ -157,20 +160,24 @@ class Passes:
         model: the target model.
         config: what the draft leaves out, and its precision; `None` for the whole model's passes alone.
         context: tokens in the cache.
+        cache: of other passes behind the same context, to share; `None`: one of their own.
     """
 
-    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig | None, context: int = _CONTEXT) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: SelfSpeculativeConfig | None,
+        context: int = _CONTEXT,
+        cache: Cache | None = None,
+    ) -> None:
         self.model = model
         self.context = context
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         device = model.get_input_embeddings().weight.device
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(0, vocabulary, (1, context), generator=generator).to(device)
-        self.tokens = torch.randint(0, vocabulary, (1, max(VERIFIED)), generator=generator).to(device)
-        self.cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        add_spare_room(self.cache)
-        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=prompt, past_key_values=self.cache, use_cache=True, **fewer)
+        self.tokens = torch.randint(0, vocabulary, (1, LONGEST_VERIFIED), generator=generator).to(device)
+        self.cache = _behind(model, prompt) if cache is None else cache
         self.flat = flat_passes(model)
         if config is not None:
             self.skip_mode, self.draft_flat = draft_of(model, config)
@@ -216,6 +223,26 @@ class Passes:
         return self.model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
 
 
+def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
+    """A cache behind a text of random tokens."""
+    cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    add_spare_room(cache)
+    fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    first = prompt[:, :_CONTEXT]
+    model(input_ids=first, past_key_values=cache, use_cache=True, **fewer)
+    if prompt.shape[1] == first.shape[1]:
+        return cache
+    if all(type(layer) is SpareRoomLayer for layer in cache.layers):
+        # What is in the cache does not change what a pass takes: the same keys over and over will do.
+        for layer in cache.layers:
+            times = -(-prompt.shape[1] // first.shape[1])
+            keys, values = (x.repeat(1, 1, times, 1)[:, :, : prompt.shape[1]] for x in (layer.keys, layer.values))
+            layer.adopt(keys.contiguous(), values.contiguous())
+    else:
+        model(input_ids=prompt[:, first.shape[1] :], past_key_values=cache, use_cache=True, **fewer)
+    return cache
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # keeping
 
@@ -231,7 +258,7 @@ def _described(model: PreTrainedModel) -> dict[str, Any]:
             if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
         },
         "recorded": why_not_recorded(model) is None,
-        "format": 1,
+        "format": 2,
     }
 
 

@@ -7,7 +7,10 @@ modules, same weights, no hooks, nothing patched. Where a pass cannot be recorde
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import os
+import platform
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -95,13 +98,27 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
 # kernels
 
 
+@functools.cache
+def _is_intel() -> bool:
+    """Whether the processor is Intel's; MKL has other, slower paths for those of others."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("vendor_id"):
+                    return "GenuineIntel" in line
+    return "GenuineIntel" in platform.processor()
+
+
 def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Callable[..., Any] | None:
     """A faster kernel than `F.linear` for `rows` rows of float32 activations on the CPU; `None` where there is none.
 
     MKL's GEMM, which `F.linear` calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on
-    the plain weight streams it once.
+    the plain weight streams it once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC
+    1.0 to 1.8 times as fast at one row, up to 3 times at three).
     """
-    if rows < 4 or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
+    if rows < (4 if _is_intel() else 1):
+        return None
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
         return None
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
         return None
@@ -115,9 +132,11 @@ def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: in
 
 def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
     """A layer that stays as it is in a draft whose activations are bfloat16."""
+    faster = linear_of_few_rows(weight, bias, 1)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x.to(weight.dtype), weight, bias).to(torch.bfloat16)
+        x = x.to(weight.dtype)
+        return (functional.linear(x, weight, bias) if faster is None else faster(x)).to(torch.bfloat16)
 
     return linear
 
@@ -324,6 +343,8 @@ class FlatPasses:
     def _draft_program(self, model: PreTrainedModel, recording: Recording) -> Program:
         recording = fuse_rotary(fuse_norms(recording))
         if self._copies is None:
+            if model.dtype == torch.float32:
+                recording = swap_linears(recording, lambda w, b: linear_of_few_rows(w, b, recording.length))
             return self._remember(compile_recording(recording))
         held = self._copies()
         if held is None:

@@ -14,9 +14,9 @@ import torch
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark import runner
 from ssd_generation.benchmark.calls import Caller, TimedCall
-from ssd_generation.benchmark.folder import RunFolder
-from ssd_generation.benchmark.prompts import Prompt
 from ssd_generation.benchmark.runner import BenchmarkSettings, Progress, benchmark_arguments, run_benchmark
+from ssd_generation.prompts import Prompt
+from ssd_generation.run_folder import RunFolder
 from test_cli import tiny_tokenizer
 from tiny_models import prompt as random_ids
 from tiny_models import tiny_model

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..prompts import Prompt
+from ..run_folder import RunFolder
 from . import calls
 from .calls import load_average
-from .folder import RunFolder
-from .prompts import Prompt
 from .report import ratios_so_far, summarise_pairs
 from .runner import BenchmarkSettings, Observer, Progress, start_session, write_summary
 

@@ -19,11 +19,11 @@ from ..config import SelfSpeculativeConfig
 from ..costs import costs_of
 from ..generation import enable_self_speculative
 from ..precision import copy_bytes, drop_copies
+from ..prompts import Prompt, digest, encode_prompt
+from ..run_folder import ENVIRONMENT, PLOT, SUMMARY, TABLE, RunFolder
 from .calls import Caller, first_line, load_average
-from .folder import ENVIRONMENT, PLOT, SUMMARY, TABLE, RunFolder
 from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
-from .prompts import Prompt, digest, encode_prompt
 from .report import markdown, plot_summary, ratios_so_far, summarise
 
 __all__ = ["BenchmarkSettings", "Progress", "benchmark_arguments", "benchmark_environment", "run_benchmark"]

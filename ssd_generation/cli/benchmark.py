@@ -169,12 +169,12 @@ def benchmark(
     # In a --json run nothing but the document may reach stdout.
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with quiet_libraries(), elsewhere:
-        from ..benchmark.folder import RunFolder
         from ..benchmark.methods import check_methods, default_methods
         from ..benchmark.paired import check_checkout
-        from ..benchmark.prompts import load_prompts
         from ..benchmark.runner import BenchmarkSettings, benchmark_arguments
         from ..config import SelfSpeculativeConfig
+        from ..prompts import load_prompts
+        from ..run_folder import RunFolder
         from .options import requested_config
 
         # What can be refused is refused before anything slow begins.

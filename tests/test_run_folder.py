@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_generation.benchmark.folder import RunFolder
+from ssd_generation.run_folder import RunFolder
 
 ARGUMENTS = {"model": "tiny", "new_tokens": 8, "methods": ("plain", "auto")}
 
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with (
         RunFolder(tmp_path, ARGUMENTS),
-        pytest.raises(ValueError, match="Another benchmark is running"),
+        pytest.raises(ValueError, match="Another run is going on"),
         RunFolder(tmp_path, ARGUMENTS),
     ):
         pass

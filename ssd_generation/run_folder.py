@@ -54,7 +54,7 @@ class RunFolder:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise ValueError(
-                f"Another benchmark is running in {str(self.path)!r}. Wait for it, or choose another folder."
+                f"Another run is going on in {str(self.path)!r}. Wait for it, or choose another folder."
             ) from None
         try:
             self.rows = self._read_rows()

@@ -1,0 +1,307 @@
+"""How often a draft would be accepted, judged on text that the target has already said.
+
+Real drafting goes round by round: behind the verified prefix, whose keys and values are the target's, each drafted token
+sees the target's prefix and the draft's own keys and values of the tokens drafted in that round. Under greedy decoding a
+drafted token counts only while all before it in the round were right, so the draft reads the target's own tokens all
+along. Hence whole rounds can be laid side by side in *one* pass: tokens of the text as inputs, and a mask under which
+the token at depth d of a round sees the target's keys and values up to where the round starts, and the draft's own for
+the d tokens since. That is exact for greedy decoding, at every depth, for as many rounds as one likes; nothing is
+decoded.
+
+(A pass with the draft's keys and values for the whole past, as in SWIFT, arXiv 2410.06916, is the case of a single round
+as long as the text.)
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from .config import SkipConfig
+from .precision import copies_of
+from .skip_mode import SkipMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .config import SelfSpeculativeConfig
+
+__all__ = ["Acceptance", "VerifiedText", "agreements", "judge", "verify_text", "why_not_judged"]
+
+_MOST_TOKENS = 256
+"""Inputs of one judging pass; the logits of a large vocabulary take half a megabyte each."""
+
+
+@dataclass(frozen=True)
+class VerifiedText:
+    """A text that the target has said, and what a draft of its continuation starts from.
+
+    Attributes:
+        ids: the text, `(1, prompt_length + N)`.
+        prompt_length: tokens of the prompt, ≥ 1; the N tokens behind it are the target's.
+        cache: the target's keys and values of all tokens but the last, in full.
+        passes: forward passes of the model that this took.
+    """
+
+    ids: torch.Tensor
+    prompt_length: int
+    cache: Cache
+    passes: int = 1
+
+    def __len__(self) -> int:
+        """Tokens of the continuation, N."""
+        return int(self.ids.shape[1]) - self.prompt_length
+
+
+@dataclass
+class Acceptance:
+    """Acceptance by depth, counted.
+
+    Attributes:
+        tried: at index d, how often a draft got as far as its token d + 1.
+        accepted: at index d, how often that token was accepted as well.
+        passes: forward passes that were made to find out.
+        tokens: inputs of these passes.
+    """
+
+    tried: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    passes: int = 0
+    tokens: int = 0
+
+    def add_rounds(self, agreed: torch.Tensor) -> None:
+        """Count rounds of drafting.
+
+        Args:
+            agreed: `(rounds, depth)`: 1 where the draft says what the target said, 0 where not, −1 beyond the text.
+        """
+        known = agreed >= 0
+        right = agreed.clamp(min=0).cumprod(dim=1)
+        reached = torch.cat((torch.ones_like(right[:, :1]), right[:, :-1]), dim=1) * known
+        for depth, (tried, accepted) in enumerate(
+            zip(reached.sum(0).tolist(), (right * known).sum(0).tolist(), strict=True)
+        ):
+            if depth == len(self.tried):
+                self.tried.append(0)
+                self.accepted.append(0)
+            self.tried[depth] += int(tried)
+            self.accepted[depth] += int(accepted)
+
+    def add(self, other: Acceptance) -> None:
+        """Take over another's counts."""
+        for depth, (tried, accepted) in enumerate(zip(other.tried, other.accepted, strict=True)):
+            if depth == len(self.tried):
+                self.tried.append(0)
+                self.accepted.append(0)
+            self.tried[depth] += tried
+            self.accepted[depth] += accepted
+        self.passes += other.passes
+        self.tokens += other.tokens
+
+    def by_depth(self, prior: float = 0.0) -> list[float]:
+        """The share of drafted tokens accepted at each depth, given that all before were.
+
+        Where a depth was seldom reached, the depth before it has a say.
+
+        Args:
+            prior: how many observations the depth before counts for; 0: counts alone, and a depth never reached has 0.
+        """
+        rates: list[float] = []
+        for tried, accepted in zip(self.tried, self.accepted, strict=True):
+            before = rates[-1] if rates else 0.5
+            weight = prior if rates else min(prior, 1.0)
+            rates.append((accepted + weight * before) / (tried + weight) if tried + weight else 0.0)
+        return rates
+
+    def first(self) -> float:
+        """The acceptance of the first drafted token."""
+        return self.accepted[0] / self.tried[0] if self.tried and self.tried[0] else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts, as plain JSON types."""
+        return {
+            "tried": list(self.tried),
+            "accepted": list(self.accepted),
+            "passes": self.passes,
+            "tokens": self.tokens,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Acceptance:
+        """The inverse of `to_dict`."""
+        return cls(list(data["tried"]), list(data["accepted"]), int(data["passes"]), int(data["tokens"]))
+
+
+def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -> VerifiedText:
+    """One pass of the whole model over a text, for its keys and values.
+
+    Args:
+        model: the target model.
+        ids (`torch.LongTensor` of shape `(1, T)`): prompt and the target's own continuation.
+        prompt_length: tokens of the prompt, 1 ≤ `prompt_length` < T.
+
+    Raises:
+        ValueError: there is no prompt or no continuation, or the text is longer than the model's context.
+    """
+    length = int(ids.shape[1])
+    if not 1 <= prompt_length < length:
+        raise ValueError(
+            f"A draft is judged on a continuation of at least one token behind a prompt of at least one, but got "
+            f"{length} tokens with prompt_length={prompt_length}."
+        )
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(longest, int) and length > longest:
+        raise ValueError(f"The text has {length} tokens, but the model's context has {longest}. Shorten the prompt.")
+    cache = DynamicCache()  # without a config: layers with a sliding window keep all keys and values, too
+    with torch.inference_mode():
+        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True, **fewer)
+    return VerifiedText(ids, prompt_length, cache)
+
+
+def agreements(
+    model: PreTrainedModel,
+    draft: SkipMode,
+    text: VerifiedText,
+    starts: Sequence[int],
+    depth: int,
+) -> tuple[torch.Tensor, int, int]:
+    """What a draft would say in rounds that start at given tokens of a text, all in one pass (or a few, if many).
+
+    Args:
+        model: the target model.
+        draft: what turns it into the draft.
+        text: the target's text.
+        starts: where rounds start: tokens of the continuation, 0 … N − 1.
+        depth: tokens drafted in each round, ≥ 1.
+
+    Returns:
+        Whether the draft says what the target said, `(len(starts), depth)` (1 yes, 0 no, −1 beyond the text); the
+        number of passes; the number of their inputs.
+    """
+    agreed = torch.full((len(starts), depth), -1, dtype=torch.long)
+    rounds = max(1, _MOST_TOKENS // depth)
+    passes = tokens = 0
+    for first in range(0, len(starts), rounds):
+        chunk = torch.tensor(starts[first : first + rounds])
+        index = chunk[:, None] + torch.arange(depth)  # (rounds, depth), of the token that is predicted
+        inside = index < len(text)
+        said = _logits(model, draft, text, chunk[:, None].expand_as(index)[inside], index[inside]).argmax(dim=-1)
+        right = said == text.ids[0, text.prompt_length :].to(said.device)[index[inside].to(said.device)]
+        part = torch.full_like(index, -1)
+        part[inside] = right.long().cpu()
+        agreed[first : first + rounds] = part
+        passes += 1
+        tokens += int(inside.sum())
+    return agreed, passes, tokens
+
+
+def _logits(
+    model: PreTrainedModel, draft: SkipMode, text: VerifiedText, start: torch.Tensor, index: torch.Tensor
+) -> torch.Tensor:
+    """The draft's logits `(Q, V)` for tokens `index` of the continuation, in rounds that start at `start`, `(Q,)` each."""
+    device = text.ids.device
+    position = (index + text.prompt_length - 1).to(device)  # of the input, the token before the one predicted
+    since = (start + text.prompt_length - 1).to(device)
+    ids = text.ids[:, position]
+    masks = _masks(model, position, since, int(text.ids.shape[1]) - 1)
+    # A copy of each layer aliases its tensors, and appending to one makes new ones: the text's own stay as they are.
+    cache = Cache(layers=[copy.copy(layer) for layer in text.cache.layers])
+    with torch.inference_mode(), draft:
+        output = model(
+            input_ids=ids, position_ids=position[None], attention_mask=masks, past_key_values=cache, use_cache=True
+        )
+    return output.logits[0]  # type: ignore[no-any-return]
+
+
+def _masks(model: PreTrainedModel, position: torch.Tensor, since: torch.Tensor, length: int) -> Any:
+    """Additive masks `(1, 1, Q, length + Q)`: the target's keys before the round, and the round's own up to the token.
+
+    One mask, or one per kind of layer where the model has layers of more than one kind.
+    """
+    config = model.config.get_text_config(decoder=True)
+    key_position = torch.cat((torch.arange(length, device=position.device), position))
+    behind = position[:, None] - key_position  # ≥ 0: not in the token's future
+    visible = torch.cat((key_position[:length] < since[:, None], since[:, None] == since[None, :]), dim=1) & (
+        behind >= 0
+    )
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+    masks = {}
+    for kind in kinds:
+        seen = visible & (behind < window) if kind == "sliding_attention" and window is not None else visible
+        mask = torch.zeros(seen.shape, dtype=model.dtype, device=position.device)
+        masks[kind] = mask.masked_fill_(~seen, torch.finfo(model.dtype).min)[None, None]
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def judge(
+    model: PreTrainedModel,
+    config: SelfSpeculativeConfig,
+    text: VerifiedText,
+    depth: int = 4,
+    stride: int | None = None,
+) -> Acceptance:
+    """Acceptance by depth of a config's draft on one text.
+
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision.
+        text: the target's text.
+        depth: tokens of a round, ≥ 1.
+        stride: a round starts at every so many tokens. `None`: rounds follow one another, so that the pass has as many
+            inputs as the continuation has tokens; 1: a round starts at each token, at `depth` times the cost.
+
+    Raises:
+        ValueError: the config does not fit the model.
+    """
+    copies = copies_of(model, config.skip, config.precision) if config.precision else None
+    draft = SkipMode(model, config.skip, () if copies is None else copies.forwards())
+    starts = range(0, len(text), depth if stride is None else stride)
+    agreed, passes, tokens = agreements(model, draft, text, starts, depth)
+    result = Acceptance(passes=passes, tokens=tokens)
+    result.add_rounds(agreed)
+    return result
+
+
+_REASONS: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
+
+
+def why_not_judged(model: PreTrainedModel) -> str | None:
+    """Why drafts of this model cannot be judged in one pass; `None` where they can. Tried out once.
+
+    The whole model, laid out in rounds like a draft, must say what it says in a row.
+    """
+    if model not in _REASONS:
+        _REASONS[model] = _try_out(model)
+    return _REASONS[model]
+
+
+def _try_out(model: PreTrainedModel) -> str | None:
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        return f"its attention implementation {attention} takes no mask of one's own"
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (1, 24), generator=generator).to(model.get_input_embeddings().weight.device)
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False).logits[0].float()
+            text = verify_text(model, ids, 8)
+            index = torch.arange(len(text))
+            whole = SkipMode(model, SkipConfig())
+            difference = _logits(model, whole, text, index - index % 3, index).float() - logits[7:-1]
+    except Exception as error:  # whatever a model's code makes of such a mask
+        return f"{type(error).__name__}: {error}"
+    if not difference.abs().max() <= (1e-3 if model.dtype == torch.float32 else 0.1) * logits.std():
+        return "laid out in rounds, it says something else than in a row"
+    return None

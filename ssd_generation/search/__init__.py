@@ -1,0 +1,1 @@
+"""Finding what a model is best to leave out while it drafts."""

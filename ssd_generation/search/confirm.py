@@ -1,0 +1,181 @@
+"""Drafts in real generation: timed beside plain decoding, and counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..acceptance import Acceptance
+from ..config import DraftingConfig, SelfSpeculativeConfig
+from ..generation import enable_self_speculative
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .calibration import Calibration
+
+__all__ = ["Confirmed", "confirm", "generated_acceptance", "tokens_per_second"]
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What drafts do in timed generation.
+
+    Attributes:
+        ratios: by name, tokens per second relative to plain `generate` on the same text, for each text.
+        acceptance: by name, accepted / drafted tokens of all texts.
+        identical: by name, of how many texts the tokens were those of plain decoding.
+    """
+
+    ratios: Mapping[str, Sequence[float]]
+    acceptance: Mapping[str, float | None]
+    identical: Mapping[str, int]
+
+    def median(self, name: str) -> float:
+        """The median ratio."""
+        return statistics.median(self.ratios[name])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, with medians, as plain JSON types."""
+        return {
+            name: {
+                "median": self.median(name),
+                "least": min(ratios),
+                "greatest": max(ratios),
+                "ratios": list(ratios),
+                "acceptance": self.acceptance[name],
+                "identical": self.identical[name],
+                "texts": len(ratios),
+            }
+            for name, ratios in self.ratios.items()
+        }
+
+
+def confirm(
+    model: PreTrainedModel,
+    configs: Mapping[str, SelfSpeculativeConfig],
+    calibration: Calibration,
+    progress: Callable[[str], None] | None = None,
+) -> Confirmed:
+    """Time generation of each text by plain decoding and by each config, in turns.
+
+    Args:
+        model: the target model.
+        configs: by name.
+        calibration: its prompts are continued for as many tokens as its texts have.
+        progress: told what is being generated.
+    """
+    enable_self_speculative(model)
+    ratios: dict[str, list[float]] = {name: [] for name in configs}
+    drafted, accepted, identical = (dict.fromkeys(configs, 0) for _ in range(3))
+    for index, text in enumerate(calibration.texts):
+        names = [PLAIN, *configs]
+        # Who comes first changes from text to text: a machine that warms up or slows down favours none.
+        order = names[index % len(names) :] + names[: index % len(names)]
+        rates, outputs = {}, {}
+        for repeat in range(2 if index == 0 else 1):  # the first text twice: recordings, copies, first touch
+            for name in order:
+                if progress is not None:
+                    progress(
+                        f"{name}, text {index + 1} of {len(calibration)}{', warm-up' if index == repeat == 0 else ''}"
+                    )
+                outputs[name], rates[name] = _timed(model, configs.get(name), text.ids, text.prompt_length, len(text))
+                if name != PLAIN and not (index == 0 and repeat == 0):
+                    said: Any = model.last_speculation
+                    drafted[name] += said.drafted_tokens
+                    accepted[name] += said.accepted_tokens
+        for name in configs:
+            ratios[name].append(rates[name] / rates[PLAIN])
+            identical[name] += torch.equal(outputs[name], outputs[PLAIN])
+    rate = {name: accepted[name] / drafted[name] if drafted[name] else None for name in configs}
+    return Confirmed(ratios, rate, identical)
+
+
+def _generate(
+    model: PreTrainedModel, config: SelfSpeculativeConfig | None, ids: torch.Tensor, new_tokens: int
+) -> torch.Tensor:
+    generation_config = model.generation_config
+    pad = None if generation_config is None else generation_config.pad_token_id
+    extra = {} if config is None else {"self_speculative": config}
+    return model.generate(  # type: ignore[no-any-return, operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=new_tokens,
+        pad_token_id=0 if pad is None else pad,
+        **extra,
+    )
+
+
+def _timed(
+    model: PreTrainedModel, config: SelfSpeculativeConfig | None, ids: torch.Tensor, prompt_length: int, new_tokens: int
+) -> tuple[torch.Tensor, float]:
+    """The text, and tokens per second."""
+    started = time.perf_counter()
+    output = _generate(model, config, ids[:, :prompt_length], new_tokens)
+    if ids.device.type == "cuda":
+        torch.cuda.synchronize(ids.device)
+    return output, (output.shape[1] - prompt_length) / (time.perf_counter() - started)
+
+
+def generated_acceptance(
+    model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration, draft_length: int
+) -> Acceptance:
+    """Acceptance by depth as real generation has it, with drafts of a fixed length: what `judge` is to predict.
+
+    Args:
+        model: the target model.
+        config: its draft; how long it drafts is not used.
+        calibration: its prompts are continued for as many tokens as its texts have.
+        draft_length: tokens of each round, ≥ 1.
+    """
+    enable_self_speculative(model)
+    fixed = dataclasses.replace(
+        config, drafting=DraftingConfig(policy="fixed", max_draft_length=draft_length), lookup=None
+    )
+    return _generated(model, fixed, calibration)
+
+
+def tokens_per_second(
+    model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration
+) -> tuple[float, Acceptance]:
+    """Measured tokens per second with Draft & Verify's rule for the draft length (at most 8 tokens, as in its search).
+
+    Returns:
+        Tokens per second over all texts, and acceptance by depth with the passes that were made.
+    """
+    enable_self_speculative(model)
+    paper = dataclasses.replace(config, drafting=DraftingConfig(policy="confidence", max_draft_length=8), lookup=None)
+    started = time.perf_counter()
+    acceptance = _generated(model, paper, calibration)
+    return calibration.tokens() / (time.perf_counter() - started), acceptance
+
+
+def _generated(model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration) -> Acceptance:
+    total = Acceptance()
+    for text in calibration.texts:
+        _generate(model, config, text.ids[:, : text.prompt_length], len(text))
+        said: Any = model.last_speculation
+        inputs = said.draft_passes + said.drafted_tokens + said.rounds  # drafting, then verifying
+        total.add(
+            Acceptance(
+                list(said.judged_by_depth),
+                list(said.accepted_by_depth),
+                said.draft_passes + said.target_passes,
+                inputs,
+            )
+        )
+    return total

@@ -1,0 +1,67 @@
+"""From acceptance by depth and costs to the speed-up that they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..config import Costs
+
+__all__ = ["expected_tokens", "hopeless", "theoretical_speedup"]
+
+LONGEST_DRAFT = 12
+
+
+def expected_tokens(acceptance: Sequence[float], draft_length: int) -> float:
+    """Expected tokens of a round, the target's own one included: `1 + Σ_d Π_{i ≤ d} α_i`.
+
+    With one α for all depths this is `(1 − α^(k+1)) / (1 − α)` (Leviathan et al., arXiv 2211.17192, equation 1).
+
+    Args:
+        acceptance: α by depth, given that all tokens before were accepted; deeper than it goes, the last one holds.
+        draft_length: k ≥ 0.
+    """
+    total, reached = 1.0, 1.0
+    for depth in range(draft_length):
+        reached *= acceptance[min(depth, len(acceptance) - 1)] if acceptance else 0.0
+        total += reached
+    return total
+
+
+def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int = LONGEST_DRAFT) -> tuple[float, int]:
+    """The greatest `E[tokens] · plain / (k · draft + verify(k + 1))` over k = 0 … `longest`, and that k.
+
+    (Theorem 3.8 of Leviathan et al., with measured costs of verification in place of 1.)
+
+    Args:
+        acceptance: by depth, see `expected_tokens`.
+        costs: of a draft step and of verification.
+        longest: the longest draft.
+    """
+    best, length = 1.0, 0
+    for k in range(1, longest + 1):
+        seconds = k * costs.draft_step + costs.verify_seconds(k + 1)
+        speedup = expected_tokens(acceptance, k) * costs.plain_step / seconds
+        if speedup > best:
+            best, length = speedup, k
+    return best, length
+
+
+def hopeless(tried: Sequence[int], accepted: Sequence[int], costs: Costs, best: float) -> bool:
+    """Whether a draft is behind the best one by more than chance can explain.
+
+    Every acceptance is taken as three standard errors above what was counted (with two observations added, one of
+    each kind); if even that promises less than the best, it is hopeless.
+
+    Args:
+        tried: by depth, how often a draft got as far.
+        accepted: by depth, how often its token was accepted.
+        costs: of a draft step and of verification.
+        best: the speed-up to beat.
+    """
+    kind = []
+    for n, k in zip(tried, accepted, strict=True):
+        share = (k + 1) / (n + 2)
+        kind.append(min(1.0, share + 3 * (share * (1 - share) / (n + 2)) ** 0.5))
+    return theoretical_speedup(kind, costs)[0] < best

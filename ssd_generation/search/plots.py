@@ -1,0 +1,262 @@
+"""Pictures of a search: the frontier, progress against passes spent, and the map of sub-layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .objective import expected_tokens
+from .space import KEEP, SKIP
+from .study import Found, Tried, mean_acceptance
+
+if TYPE_CHECKING:
+    from .profile import CostProfile
+    from .space import Space
+
+__all__ = ["plot_frontier", "plot_map", "plot_progress"]
+
+_COLOURS = {
+    "given": "tab:gray",
+    "uniform": "tab:purple",
+    "single": "tab:cyan",
+    "set": "tab:orange",
+    "move": "tab:green",
+}
+_NAMES = {
+    "given": "given",
+    "uniform": "one precision",
+    "single": "one sub-layer left out",
+    "set": "promising sets",
+    "move": "small changes",
+    "forward": "forward selection",
+    "neighbour": "neighbours",
+    "sampler": "sampler",
+}
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: pip install 'ssd_generation[plots]'") from error
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, ax: Any = None) -> Any:
+    """Acceptance against draft cost of every draft that was tried, with the frontier and lines of equal speed-up.
+
+    The lines take one acceptance for all depths, and the profile's costs of verification.
+
+    Args:
+        found: what a search has come to.
+        profile: costs.
+        path: where to save it; `None`: nowhere.
+        ax: axes to draw on; `None`: new ones.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    whole = [t for t in found.tried if not t.pruned]
+    by_origin: dict[str, list[Tried]] = {}
+    for t in whole:
+        by_origin.setdefault(t.origin, []).append(t)
+    for origin, group in by_origin.items():
+        ax.scatter(
+            [t.draft_cost for t in group],
+            [mean_acceptance(t) for t in group],
+            s=16,
+            alpha=0.75,
+            color=_COLOURS.get(origin, "tab:blue"),
+            label=_NAMES.get(origin, origin),
+            zorder=3,
+        )
+    frontier = found.frontier()
+    ax.plot([t.draft_cost for t in frontier], [mean_acceptance(t) for t in frontier], color="0.4", lw=1, zorder=2)
+    least = min([t.draft_cost for t in whole] + [0.9])
+    low = min([mean_acceptance(t) for t in frontier] + [0.8])
+    ax.set_xlim(max(0.0, least - 0.06), 1.05)
+    ax.set_ylim(max(0.0, low - 0.12), 1.02)
+    _equal_speedups(ax, profile)
+    for t in found.best():
+        ax.scatter(
+            [t.draft_cost], [mean_acceptance(t)], s=110, facecolors="none", edgecolors="tab:red", lw=1.8, zorder=4
+        )
+        ax.annotate(
+            f"best: {t.speedup:.2f}× at draft length {t.draft_length}",
+            (t.draft_cost, mean_acceptance(t)),
+            xytext=(10, -14),
+            textcoords="offset points",
+            color="tab:red",
+            fontsize=9,
+        )
+    ax.set_xlabel("draft step / plain step")
+    ax.set_ylabel("accepted / drafted tokens")
+    ax.set_title("Drafts that were tried, and lines of equal theoretical speed-up", fontsize=10)
+    ax.legend(fontsize=8, loc="lower right", framealpha=0.9)
+    return _saved(ax, path)
+
+
+def _equal_speedups(ax: Any, profile: CostProfile) -> None:
+    from ..config import SelfSpeculativeConfig
+
+    costs = profile.costs(SelfSpeculativeConfig())
+    plain = costs.plain_step
+    verify = [costs.verify_seconds(k + 1) / plain for k in range(13)]
+    (left, right), (bottom, top) = ax.get_xlim(), ax.get_ylim()
+    steps = 120
+    xs = [left + (right - left) * i / steps for i in range(steps + 1)]
+    ys = [bottom + (top - bottom) * i / steps for i in range(steps + 1)]
+    grid = [
+        [max([1.0] + [expected_tokens([min(y, 1.0)], k) / (k * x + verify[k]) for k in range(1, 13)]) for x in xs]
+        for y in ys
+    ]
+    highest = max(map(max, grid))
+    step = 0.1 if highest < 1.8 else 0.25 if highest < 3.5 else 1.0
+    levels = [1 + step * i for i in range(1, 12)]
+    lines = ax.contour(xs, ys, grid, levels=levels, colors="0.75", linewidths=0.8, zorder=1)
+    ax.clabel(lines, fmt=lambda v: f"{v:g}×", fontsize=7)
+
+
+def plot_progress(
+    searches: Mapping[str, Found], path: Path | None = None, ax: Any = None, before: Mapping[str, int] | None = None
+) -> Any:
+    """The best theoretical speed-up so far against forward passes spent, a line for each search.
+
+    Args:
+        searches: by name.
+        path: where to save it; `None`: nowhere.
+        ax: axes to draw on; `None`: new ones.
+        before: passes spent before the first trial, by name.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, found in searches.items():
+        spent, best = (before or {}).get(name, 0), 1.0
+        xs, ys = [max(spent, 1)], [best]
+        for t, passes in zip(found.tried, found.passes, strict=True):
+            spent += passes
+            best = max(best, t.speedup if not t.pruned else best)
+            xs.append(max(spent, 1))
+            ys.append(best)
+        ax.step(xs, ys, where="post", label=f"{name} ({best:.2f}×)", lw=1.6)
+    ax.set_xscale("log")
+    ax.set_xlabel("forward passes of the model")
+    ax.set_ylabel("best theoretical speed-up so far")
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    return _saved(ax, path)
+
+
+def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path | None = None, ax: Any = None) -> Any:
+    """Layers × {attention, MLP}, coloured by what leaving each out alone costs in acceptance, the chosen draft marked.
+
+    Args:
+        found: what a search has come to; single sub-layers left out are in it where it began with a warm start.
+        space: that was searched.
+        chosen: the draft to mark; `None`: the best.
+        path: where to save it; `None`: nowhere.
+        ax: axes to draw on; `None`: new ones.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    chosen = chosen or (found.best() or [None])[0]  # type: ignore[list-item]
+    loss = sensitivities(found, space)
+    kinds = [kind for kind in ("attention", "mlp") if any(n.startswith(kind) for n in space.choices)]
+    layers = 1 + max(int(name.partition(".")[2]) for name in space.choices if "." in name)
+    if ax is None:
+        _, ax = plt.subplots(figsize=(max(6.0, 0.32 * layers + 1.6), 2.3), layout="constrained")
+    values = [[loss.get(f"{kind}.{layer}", float("nan")) for layer in range(layers)] for kind in kinds]
+    colours = plt.get_cmap("viridis_r").copy()
+    colours.set_bad("0.9")
+    image = ax.imshow(values, aspect="auto", cmap=colours, vmin=0.0, vmax=1.0)
+    marks = {SKIP: "×", "int8": "8", "int4": "4", KEEP: ""}
+    for row, kind in enumerate(kinds):
+        for layer in range(layers):
+            choice = KEEP if chosen is None else chosen.choices.get(f"{kind}.{layer}", KEEP)
+            dark = values[row][layer] > 0.5
+            ax.text(
+                layer,
+                row,
+                marks[choice],
+                ha="center",
+                va="center",
+                fontsize=13 if choice == SKIP else 8,
+                fontweight="bold" if choice == SKIP else "normal",
+                color="white" if dark else "black",
+            )
+    ax.set_yticks(range(len(kinds)), [{"attention": "attention", "mlp": "MLP"}[kind] for kind in kinds])
+    ax.set_xticks(range(0, layers, 2 if layers > 16 else 1))
+    ax.set_xlabel("layer")
+    used = {choice for name, choice in (chosen.choices if chosen else {}).items()}
+    legend = [f"{marks[c]} {'left out' if c == SKIP else c}" for c in (SKIP, "int8", "int4") if c in used]
+    ax.set_title(f"The chosen draft: {', '.join(legend) or 'everything kept'}", fontsize=10)
+    bar = ax.figure.colorbar(image, ax=ax, fraction=0.03, pad=0.02)
+    bar.set_label("acceptance lost", fontsize=8)
+    return _saved(ax, path)
+
+
+def sensitivities(found: Found, space: Space) -> dict[str, float]:
+    """What leaving out each sub-layer alone costs in acceptance, by its name."""
+    singles = [t for t in found.tried if t.origin == "single"]
+    if not singles:
+        return {}
+    skipped = [[name for name in space.choices if t.choices[name] == SKIP] for t in singles]
+    base = {name: c for name, c in singles[0].choices.items() if c != SKIP}
+    reference = 1.0
+    for t in found.tried:
+        if all(t.choices[name] == choice for name, choice in base.items()) and SKIP not in t.choices.values():
+            reference = mean_acceptance(t)
+    return {
+        names[0]: max(0.0, reference - mean_acceptance(t))
+        for names, t in zip(skipped, singles, strict=True)
+        if len(names) == 1
+    }
+
+
+def _saved(ax: Any, path: Path | None) -> Any:
+    if path is not None:
+        ax.figure.savefig(path, dpi=130, format="png")
+        _pyplot().close(ax.figure)
+    return ax
+
+
+def plot_all(found: Found, profile: CostProfile, space: Space, folder: Path) -> Sequence[Path]:
+    """All pictures of one search, into a folder; each whole or not at all."""
+    import os
+
+    paths = []
+    for name, draw in (
+        ("frontier.png", lambda p: plot_frontier(found, profile, p)),
+        ("progress.png", lambda p: plot_progress({"this search": found}, p)),
+        ("map.png", lambda p: plot_map(found, space, path=p)),
+    ):
+        temporary = folder / f".{os.getpid()}.{name}"
+        try:
+            draw(temporary)
+            os.replace(temporary, folder / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        paths.append(folder / name)
+    return paths

@@ -1,0 +1,373 @@
+"""One search from end to end: profile, calibration, trials, a look at texts that were held back, timed generation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from ..acceptance import Acceptance, judge
+from ..config import SelfSpeculativeConfig, write_whole
+from ..precision import drop_copies
+from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
+from .confirm import Confirmed, confirm
+from .objective import theoretical_speedup
+from .profile import CostProfile, measure_profile
+from .space import Space, space_of
+from .study import Found, Search, SearchSettings, Tried, found_config, mean_acceptance, open_study, storage_of, tried_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["SearchObserver", "SearchResult", "read_study", "retarget", "search"]
+
+_CONTEXT = "context"
+
+
+class SearchObserver:
+    """Is told how far a search is. What is asked of it by default: nothing."""
+
+    def stage(self, name: str) -> None:
+        """A stage begins."""
+
+    def step(self, text: str, done: int, total: int) -> None:
+        """Within a stage, so many of so many steps are done."""
+
+    def trial(self, found: Found, trials: int) -> None:
+        """A trial has ended; `trials` are wanted in all."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search came to.
+
+    Attributes:
+        best: the draft with the best value on the calibration texts.
+        config: its config, for `generate(self_speculative=…)`.
+        found: everything that was tried.
+        space: what was searched.
+        profile: the costs it was searched with.
+        held_out: the best draft on texts that it was not chosen on: `{"speedup": …, "draft_length": …, "acceptance": …,
+            "texts": …}`, and the same on those it was chosen on under "chosen_on"; `None` where none were held back.
+        confirmed: timed generation of the winners on the texts held back (or the others, if there are none).
+        names: the configs that were timed.
+        passes: forward passes of the model, by stage.
+    """
+
+    best: Tried
+    config: SelfSpeculativeConfig
+    found: Found
+    space: Space
+    profile: CostProfile
+    held_out: Mapping[str, Any] | None = None
+    confirmed: Confirmed | None = None
+    names: Mapping[str, SelfSpeculativeConfig] = field(default_factory=dict)
+    passes: Mapping[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, as plain JSON types."""
+        found = self.found
+        return {
+            "best": _figures(self.best),
+            "config": self.config.to_dict(),
+            "trials": len(found.tried),
+            "pruned": sum(t.pruned for t in found.tried),
+            "frontier": [_figures(t) for t in found.frontier()],
+            "held_out": None if self.held_out is None else dict(self.held_out),
+            "confirmed": None if self.confirmed is None else self.confirmed.to_dict(),
+            "passes": dict(self.passes),
+        }
+
+
+def _figures(tried: Tried) -> dict[str, Any]:
+    return {
+        "trial": tried.number,
+        "speedup": tried.speedup,
+        "draft_length": tried.draft_length,
+        "draft_cost": tried.draft_cost,
+        "acceptance": mean_acceptance(tried),
+        "acceptance_by_depth": tried.acceptance.by_depth(),
+        "origin": tried.origin,
+        "choices": {name: choice for name, choice in tried.choices.items() if choice != "keep"},
+    }
+
+
+def search(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    trials: int = 120,
+    *,
+    output: str | Path | None = None,
+    storage: str | None = None,
+    study_name: str = "search",
+    settings: SearchSettings | None = None,
+    draft_memory: float = 0.3,
+    precisions: Sequence[str] | None = None,
+    prompts: str | None = None,
+    num_prompts: int = 8,
+    held_out_prompts: int = 6,
+    new_tokens: int = 32,
+    use_chat_template: bool = True,
+    profile: CostProfile | None = None,
+    configs: Sequence[SelfSpeculativeConfig] = (),
+    confirmed: int = 1,
+    observer: SearchObserver | None = None,
+) -> SearchResult:
+    """Find what a model is best to leave out, and in which precision to keep the rest, while it drafts.
+
+    Args:
+        model: the target model.
+        tokenizer: its tokenizer.
+        trials: drafts to judge, in all, those of other workers and earlier runs on the study counted, ≥ 1.
+        output: folder for the config, the figures and plots, and the study where `storage` names none; `None`: nothing
+            is written, and the study is held in memory.
+        storage: URL of the study's storage, see `study.storage_of`.
+        study_name: of the study.
+        settings: how the search goes.
+        draft_memory: share of the weights' bytes that low-bit copies may take; 0: skipping alone.
+        precisions: that are thought of; `None`: those that can be had here.
+        prompts: calibration prompts, see `calibration.calibration_prompts`.
+        num_prompts: that drafts are judged on.
+        held_out_prompts: further prompts that only the best draft is judged on; 0: none.
+        new_tokens: of each text.
+        use_chat_template: put the prompts into the tokenizer's chat template, if it has one.
+        profile: measured costs; `None`: those of the study, or measured now.
+        configs: drafts to try first.
+        confirmed: so many of the best drafts are timed in generation, beside plain decoding; 0: none.
+        observer: told how far it is.
+
+    Raises:
+        ValueError: a bad argument, a model with nothing to search, a study of something else, or a storage that cannot
+            be reached.
+        OSError: the folder cannot be written.
+    """
+    if trials < 1:
+        raise ValueError(f"A search needs at least one trial, but got {trials}.")
+    settings = settings or SearchSettings()
+    observer = observer or SearchObserver()
+    folder = None if output is None else _folder(output)
+    if storage is None and folder is not None:
+        storage = str(folder / "study.db")
+    opened = optuna.storages.InMemoryStorage() if storage is None else storage_of(storage)
+    chosen = calibration_prompts(prompts, num_prompts)
+    others = _held_back(prompts, num_prompts, held_out_prompts)
+    about = {
+        "model": {"type": type(model).__name__, "weights": describe_weights(model)},
+        "draft_memory": draft_memory,
+    }
+    known = _known_profile(study_name, opened)
+    if profile is None:
+        profile = known
+    elif known is not None and known != profile:
+        raise ValueError(
+            f"The study {study_name!r} was searched with other costs. To see what is best with these, use `ssd search "
+            "--from STUDY --costs PROFILE`; to search with them, choose another name with --study."
+        )
+    passes: dict[str, int] = {}
+    space = space_of(model, draft_memory, precisions if precisions is not None else ("int8", "int4"))
+    if profile is None:
+        observer.stage("Measuring costs")
+        profile = measure_profile(model, space.precisions, progress=observer.step)
+    observer.stage("Generating calibration texts")
+    told = lambda done, total: observer.step("the model's own text", done, total)  # noqa: E731
+    texts = calibrate(model, tokenizer, chosen, new_tokens, use_chat_template, told)
+    passes["calibration"] = texts.passes
+    about |= {"space": space.describe(), "texts": texts.digest}
+    study = open_study(study_name, opened, settings, about)
+    if "profile" not in study.user_attrs:
+        study.set_user_attr("profile", profile.to_dict())
+        study.set_user_attr(_CONTEXT, texts.context())
+    worker = Search(model, texts, profile, space, study, settings, configs)
+    observer.stage("Searching")
+    observer.trial(tried_in(study), trials)
+    found = worker.run(trials, lambda f: observer.trial(f, trials))
+    passes["trials"] = sum(found.passes)
+    winners = found.best(max(1, confirmed))
+    if not winners:
+        raise ValueError(
+            "Every draft was given up early: none promises more than plain decoding. Try more trials, or allow low-bit "
+            "copies with a draft memory."
+        )
+    held = None
+    others_texts = None
+    if others:
+        observer.stage("Judging the best on texts held back")
+        others_texts = calibrate(model, tokenizer, others, new_tokens, use_chat_template, told)
+        held = _judge_again(model, worker, winners[0], others_texts)
+        passes["held out"] = others_texts.passes + held["passes"]
+    names: dict[str, SelfSpeculativeConfig] = {}
+    timed = None
+    if confirmed:
+        observer.stage("Timing generation")
+        names = {f"trial {t.number}": worker.config_of(t) for t in winners}
+        said: list[int] = []
+
+        def step(text: str) -> None:
+            said.append(1)
+            total = (len(names) + 1) * (len(others_texts or texts) + 1)
+            observer.step(text, len(said) - 1, total)
+
+        timed = confirm(model, names, others_texts or texts, step)
+    best = winners[0]
+    if timed is not None:
+        best = max(winners, key=lambda t: timed.median(f"trial {t.number}"))
+    drop_copies(model)
+    result = SearchResult(best, worker.config_of(best), found, space, profile, held, timed, names, passes)
+    if folder is not None:
+        _write(folder, result)
+    return result
+
+
+def _held_back(source: str | None, first: int, count: int) -> list[Any]:
+    if count <= 0:
+        return []
+    try:
+        return calibration_prompts(source, count, skip=first)
+    except ValueError:
+        return []  # there are no more
+
+
+def _folder(output: str | Path) -> Path:
+    folder = Path(output).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(
+            f"The results need a folder, but {str(folder)!r} is a file. Choose another with --output."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _known_profile(name: str, storage: Any) -> CostProfile | None:
+    try:
+        study = optuna.load_study(study_name=name, storage=storage)
+    except KeyError:
+        return None
+    stored = study.user_attrs.get("profile")
+    return None if stored is None else CostProfile.from_dict(stored)
+
+
+def _judge_again(model: PreTrainedModel, worker: Search, best: Tried, texts: Calibration) -> dict[str, Any]:
+    config = worker.space.config(best.choices)
+    acceptance = Acceptance()
+    for text in texts.texts:
+        acceptance.add(judge(model, config, text, worker.settings.depth))
+    costs = worker.profile.costs(config, worker.context)
+    speedup, length = theoretical_speedup(acceptance.by_depth(4.0), costs)
+    return {
+        "speedup": speedup,
+        "draft_length": length,
+        "acceptance": sum(acceptance.accepted) / max(1, sum(acceptance.tried)),
+        "texts": len(texts),
+        "passes": acceptance.passes,
+        "chosen_on": {
+            "speedup": best.speedup,
+            "acceptance": mean_acceptance(best),
+            "texts": len(worker.calibration),
+        },
+    }
+
+
+def _write(folder: Path, result: SearchResult) -> None:
+    result.config.save_pretrained(folder)
+    result.profile.save(folder / "profile.json")
+    write_whole(folder / "search.json", json.dumps(result.to_dict(), indent=2) + "\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# another machine
+
+
+def read_study(storage: str, name: str | None = None) -> tuple[optuna.Study, Space, CostProfile, int]:
+    """A study that `search` made: the study, its space, the costs it was searched with, and its context in tokens.
+
+    Args:
+        storage: URL of its storage, a folder that `search` wrote, or a file of SQLite.
+        name: of the study; `None`: the only one there.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: no such study, or more than one, or not one of this library.
+    """
+    path = Path(storage).expanduser()
+    if path.is_dir():
+        path = path / "study.db"
+        storage = str(path)
+    if "://" not in storage and not storage.startswith("journal:") and not path.is_file():
+        raise FileNotFoundError(f"There is no study in {storage!r}. Give a folder of `ssd search`, or a storage URL.")
+    opened = storage_of(storage)
+    names = optuna.get_all_study_names(opened)
+    if name is None and len(names) != 1:
+        raise ValueError(f"{storage!r} holds {len(names)} studies ({', '.join(names)}). Name one with --study.")
+    wanted = name if name is not None else names[0]
+    if wanted not in names:
+        raise ValueError(f"There is no study {wanted!r} in {storage!r}, but {', '.join(names) or 'none'}.")
+    study = optuna.load_study(study_name=wanted, storage=opened)
+    about = study.user_attrs.get("ssd_generation")
+    profile = study.user_attrs.get("profile")
+    if about is None or profile is None or "space" not in about:
+        raise ValueError(f"The study {wanted!r} in {storage!r} was not made by `ssd search`.")
+    described = about["space"]
+    choices = {key: tuple(value) for key, value in described["choices"].items()}
+    needed = tuple(key for key in choices if key.startswith("attention."))
+    space = Space(choices, needed, int(described["group_size"]))
+    return study, space, CostProfile.from_dict(profile), int(study.user_attrs.get(_CONTEXT, 64))
+
+
+def retarget(
+    storage: str, profile: CostProfile, name: str | None = None, context: int | None = None
+) -> tuple[list[Tried], Space, int]:
+    """The drafts of a study by what they promise with other costs, best first: no pass of the model is needed.
+
+    Args:
+        storage: see `read_study`.
+        profile: of the other machine.
+        name: of the study.
+        context: tokens before a drafted one; `None`: as in the study.
+
+    Returns:
+        The drafts with their figures for that machine, the space, and the context.
+
+    Raises:
+        ValueError: as `read_study`; a profile of another model; no draft was judged to the end.
+    """
+    study, space, before, known_context = read_study(storage, name)
+    if (profile.model_type, profile.num_layers) != (before.model_type, before.num_layers):
+        raise ValueError(
+            f"The study is of a {before.model_type} with {before.num_layers} layers, but the costs are of a "
+            f"{profile.model_type} with {profile.num_layers}. Profile the same model with `ssd profile`."
+        )
+    context = known_context if context is None else context
+    again = []
+    for t in tried_in(study).tried:
+        if t.pruned:
+            continue
+        config = space.config(t.choices)
+        try:
+            costs = profile.costs(config, context)
+        except ValueError:
+            continue  # a precision that the other machine does not have
+        speedup, length = theoretical_speedup(t.acceptance.by_depth(4.0), costs)
+        again.append(
+            Tried(
+                t.number,
+                t.choices,
+                t.acceptance,
+                costs.draft_step / costs.plain_step,
+                speedup,
+                length,
+                t.origin,
+                pruned=False,
+            )
+        )
+    if not again:
+        raise ValueError("The study has no draft that can be had with these costs. Search again on that machine.")
+    return sorted(again, key=lambda t: (-t.speedup, t.number)), space, context
+
+
+def retargeted_config(tried: Tried, space: Space, profile: CostProfile, context: int) -> SelfSpeculativeConfig:
+    """The config of a draft for another machine."""
+    return found_config(space, tried, profile, context)

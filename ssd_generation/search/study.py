@@ -1,0 +1,619 @@
+"""The search: an Optuna study whose trials are drafts, judged in a pass or two of the model per calibration text.
+
+Any number of workers, on one machine or several, may run on one study; a worker that dies takes nothing with it, since
+its trial is found by the others, or when the search is started again. A trial is counted once: what a sampler proposes
+a second time is told the value that is known, without a pass of the model, and does not count towards the number that
+was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from ..acceptance import Acceptance, judge, why_not_judged
+from ..config import DraftingConfig, Provenance, SelfSpeculativeConfig
+from .objective import hopeless, theoretical_speedup
+from .proposals import next_proposals
+from .space import Space
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .calibration import Calibration
+    from .profile import CostProfile
+
+__all__ = [
+    "OBJECTIVES",
+    "SAMPLERS",
+    "Found",
+    "Search",
+    "SearchSettings",
+    "Tried",
+    "open_study",
+    "storage_of",
+    "tried_in",
+]
+
+SAMPLERS: Mapping[str, str] = {
+    "tpe": "tree-structured Parzen estimator",
+    "gp": "Gaussian process (needs scipy)",
+    "nsga2": "NSGA-II on two objectives, acceptance and draft cost",
+    "random": "at random, a baseline",
+    "forward": "greedy forward selection, a baseline: the best single addition to the best set so far",
+}
+OBJECTIVES: Mapping[str, str] = {
+    "speedup": "theoretical speed-up at the best draft length, free of timing noise",
+    "acceptance": "acceptance among drafts that keep to a cost (--budget)",
+    "tokens-per-second": "measured, of timed generation, as in the paper",
+}
+
+_PRIOR = 4.0
+"""How many observations the depth before counts for in acceptance by depth."""
+
+_ABOUT = "ssd_generation"
+_UNKNOWN_WORKER_SECONDS = 10.0
+_REPEATS_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """How a search goes.
+
+    Args:
+        objective: one of `OBJECTIVES`.
+        sampler: one of `SAMPLERS`.
+        warm_start: propose uniform precisions, each sub-layer on its own, and the sets that these promise, before the
+            sampler has its say.
+        prune: give a draft up as soon as it is behind the best by more than chance.
+        depth: tokens of a round in which drafts are judged, ≥ 1.
+        budget: for the objective "acceptance": the greatest cost of a draft step, relative to a plain one.
+        seed: of sampler and proposals.
+
+    Raises:
+        ValueError: an unknown name, or a number out of range.
+    """
+
+    objective: str = "speedup"
+    sampler: str = "tpe"
+    warm_start: bool = True
+    prune: bool = True
+    depth: int = 6
+    budget: float = 0.6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for value, allowed, what in (
+            (self.objective, OBJECTIVES, "objective"),
+            (self.sampler, SAMPLERS, "sampler"),
+        ):
+            if value not in allowed:
+                raise ValueError(f"There is no {what} {value!r}. Choose from {', '.join(allowed)}.")
+        if self.depth < 1:
+            raise ValueError(f"Rounds need a depth of at least 1, but got {self.depth}.")
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"The budget is a share of a plain step, above 0 and up to 1, but got {self.budget}.")
+
+    @property
+    def directions(self) -> list[str]:
+        """Of the study's values."""
+        return ["maximize", "minimize"] if self.sampler == "nsga2" else ["maximize"]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A draft that was judged.
+
+    Attributes:
+        number: of the trial.
+        choices: what becomes of each sub-layer.
+        acceptance: by depth, counted.
+        draft_cost: a draft step / a plain step.
+        speedup: the theoretical speed-up.
+        draft_length: that it is reached with.
+        origin: what proposed it.
+        pruned: whether it was given up early.
+        value: of the objective; `None` where it was given up.
+    """
+
+    number: int
+    choices: Mapping[str, str]
+    acceptance: Acceptance
+    draft_cost: float
+    speedup: float
+    draft_length: int
+    origin: str
+    pruned: bool
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has come to.
+
+    Attributes:
+        tried: every draft that was judged, in the order of the trials.
+        passes: forward passes of the model, by trial, calibration left out.
+    """
+
+    tried: Sequence[Tried] = field(default_factory=tuple)
+    passes: Sequence[int] = field(default_factory=tuple)
+
+    def best(self, count: int = 1) -> list[Tried]:
+        """The drafts with the best values of the objective, that were not given up."""
+        whole = [t for t in self.tried if not t.pruned]
+        return sorted(whole, key=lambda t: (-(t.speedup if t.value is None else t.value), t.number))[:count]
+
+    def frontier(self) -> list[Tried]:
+        """The drafts that no other beats in both acceptance and cost, by ascending cost."""
+        frontier: list[Tried] = []
+        for t in sorted((t for t in self.tried if not t.pruned), key=lambda t: (t.draft_cost, -mean_acceptance(t))):
+            if not frontier or mean_acceptance(t) > mean_acceptance(frontier[-1]):
+                frontier.append(t)
+        return frontier
+
+
+def mean_acceptance(tried: Tried) -> float:
+    """Accepted / drafted tokens of all rounds, each ending at its first rejection."""
+    drafted = sum(tried.acceptance.tried)
+    return sum(tried.acceptance.accepted) / drafted if drafted else 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# storage
+
+
+def storage_of(url: str) -> Any:
+    """The storage of a URL.
+
+    Args:
+        url: an RDB URL (`sqlite:///study.db`, `postgresql://…`, `mysql://…`), or `journal:PATH` for a file that workers
+            on one file system append to. A plain path stands for an SQLite file.
+
+    Raises:
+        ValueError: the storage cannot be reached, or the URL means nothing.
+    """
+    if url.startswith("journal:"):
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        path = Path(url.removeprefix("journal:").removeprefix("//")).expanduser()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return JournalStorage(JournalFileBackend(str(path)))
+        except OSError as error:
+            raise ValueError(f"The storage {url!r} cannot be opened: {error.strerror or error}.") from error
+    if "://" not in url:
+        url = f"sqlite:///{Path(url).expanduser()}"
+    engine = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else None
+    try:
+        return optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
+    except Exception as error:  # of sqlalchemy, of the driver, or of a driver that is not installed
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"The storage {_without_password(url)!r} cannot be reached: {_without_password(reason)}. Give a file, an "
+            "RDB URL such as sqlite:///study.db or postgresql://user@host/name, or journal:PATH."
+        ) from error
+
+
+def _without_password(text: str) -> str:
+    import re
+
+    return re.sub(r"://([^:@/\s]+):[^@/\s]+@", r"://\1:…@", text)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Heartbeats and GPSampler are "experimental" in optuna; what of them is used here is tested.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping[str, Any]) -> optuna.Study:
+    """The study of that name, new or continued.
+
+    Args:
+        name: of the study.
+        storage: as `storage_of` gives it.
+        settings: how the search goes.
+        about: what the study is of, as plain JSON types; another study is refused.
+
+    Raises:
+        ValueError: there is such a study of another model, space, objective, or other texts.
+    """
+    wanted = json.loads(json.dumps({**about, "settings": _of_values(settings)}))
+    with _quiet():
+        study = optuna.create_study(
+            study_name=name, storage=storage, directions=settings.directions, load_if_exists=True
+        )
+        before = study.user_attrs.get(_ABOUT)
+        if before is None and not study.get_trials(deepcopy=False):
+            study.set_user_attr(_ABOUT, wanted)
+            return study
+    changed = _differences(before or {}, wanted)
+    if changed:
+        raise ValueError(
+            f"The study {name!r} was made for something else ({'; '.join(changed)}). Choose another name with --study, "
+            "or repeat the arguments to go on with it."
+        )
+    return study
+
+
+def _of_values(settings: SearchSettings) -> dict[str, Any]:
+    """The settings that values hang on; samplers may differ from worker to worker."""
+    return {
+        "objective": settings.objective,
+        "depth": settings.depth,
+        "values": len(settings.directions),
+        **({"budget": settings.budget} if settings.objective == "acceptance" else {}),
+    }
+
+
+def _differences(before: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key in {**before, **wanted}:
+        old, new = before.get(key), wanted.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and len(old) + len(new) < 24:
+            found += _differences(old, new, f"{prefix}{key}: ")
+        elif old != new:
+            texts = [json.dumps(value) for value in (old, new)]
+            shown = [text if len(text) < 60 else "other values" for text in texts]
+            found.append(f"{prefix}{key} was {shown[0]} and is {shown[1]}")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# reading trials
+
+
+def _is_counted(trial: FrozenTrial) -> bool:
+    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "repeats" not in trial.user_attrs
+
+
+def tried_in(study: optuna.Study) -> Found:
+    """What the trials of a study have come to."""
+    trials = [t for t in study.get_trials(deepcopy=False) if _is_counted(t) and "acceptance" in t.user_attrs]
+    return Found(tuple(_tried(t) for t in trials), tuple(int(t.user_attrs["acceptance"]["passes"]) for t in trials))
+
+
+def _tried(trial: FrozenTrial) -> Tried:
+    attrs = trial.user_attrs
+    single = trial.state is TrialState.COMPLETE and len(trial.values) == 1
+    return Tried(
+        number=trial.number,
+        choices=attrs["choices"],
+        acceptance=Acceptance.from_dict(attrs["acceptance"]),
+        draft_cost=float(attrs["draft_cost"]),
+        speedup=float(attrs["speedup"]),
+        draft_length=int(attrs["draft_length"]),
+        origin=str(attrs.get("origin", "sampler")),
+        pruned=trial.state is TrialState.PRUNED,
+        value=float(trial.values[0]) if single else None,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# searching
+
+
+class _NotCountedError(Exception):
+    """The trial is taken back: there were enough already, or it is no draft."""
+
+
+class Search:
+    """A worker on a study.
+
+    Args:
+        model: the target model.
+        calibration: the texts that drafts are judged on.
+        profile: what the parts of a draft step cost.
+        space: what is searched.
+        study: as `open_study` gives it.
+        settings: how the search goes.
+        configs: drafts to try first.
+
+    Raises:
+        ValueError: drafts of this model cannot be judged, or a config is not in the space.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        calibration: Calibration,
+        profile: CostProfile,
+        space: Space,
+        study: optuna.Study,
+        settings: SearchSettings,
+        configs: Sequence[SelfSpeculativeConfig] = (),
+    ) -> None:
+        reason = why_not_judged(model)
+        if reason is not None:
+            raise ValueError(f"Drafts of {type(model).__name__} cannot be judged: {reason}.")
+        self.model = model
+        self.calibration = calibration
+        self.profile = profile
+        self.space = space
+        self.study = study
+        self.settings = settings
+        self.given = [space.from_config(config) for config in configs]
+        self.context = calibration.context()
+
+    def run(self, trials: int, observe: Callable[[Found], None] | None = None) -> Found:
+        """Work until the study has so many trials, those of other workers and of earlier runs counted.
+
+        Args:
+            trials: in all, ≥ 1.
+            observe: told after each trial what there is.
+
+        Raises:
+            ValueError: `trials` is below 1.
+        """
+        if trials < 1:
+            raise ValueError(f"A search needs at least one trial, but got {trials}.")
+        with _quiet():
+            while self._has_room(trials):
+                self._propose()
+                self.study.sampler = self._sampler()
+                self.study.optimize(lambda trial: self._objective(trial, trials), n_trials=1, catch=(_NotCountedError,))
+                if observe is not None:
+                    observe(tried_in(self.study))
+        return tried_in(self.study)
+
+    # -- whose turn it is ----------------------------------------------------------------------------------------------
+
+    def _has_room(self, trials: int) -> bool:
+        """Whether another trial is wanted, once the trials of dead workers are taken out."""
+        while True:
+            waiting_for = self._recover()
+            all_trials = self.study.get_trials(deepcopy=False)
+            counted = sum(map(_is_counted, all_trials))
+            running = sum(t.state is TrialState.RUNNING for t in all_trials)
+            if counted >= trials or counted + running < trials:
+                return counted < trials
+            if not waiting_for:
+                return False  # the others will finish theirs
+            time.sleep(waiting_for)
+
+    def _recover(self) -> float:
+        """End the trials of workers that are no more; how long to wait for those that cannot be told yet, in seconds."""
+        wait = 0.0
+        trials = self.study.get_trials(deepcopy=False)
+        for trial in trials:
+            if trial.state is not TrialState.RUNNING:
+                continue
+            worker = trial.user_attrs.get("worker")
+            age = time.time() - trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+            if worker is None and age < _UNKNOWN_WORKER_SECONDS:
+                wait = max(wait, _UNKNOWN_WORKER_SECONDS - age)
+                continue
+            if worker is None or (worker["host"] == socket.gethostname() and not _is_alive(worker)):
+                with contextlib.suppress(Exception):  # another worker was quicker
+                    self.study.tell(trial.number, state=TrialState.FAIL)
+        retried = {t.user_attrs.get("retry_of") for t in trials}
+        for trial in self.study.get_trials(deepcopy=False):
+            lost = trial.state is TrialState.FAIL and "dropped" not in trial.user_attrs
+            fixed = trial.system_attrs.get("fixed_params")
+            # What a sampler had proposed it will propose again.
+            if lost and fixed and trial.number not in retried:
+                attrs = {key: value for key, value in trial.user_attrs.items() if key in ("origin",)}
+                self.study.enqueue_trial(fixed, user_attrs={**attrs, "retry_of": trial.number})
+        return wait
+
+    def _propose(self) -> None:
+        """Put the next proposals into the queue, unless there are some."""
+        trials = self.study.get_trials(deepcopy=False)
+        if any(t.state is TrialState.WAITING for t in trials):
+            return
+        known = {t.user_attrs["key"] for t in trials if "key" in t.user_attrs and t.state is not TrialState.FAIL}
+        proposals: list[tuple[str, dict[str, str]]] = []
+        if not known:
+            proposals += [("given", choices) for choices in self.given]
+        done = list(tried_in(self.study).tried)
+        if self.settings.warm_start or self.settings.sampler == "forward":
+            strategy = "forward" if self.settings.sampler == "forward" else "warm"
+            proposals += next_proposals(strategy, self.space, self.profile, done, self.context)
+        last = [t for t in trials if t.state.is_finished()][-_REPEATS_IN_A_ROW:]
+        if not proposals and len(last) == _REPEATS_IN_A_ROW and all("repeats" in t.user_attrs for t in last):
+            proposals += self._neighbour(done, known, len(trials))
+        for origin, choices in proposals:
+            if _key(self.space, choices) not in known and self.space.is_possible(choices):
+                known.add(_key(self.space, choices))
+                self.study.enqueue_trial(self._params(choices), user_attrs={"origin": origin})
+
+    def _neighbour(self, done: list[Tried], known: set[str], count: int) -> list[tuple[str, dict[str, str]]]:
+        """The best draft with one sub-layer changed: for a sampler that goes round in circles."""
+        best = Found(tuple(done)).best()
+        start = dict(best[0].choices) if best else self.space.uniform("keep")
+        generator = random.Random(f"{self.settings.seed} {count}")
+        for changes in range(1, 1000):
+            choices = dict(start)
+            for name in generator.sample(sorted(choices), min(1 + changes // 100, len(choices))):
+                choices[name] = generator.choice(self.space.choices[name])
+            if _key(self.space, choices) not in known and self.space.is_possible(choices):
+                return [("neighbour", choices)]
+        return []
+
+    def _params(self, choices: Mapping[str, str]) -> dict[str, str]:
+        return {name: choices[name] for name, allowed in self.space.choices.items() if len(allowed) > 1}
+
+    def _sampler(self) -> Any:
+        """A sampler whose proposal hangs on the seed and on what is in the storage, and on nothing else."""
+        ended = [
+            t
+            for t in self.study.get_trials(deepcopy=False)
+            if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or "dropped" in t.user_attrs
+        ]
+        seed = random.Random(f"{self.settings.seed} {len(ended)}").randrange(2**31)
+        kind = self.settings.sampler
+        if kind == "gp":
+            try:
+                import scipy  # noqa: F401
+            except ImportError as error:
+                raise ImportError("The sampler gp needs scipy: pip install scipy") from error
+            return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
+        if kind == "nsga2":
+            return optuna.samplers.NSGAIISampler(seed=seed, population_size=24)
+        if kind in ("random", "forward"):
+            return optuna.samplers.RandomSampler(seed=seed)
+        return optuna.samplers.TPESampler(seed=seed)
+
+    # -- one trial -----------------------------------------------------------------------------------------------------
+
+    def _objective(self, trial: optuna.Trial, trials: int) -> float | tuple[float, ...]:
+        trial.set_user_attr("worker", _this_worker())
+        others = self.study.get_trials(deepcopy=False)
+        before = [t for t in others if t.number < trial.number]
+        if sum(_is_counted(t) or t.state is TrialState.RUNNING for t in before) >= trials:
+            self._take_back(trial, "surplus")
+        choices = {
+            name: allowed[0] if len(allowed) == 1 else trial.suggest_categorical(name, list(allowed))
+            for name, allowed in self.space.choices.items()
+        }
+        if not self.space.is_possible(choices):
+            self._take_back(trial, "leaves out all attention")
+        key = _key(self.space, choices)
+        trial.set_user_attr("key", key)
+        for other in before:
+            if other.user_attrs.get("key") == key and _is_counted(other) and "acceptance" in other.user_attrs:
+                trial.set_user_attr("repeats", other.number)
+                if other.state is TrialState.PRUNED:
+                    raise optuna.TrialPruned
+                return other.values[0] if len(other.values) == 1 else tuple(other.values)
+        trial.set_user_attr("choices", choices)
+        return self._judge(trial, choices)
+
+    def _take_back(self, trial: optuna.Trial, why: str) -> None:
+        trial.set_user_attr("dropped", why)
+        raise _NotCountedError(why)
+
+    def _judge(self, trial: optuna.Trial, choices: Mapping[str, str]) -> float | tuple[float, ...]:
+        config = self.space.config(choices)
+        costs = self.profile.costs(config, self.context)
+        draft_cost = costs.draft_step / costs.plain_step
+        started = time.perf_counter()
+        if self.settings.objective == "tokens-per-second":
+            from .confirm import tokens_per_second
+
+            measured, acceptance = tokens_per_second(self.model, config, self.calibration)
+            speedup, length = theoretical_speedup(acceptance.by_depth(_PRIOR), costs)
+            self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
+            return measured
+        best = max((t.speedup for t in tried_in(self.study).tried if not t.pruned), default=1.0)
+        acceptance = Acceptance()
+        for index, text in enumerate(self.calibration.texts):
+            acceptance.add(judge(self.model, config, text, self.settings.depth))
+            is_last = index == len(self.calibration.texts) - 1
+            if (
+                self.settings.prune
+                and not is_last
+                and self.settings.objective == "speedup"
+                and hopeless(acceptance.tried, acceptance.accepted, costs, best)
+            ):
+                speedup, length = theoretical_speedup(acceptance.by_depth(_PRIOR), costs)
+                self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
+                raise optuna.TrialPruned
+        speedup, length = theoretical_speedup(acceptance.by_depth(_PRIOR), costs)
+        self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
+        rate = sum(acceptance.accepted) / max(1, sum(acceptance.tried))
+        if self.settings.sampler == "nsga2":
+            return rate, draft_cost
+        if self.settings.objective == "acceptance":
+            return rate if draft_cost <= self.settings.budget else self.settings.budget - draft_cost
+        return speedup
+
+    @staticmethod
+    def _note(
+        trial: optuna.Trial, acceptance: Acceptance, cost: float, speedup: float, length: int, seconds: float
+    ) -> None:
+        trial.set_user_attr("draft_cost", cost)
+        trial.set_user_attr("speedup", speedup)
+        trial.set_user_attr("draft_length", length)
+        trial.set_user_attr("seconds", round(seconds, 3))
+        trial.set_user_attr("acceptance", acceptance.to_dict())
+
+    # -- what comes out ------------------------------------------------------------------------------------------------
+
+    def config_of(self, tried: Tried, **others: Any) -> SelfSpeculativeConfig:
+        """The config of a draft, with its acceptance, its costs on this machine, and where it came from.
+
+        Args:
+            tried: the draft.
+            others: further fields of the config.
+        """
+        return found_config(self.space, tried, self.profile, self.context, self.model, **others)
+
+
+def found_config(
+    space: Space,
+    tried: Tried,
+    profile: CostProfile,
+    context: int,
+    model: PreTrainedModel | None = None,
+    **others: Any,
+) -> SelfSpeculativeConfig:
+    """The config of a draft that was tried, with its acceptance as what drafting starts from, and costs."""
+    config = space.config(tried.choices)
+    acceptance = [round(min(max(rate, 0.0), 1.0), 4) for rate in tried.acceptance.by_depth(_PRIOR)]
+    provenance = None
+    if model is not None:
+        provenance = dataclasses.replace(Provenance.from_model(model), source="ssd search")
+    return dataclasses.replace(
+        config,
+        drafting=DraftingConfig(acceptance=acceptance),
+        costs=profile.costs(config, context),
+        provenance=provenance,
+        **others,
+    )
+
+
+def _key(space: Space, choices: Mapping[str, str]) -> str:
+    """A draft in a short string: a letter for each sub-layer's choice."""
+    letters = {"keep": "k", "skip": "s", "int8": "8", "int4": "4"}
+    return "".join(letters[choices[name]] for name in space.choices)
+
+
+def _this_worker() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _is_alive(worker: Mapping[str, Any]) -> bool:
+    if os.name == "nt":
+        return True  # signal 0 would end it there
+    try:
+        os.kill(int(worker["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is somebody else's, and there
+    # A number is used again by another process sooner or later.
+    return worker.get("started") is None or _started(int(worker["pid"])) == worker["started"]
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, as the system counts it; `None` where that cannot be told."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    # A process that has ended and was not waited for is a zombie: dead.
+    return None if fields[0] == "Z" else fields[19]
