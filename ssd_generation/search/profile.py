@@ -23,6 +23,7 @@ import torch
 
 from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, write_whole
 from ..costs import LONGEST_VERIFIED, Passes, describe_machine
+from ..passes import linear_of_few_rows
 from ..precision import check_precision, copies_of, copy_bytes, drop_copies
 from ..sublayers import locate_sublayers
 
@@ -37,7 +38,8 @@ CONTEXTS = (64, 512, 2048)
 KEEP = "keep"
 
 _VERSION = 1
-_VERIFY_REPEATS = 3
+_SECONDS = 4.0
+"""Passes are repeated this long, once the least number is reached."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def measure_profile(
     precisions: Sequence[str] | None = None,
     contexts: Sequence[int] = CONTEXTS,
     longest_verify: int = LONGEST_VERIFIED,
-    repeats: int = 7,
+    repeats: int = 5,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> CostProfile:
     """Measure a cost profile of a model where it is. The passes of a part take turns; the least times count.
@@ -262,53 +264,83 @@ class _Profiler:
         self.done = 0
         self.spreads: list[float] = []
 
-    def _time(self, what: str, passes: Mapping[str, tuple[Passes, int]], most: int | None = None) -> dict[str, float]:
+    def _time(self, what: str, passes: Mapping[str, tuple[Passes, int]]) -> dict[str, float]:
         """Least seconds of each pass, a pass over so many tokens (0: a draft step)."""
         self.told(what, self.done, self.parts)
         self.done += 1
         for which, length in passes.values():
             which.once(length)  # recording, first touch
         times: dict[str, list[float]] = {name: [] for name in passes}
-        for _ in range(self.repeats if most is None else min(most, self.repeats)):
+        started = time.perf_counter()
+        for repeat in range(5 * self.repeats):
+            # Small models vary more, and take less time.
+            if repeat >= self.repeats and time.perf_counter() - started > _SECONDS:
+                break
             for name, (which, length) in passes.items():
                 times[name].append(which.once(length))
         self.spreads += [statistics.median(values) / min(values) for values in times.values()]
         return {name: min(values) for name, values in times.items()}
+
+    def _parts(
+        self, what: str, context: int, precision: PrecisionConfig | None, cache: Any = None
+    ) -> tuple[dict[str, float], float, float, float, Any]:
+        """Times of draft steps, and from them what an attention and an MLP sub-layer take, and what is left.
+
+        By least squares over steps with and without either kind, relative to their times.
+        """
+        import numpy as np
+
+        without_attention, without_mlp = self._skips()
+        neither = SkipConfig(attention=without_attention.attention, mlp=without_mlp.mlp)
+        skips = {"whole": SkipConfig(), "attention": without_attention, "mlp": without_mlp, "neither": neither}
+        variants: dict[str, tuple[Passes, int]] = {}
+        for name, skip in {**skips, "mixed": self._mixed()}.items():
+            passes = Passes(self.model, SelfSpeculativeConfig(skip, precision=precision), context, cache)
+            cache = passes.cache
+            variants[name] = (passes, 0)
+        if precision is not None:
+            headless = SelfSpeculativeConfig(precision=dataclasses.replace(precision, head=None))
+            variants["head"] = (Passes(self.model, headless, context, cache), 0)
+        times = self._time(what, variants)
+        rows = [
+            [1.0, *(self._kept(kind, getattr(skip, kind)) for kind in ("attention", "mlp"))] for skip in skips.values()
+        ]
+        seconds = np.array([times[name] for name in skips])
+        solved = np.linalg.lstsq(np.array(rows) / seconds[:, None], np.ones(len(skips)), rcond=None)[0]
+        rest, attention, mlp = (max(float(value), 0.0) for value in solved)
+        return times, attention, mlp, rest, cache
+
+    def _kept(self, kind: str, skipped: Sequence[int]) -> float:
+        return sum(share for layer, share in enumerate(self._shares(kind)) if layer not in skipped)
+
+    def _mixed(self) -> SkipConfig:
+        without_attention, without_mlp = self._skips()
+        return SkipConfig(attention=without_attention.attention[::2], mlp=without_mlp.mlp[::3])
 
     def measure(self) -> CostProfile:
         with torch.inference_mode():
             return self._measure()
 
     def _measure(self) -> CostProfile:
-        fewer_attention, fewer_mlp = self._skips()
-        whole = SelfSpeculativeConfig()
         steps, attention = [], []
-        mlp = math.nan
-        mixed = SkipConfig(attention=fewer_attention.attention[::2], mlp=fewer_mlp.mlp[::3])
         for context in self.contexts:
-            first = Passes(self.model, whole, context)
-            variants = {"whole": (first, 0), "attention": (self._share(first, fewer_attention), 0)}
-            if context == self.contexts[0]:
-                variants["mlp"] = (self._share(first, fewer_mlp), 0)
-                variants["mixed"] = (self._share(first, mixed), 0)
-                cache = first.cache
-            times = self._time(f"a draft step behind {context} tokens", variants)
+            what = f"a draft step behind {context} tokens"
+            times, each, mlp_here, rest_here, cache_here = self._parts(what, context, None)
             steps.append(times["whole"])
-            attention.append(self._each(times["whole"] - times["attention"], "attention", fewer_attention))
+            attention.append(each)
             if context == self.contexts[0]:
-                mlp = self._each(times["whole"] - times["mlp"], "mlp", fewer_mlp)
-                mixed_time = times["mixed"]
+                mixed, mlp, rest, cache = times["mixed"], mlp_here, rest_here, cache_here
         verify_passes = Passes(self.model, None, self.contexts[0], cache)
-        verify = self._time("verify passes", {str(n): (verify_passes, n) for n in self.lengths}, _VERIFY_REPEATS)
+        verify = self._time("verify passes", {str(n): (verify_passes, n) for n in self.lengths})
         plain = verify["1"]
-        head = min(self._head(), steps[0])
+        head = min(self._head(), rest)
         profile = CostProfile(
             contexts=self.contexts,
-            plain_step=tuple(plain + step - steps[0] for step in steps),
-            attention={KEEP: tuple(attention)},
+            plain_step=tuple(plain + max(step - steps[0], 0.0) for step in steps),
+            attention={KEEP: tuple(max(seconds, attention[0]) for seconds in attention)},
             mlp={KEEP: mlp},
             head={KEEP: head},
-            overhead={KEEP: max(steps[0] - self._sum(attention[0], mlp) - head, 0.0)},
+            overhead={KEEP: rest - head},
             verify=tuple((n, max(verify[str(n)], plain)) for n in self.lengths),
             spread=1.0,
             checked={},
@@ -317,53 +349,34 @@ class _Profiler:
             num_layers=len(self.layout),
             shares={kind: self._shares(kind) for kind in ("attention", "mlp")},
         )
-        checked = {"skipped": profile.draft_step(SelfSpeculativeConfig(mixed)) / mixed_time}
+        checked = {"skipped": profile.draft_step(SelfSpeculativeConfig(self._mixed())) / mixed}
         for name in self.precisions:
-            profile, checked[name] = self._with_low_bits(name, profile, mixed, cache)
+            profile, checked[name] = self._with_low_bits(name, profile, cache)
         return dataclasses.replace(profile, checked=checked, spread=statistics.median(self.spreads))
 
-    def _sum(self, attention: float, mlp: float) -> float:
-        return attention * sum(self._shares("attention")) + mlp * sum(self._shares("mlp"))
-
-    def _share(self, other: Passes, skip: SkipConfig) -> Passes:
-        return Passes(self.model, SelfSpeculativeConfig(skip), other.context, other.cache)
-
-    def _with_low_bits(
-        self, name: str, profile: CostProfile, mixed: SkipConfig, cache: Any
-    ) -> tuple[CostProfile, float]:
+    def _with_low_bits(self, name: str, profile: CostProfile, cache: Any) -> tuple[CostProfile, float]:
         """The profile with one precision added, and predicted over measured time of a draft that also skips.
 
-        What a sub-layer takes in low bits is measured within a draft that is all in low bits: there are the activations
-        that it gets and gives in bfloat16.
+        What a sub-layer takes in low bits is measured within a draft that is all in low bits: there, the activations
+        that it gets and gives are bfloat16.
         """
-        fewer_attention, fewer_mlp = self._skips()
         everything = PrecisionConfig(default=name, head=name)
-        configs = {
-            "whole": SelfSpeculativeConfig(precision=everything),
-            "attention": SelfSpeculativeConfig(fewer_attention, precision=everything),
-            "mlp": SelfSpeculativeConfig(fewer_mlp, precision=everything),
-            "head": SelfSpeculativeConfig(precision=PrecisionConfig(default=name)),
-            "mixed": SelfSpeculativeConfig(mixed, precision=everything),
-        }
         before = copy_bytes(self.model)
         copies_of(self.model, SkipConfig(), everything)  # of everything first, so that all share them
-        passes = {key: (Passes(self.model, config, self.contexts[0], cache), 0) for key, config in configs.items()}
-        times = self._time(f"{name} copies", passes)
-        del passes
+        times, attention, mlp, rest, _ = self._parts(f"{name} copies", self.contexts[0], everything, cache)
         if before == 0:
             drop_copies(self.model)
-        attention = self._each(times["whole"] - times["attention"], "attention", fewer_attention)
-        mlp = self._each(times["whole"] - times["mlp"], "mlp", fewer_mlp)
-        head = max(profile.head[KEEP] - (times["head"] - times["whole"]), 0.0)
+        head = min(max(profile.head[KEEP] - (times["head"] - times["whole"]), 0.0), rest)
         grown = [seconds - profile.attention[KEEP][0] for seconds in profile.attention[KEEP]]
         added = dataclasses.replace(
             profile,
-            attention={**profile.attention, name: tuple(max(attention + more, 0.0) for more in grown)},
+            attention={**profile.attention, name: tuple(attention + more for more in grown)},
             mlp={**profile.mlp, name: mlp},
             head={**profile.head, name: head},
-            overhead={**profile.overhead, name: max(times["whole"] - self._sum(attention, mlp) - head, 0.0)},
+            overhead={**profile.overhead, name: rest - head},
         )
-        return added, added.draft_step(configs["mixed"]) / times["mixed"]
+        mixed = SelfSpeculativeConfig(self._mixed(), precision=everything)
+        return added, added.draft_step(mixed) / times["mixed"]
 
     def _skips(self) -> tuple[SkipConfig, SkipConfig]:
         """All attention but one left out, and all MLPs."""
@@ -381,10 +394,6 @@ class _Profiler:
             )
         return SkipConfig(attention=attention), SkipConfig(mlp=mlp)
 
-    def _each(self, seconds: float, kind: str, skip: SkipConfig) -> float:
-        shares = self._shares(kind)
-        return max(seconds, 0.0) / sum(shares[layer] for layer in getattr(skip, kind))
-
     def _shares(self, kind: str) -> tuple[float, ...]:
         subs = [getattr(layer, kind) for layer in self.layout.layers]
         sizes = [0 if sub is None else sub.num_parameters() for sub in subs]
@@ -398,6 +407,7 @@ class _Profiler:
         if head is None:
             return 0.0
         weight = head.weight
+        run = linear_of_few_rows(weight, getattr(head, "bias", None), 1) or head
         hidden = torch.zeros((1, 1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         mlp = next(layer.mlp for layer in self.layout.layers if layer.mlp is not None)
         others = [p for module in mlp.modules for p in module.parameters()]
@@ -407,7 +417,7 @@ class _Profiler:
                 p.sum()  # what was in the processor's cache gives way
             _wait(weight.device)
             started = time.perf_counter()
-            head(hidden)
+            run(hidden)
             _wait(weight.device)
             return time.perf_counter() - started
 
