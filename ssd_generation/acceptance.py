@@ -1,15 +1,15 @@
 """How often a draft would be accepted, judged on text that the target has already said.
 
-Real drafting goes round by round: behind the verified prefix, whose keys and values are the target's, each drafted token
-sees the target's prefix and the draft's own keys and values of the tokens drafted in that round. Under greedy decoding a
-drafted token counts only while all before it in the round were right, so the draft reads the target's own tokens all
-along. Hence whole rounds can be laid side by side in *one* pass: tokens of the text as inputs, and a mask under which
-the token at depth d of a round sees the target's keys and values up to where the round starts, and the draft's own for
-the d tokens since. That is exact for greedy decoding, at every depth, for as many rounds as one likes; nothing is
-decoded.
+Real drafting goes round by round: behind the verified prefix, whose keys and values are the target's, each drafted
+token sees the target's prefix and the draft's own keys and values of the tokens drafted in that round. Under greedy
+decoding a drafted token counts only while all before it in the round were right, so the draft reads the target's own
+tokens all along. Hence whole rounds can be laid side by side in *one* pass: tokens of the text as inputs, and a mask
+under which the token at depth d of a round sees the target's keys and values up to where the round starts, and the
+draft's own for the d tokens since. That is exact for greedy decoding, at every depth, for as many rounds as one likes;
+nothing is decoded.
 
-(A pass with the draft's keys and values for the whole past, as in SWIFT, arXiv 2410.06916, is the case of a single round
-as long as the text.)
+(A pass with the draft's keys and values for the whole past, as in SWIFT, arXiv 2410.06916, is the case of a single
+round as long as the text.)
 """
 
 from __future__ import annotations
@@ -193,7 +193,9 @@ def agreements(
         chunk = torch.tensor(starts[first : first + rounds])
         index = chunk[:, None] + torch.arange(depth)  # (rounds, depth), of the token that is predicted
         inside = index < len(text)
-        said = _logits(model, draft, text, chunk[:, None].expand_as(index)[inside], index[inside]).argmax(dim=-1)
+        which = torch.arange(len(chunk))[:, None].expand_as(index)
+        logits = _logits(model, draft, text, which[inside], chunk[:, None].expand_as(index)[inside], index[inside])
+        said = logits.argmax(dim=-1)
         right = said == text.ids[0, text.prompt_length :].to(said.device)[index[inside].to(said.device)]
         part = torch.full_like(index, -1)
         part[inside] = right.long().cpu()
@@ -204,14 +206,22 @@ def agreements(
 
 
 def _logits(
-    model: PreTrainedModel, draft: SkipMode, text: VerifiedText, start: torch.Tensor, index: torch.Tensor
+    model: PreTrainedModel,
+    draft: SkipMode,
+    text: VerifiedText,
+    which: torch.Tensor,
+    start: torch.Tensor,
+    index: torch.Tensor,
 ) -> torch.Tensor:
-    """The draft's logits `(Q, V)` for tokens `index` of the continuation, in rounds that start at `start`, `(Q,)` each."""
+    """The draft's logits `(Q, V)` for tokens `index` `(Q,)` of the continuation, in rounds from `start` `(Q,)` on.
+
+    `which` `(Q,)` tells the rounds apart.
+    """
     device = text.ids.device
     position = (index + text.prompt_length - 1).to(device)  # of the input, the token before the one predicted
     since = (start + text.prompt_length - 1).to(device)
     ids = text.ids[:, position]
-    masks = _masks(model, position, since, int(text.ids.shape[1]) - 1)
+    masks = _masks(model, which.to(device), position, since, int(text.ids.shape[1]) - 1)
     # A copy of each layer aliases its tensors, and appending to one makes new ones: the text's own stay as they are.
     cache = Cache(layers=[copy.copy(layer) for layer in text.cache.layers])
     with torch.inference_mode(), draft:
@@ -221,7 +231,9 @@ def _logits(
     return output.logits[0]  # type: ignore[no-any-return]
 
 
-def _masks(model: PreTrainedModel, position: torch.Tensor, since: torch.Tensor, length: int) -> Any:
+def _masks(
+    model: PreTrainedModel, which: torch.Tensor, position: torch.Tensor, since: torch.Tensor, length: int
+) -> Any:
     """Additive masks `(1, 1, Q, length + Q)`: the target's keys before the round, and the round's own up to the token.
 
     One mask, or one per kind of layer where the model has layers of more than one kind.
@@ -229,7 +241,7 @@ def _masks(model: PreTrainedModel, position: torch.Tensor, since: torch.Tensor, 
     config = model.config.get_text_config(decoder=True)
     key_position = torch.cat((torch.arange(length, device=position.device), position))
     behind = position[:, None] - key_position  # ≥ 0: not in the token's future
-    visible = torch.cat((key_position[:length] < since[:, None], since[:, None] == since[None, :]), dim=1) & (
+    visible = torch.cat((key_position[:length] < since[:, None], which[:, None] == which[None, :]), dim=1) & (
         behind >= 0
     )
     window = getattr(config, "sliding_window", None)
@@ -299,7 +311,7 @@ def _try_out(model: PreTrainedModel) -> str | None:
             text = verify_text(model, ids, 8)
             index = torch.arange(len(text))
             whole = SkipMode(model, SkipConfig())
-            difference = _logits(model, whole, text, index - index % 3, index).float() - logits[7:-1]
+            difference = _logits(model, whole, text, index // 3, index - index % 3, index).float() - logits[7:-1]
     except Exception as error:  # whatever a model's code makes of such a mask
         return f"{type(error).__name__}: {error}"
     if not difference.abs().max() <= (1e-3 if model.dtype == torch.float32 else 0.1) * logits.std():

@@ -264,6 +264,7 @@ _DEFAULT_PRIOR = (0.75,)
 
 # Accounts, in plain steps.
 _START = 1.5
+_MOST_START = 4.0
 _LOOKUP_START = 0.5
 _LEAST_CAP = 3.0
 _MOST_SAVED = 50.0
@@ -362,13 +363,13 @@ class CostAwarePolicy(DraftPolicy):
     the draft's confidence, in bins; for looked-up tokens by n-gram length and place in the copy.
 
     **Never slower** than plain decoding, whatever the estimates say: self-drafting and lookup each have an account in
-    plain steps. It opens with 1.5 (lookup 0.5), gains a plain step for each accepted token, pays what its rounds cost
-    beyond a plain step, and earns half the `exploration` share of each round in which it stands still. What it cannot
-    pay is not drafted. So, by the costs as measured, the loss over any number of rounds is at most the opening balances
-    and `exploration` of the time; and what earlier gains may pay for later losses is capped. The account also pays for
-    probes: where the estimates say that drafting does not pay, the draft that tells most for its price is tried again,
-    each failed probe doubling the wait for the next. Gains beyond the cap are kept for probes alone, so that a run of
-    bad luck does not end a good draft.
+    plain steps. It opens with 1.5 (lookup 0.5; with a measured prior, what the best draft costs, up to 4), gains a
+    plain step for each accepted token, pays what its rounds cost beyond one, and earns half the `exploration` share of
+    each round in which it stands still. What it cannot pay is not drafted. So, by the costs as measured, the loss
+    over any number of rounds is at most the opening balances and `exploration` of the time; and what earlier gains may
+    pay for later losses is capped. The account also pays for probes: where the estimates say that drafting does not
+    pay, the draft that tells most for its price is tried again, each failed probe doubling the wait for the next. Gains
+    beyond the cap are kept for probes alone, so that a run of bad luck does not end a good draft.
 
     No clock and no randomness: the same reports lead to the same decisions.
 
@@ -382,6 +383,8 @@ class CostAwarePolicy(DraftPolicy):
         lookup: whether there is prompt lookup.
         use_confidence: whether to ask for the draft's probabilities. On an accelerator reading them costs a
             synchronisation per token.
+        prior_is_measured: whether the prior was measured on this model, so that a few rejections at the start are more
+            likely bad luck than a bad draft.
 
     Raises:
         ValueError: a number out of range.
@@ -396,6 +399,7 @@ class CostAwarePolicy(DraftPolicy):
         self_drafts: bool = True,
         lookup: bool = False,
         use_confidence: bool = True,
+        prior_is_measured: bool = False,
     ) -> None:
         self.max_length = _at_least_one(max_length)
         if not prior:
@@ -441,6 +445,8 @@ class CostAwarePolicy(DraftPolicy):
         self._stale = 0
         self._rate = 1.0
         self._plan()
+        if prior_is_measured:
+            self._account.balance = min(max(_START, self._cost[self._best] - 1.0), _MOST_START)
 
     # ------------------------------------------------------------------------------------------------------------------
     # decisions
@@ -459,10 +465,8 @@ class CostAwarePolicy(DraftPolicy):
             self._matches[min(match.length, 4) if match.tokens else 0] += 1.0
         if limit < 1:
             return 0
-        # A plain step, or lookup alone, is worth:
-        value = 1.0 - self._rate
-        if self.lookup and match.tokens:
-            value += self._offer(1.0, 0, match, limit)[1]
+        # Lookup alone is worth so much more than a plain step:
+        offer = self._offer(1.0, 0, match, limit)[1] if self.lookup and match.tokens else 0.0
         if not self.self_drafts:
             return 0
         account, cost = self._account, self._cost
@@ -470,12 +474,16 @@ class CostAwarePolicy(DraftPolicy):
         affordable = longest
         while affordable and cost[affordable] - 1.0 > account.balance:
             affordable -= 1
-        best = self._best if self._best <= affordable else self._best_length(affordable)
-        if best and self._tokens[best] - self._rate * cost[best] > value:
+        best, rate = self._best, self._rate
+        if best > affordable:
+            # Not the rate of a draft that cannot be paid yet: a shorter one that gains is the way to it.
+            best = self._best_length(affordable)
+            rate = min(rate, max(1.0, self._tokens[best] / cost[best]))
+        if best and self._tokens[best] - rate * cost[best] > 1.0 - rate + offer:
             return affordable if self.needs_probability else best
         account.stands_still(0.5 * self.exploration, self._cap)
         probe = min(self._probe_length, longest)
-        if value > 1.0 - self._rate or not account.can_probe(cost[probe] - 1.0):
+        if offer > 0.0 or not account.can_probe(cost[probe] - 1.0):
             return 0
         return probe
 
@@ -904,6 +912,7 @@ def make_policy(
             self_drafts=self_drafts,
             lookup=lookup,
             use_confidence=use_confidence,
+            prior_is_measured=bool(drafting.acceptance),
         )
     if drafting.policy == "confidence":
         return ConfidencePolicy(

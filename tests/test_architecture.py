@@ -39,10 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendering": set(),
     "cache": set(),
     "recording": set(),
+    "prompts": set(),
+    "run_folder": set(),
     "program": {"recording"},
     "sublayers": {"config"},
     "precision": {"sublayers"},
     "skip_mode": {"sublayers", "cache"},
+    "acceptance": {"skip_mode", "precision"},
     "passes": {"program", "precision", "skip_mode", "cache"},
     "candidate_generator": {"passes", "cache", "drafting", "lookup", "statistics", "timing", "verification"},
     "decoding": {"candidate_generator", "verification"},
@@ -51,9 +54,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generation": {"decoding", "automatic"},
     "comparison": {"generation"},
     "models": {"config"},
-    "search": {"generation"},
+    "search": {"acceptance", "generation", "models", "prompts"},
     "evaluation": {"generation"},
-    "benchmark": {"comparison", "generation", "models"},
+    "benchmark": {"comparison", "generation", "models", "prompts", "run_folder"},
 }
 # The front doors may import every room. What the command line imports of ours at module level would be paid for
 # by every sub-command, so that has to stand inside a function.

@@ -448,7 +448,12 @@ def test_follows_a_change(before: float, after: float) -> None:
 def test_no_outcome_whatever_makes_it_slower(data: st.DataObject) -> None:
     exploration = data.draw(st.sampled_from([0.0, 0.01, 0.1]))
     costs = data.draw(st.sampled_from([FLAT, _costs(0.8, V_STEEP), _costs(0.1, V_CLIFF)]))
-    policy = CostAwarePolicy(costs, exploration=exploration, lookup=data.draw(st.booleans()))
+    measured = data.draw(st.booleans())
+    policy = CostAwarePolicy(
+        costs, prior=(0.95,), exploration=exploration, lookup=data.draw(st.booleans()), prior_is_measured=measured
+    )
+    opening = policy.state()["balance"]
+    assert 1.5 <= opening <= (4.0 if measured else 1.5)
     generator = random.Random(data.draw(st.integers(0, 1000)))
     # Phases in which all is right, or nothing is.
     phases = data.draw(st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=1, max_size=6))
@@ -476,7 +481,31 @@ def test_no_outcome_whatever_makes_it_slower(data: st.DataObject) -> None:
             lost -= accepted + 1
             rounds += 1
             worst = max(worst, lost - exploration * rounds)
-    assert worst <= 1.5 + 0.5 + 1e-6
+    assert worst <= opening + 0.5 + 1e-6
+
+
+def test_what_cannot_be_paid_yet_is_worked_up_to() -> None:
+    # The best draft has ten tokens, and costs more than an account opens with; two tokens gain as well.
+    costs = _costs(0.44, ((1, 1.0), (2, 1.55), (4, 1.65), (13, 2.0)))
+    policy = CostAwarePolicy(costs, prior=(0.97,), use_confidence=False)
+    lengths = []
+    for _ in range(12):
+        lengths.append(policy.draft_length(20))
+        policy.update(lengths[-1], lengths[-1], True)
+    assert lengths[0] == 2
+    assert lengths == sorted(lengths)
+    assert lengths[-1] >= 10
+
+
+def test_a_measured_prior_opens_with_more() -> None:
+    costs = _costs(0.44, ((1, 1.0), (2, 1.55), (4, 1.65), (13, 2.0)))
+    policy = CostAwarePolicy(costs, prior=(0.97,), use_confidence=False, prior_is_measured=True)
+    assert policy.draft_length(20) == 7
+    # A draft that is never right has no best length, and opens like any other.
+    assert CostAwarePolicy(costs, prior=(0.1,), prior_is_measured=True).state()["balance"] == 1.5
+    drafting = DraftingConfig(acceptance=(0.97,))
+    assert make_policy(drafting, costs).state()["balance"] == 4.0
+    assert make_policy(DraftingConfig(), costs).state()["balance"] == 1.5
 
 
 def test_probes_are_rare_and_stop_where_nothing_is_to_be_spent() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import benchmark, generate, inspect, presets
+from . import benchmark, generate, inspect, presets, profile, search
 
 # Typer joins the lines of the first paragraph only; the others are kept as they are.
 HELP = """Self-speculative decoding: a language model drafts for itself.
@@ -20,6 +20,8 @@ text), then checks them all in one pass. No second model, no training, the same 
   ssd generate "Why is the sky blue?"         just the answer
   ssd generate --show-draft                   where each token came from
   ssd inspect demo                            what there is to leave out
+  ssd search demo                             what is best left out, on this machine
+  ssd profile demo                            what drafting costs, part by part
   ssd benchmark --limit-per-category 1        beside its peers, on many kinds of prompts
 """
 
@@ -52,5 +54,7 @@ def ssd(
 
 app.command(help=generate.HELP)(generate.generate)
 app.command(help=benchmark.HELP)(benchmark.benchmark)
+app.command(help=search.HELP)(search.search)
+app.command(help=profile.HELP)(profile.profile)
 app.command(help=inspect.HELP)(inspect.inspect)
 app.command(help=presets.HELP)(presets.presets)

@@ -15,9 +15,13 @@ from .options import (
     DEMO_PRESET,
     ConfigNameOption,
     ConfigOption,
+    DeviceMapOption,
+    DeviceOption,
+    DtypeOption,
     JsonOption,
     SkipAttentionOption,
     SkipMlpOption,
+    ThreadsOption,
 )
 
 HELP = """Measure this library beside plain decoding and its peers.
@@ -64,23 +68,10 @@ def benchmark(
             rich_help_panel=_MODEL,
         ),
     ] = DEMO,
-    dtype: Annotated[
-        str, typer.Option(help="auto (as stored), float32, bfloat16, float16.", rich_help_panel=_MODEL)
-    ] = "auto",
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda, cuda:1, … Default: cuda if there is one.", rich_help_panel=_MODEL),
-    ] = None,
-    device_map: Annotated[
-        str | None,
-        typer.Option(
-            help="Spread the model over devices: auto, balanced, … (needs accelerate).", rich_help_panel=_MODEL
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="CPU threads. Default: torch's.", rich_help_panel=_MODEL),
-    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
+    threads: ThreadsOption = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -243,12 +234,9 @@ def benchmark(
 def _run(folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str, Any]) -> dict[str, Any]:
     from ..benchmark.runner import run_benchmark
     from .benchmark_view import live_progress
-    from .options import load
+    from .options import load, set_threads
 
-    if about["threads"] is not None:
-        import torch
-
-        torch.set_num_threads(about["threads"])
+    set_threads(about["threads"])
     where = (about["dtype"], about["device"], about["device_map"])
     target, tokenizer = load(about["model"], *where)
     small = None if about["assistant"] is None else load(about["assistant"], *where)[0]

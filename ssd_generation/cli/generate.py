@@ -17,6 +17,9 @@ from .options import (
     DEMO,
     WHAT_TO_DRAFT_WITH,
     ConfigNameOption,
+    DeviceMapOption,
+    DeviceOption,
+    DtypeOption,
     JsonOption,
     SkipAttentionOption,
     SkipMlpOption,
@@ -74,20 +77,9 @@ def generate(
             rich_help_panel=_MODEL,
         ),
     ] = DEMO,
-    dtype: Annotated[
-        str,
-        typer.Option(help="auto (as stored), float32, bfloat16, float16.", rich_help_panel=_MODEL),
-    ] = "auto",
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda, cuda:1, … Default: cuda if there is one.", rich_help_panel=_MODEL),
-    ] = None,
-    device_map: Annotated[
-        str | None,
-        typer.Option(
-            help="Spread the model over devices: auto, balanced, … (needs accelerate).", rich_help_panel=_MODEL
-        ),
-    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
     config: Annotated[
         str | None,
         typer.Option(

@@ -50,6 +50,27 @@ SkipMlpOption = Annotated[
     str | None,
     typer.Option(metavar="LAYERS", help="The same for the MLPs.", rich_help_panel=WHAT_TO_DRAFT_WITH),
 ]
+_MODEL_PANEL = "Model"
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hub id, a folder, a .gguf file, or `demo`: SmolLM2-135M-Instruct.")
+]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto (as stored), float32, bfloat16, float16.", rich_help_panel=_MODEL_PANEL)
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1, … Default: cuda if there is one.", rich_help_panel=_MODEL_PANEL),
+]
+DeviceMapOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Spread the model over devices: auto, balanced, … (needs accelerate).", rich_help_panel=_MODEL_PANEL
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="CPU threads. Default: torch's.", rich_help_panel=_MODEL_PANEL),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
@@ -204,6 +225,14 @@ def with_drafting(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # models and prompts
+
+
+def set_threads(threads: int | None) -> None:
+    """The number of CPU threads, where one was asked for."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def load(

@@ -30,7 +30,9 @@ def expected_tokens(acceptance: Sequence[float], draft_length: int) -> float:
 
 
 def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int = LONGEST_DRAFT) -> tuple[float, int]:
-    """The greatest `E[tokens] · plain / (k · draft + verify(k + 1))` over k = 0 … `longest`, and that k.
+    """The greatest `E[tokens] · plain / (k · draft + verify(k + 1))` over k = 1 … `longest`, and that k.
+
+    Below 1 where drafting does not pay: by how much tells a search which way to go.
 
     (Theorem 3.8 of Leviathan et al., with measured costs of verification in place of 1.)
 
@@ -39,7 +41,7 @@ def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int 
         costs: of a draft step and of verification.
         longest: the longest draft.
     """
-    best, length = 1.0, 0
+    best, length = 0.0, 1
     for k in range(1, longest + 1):
         seconds = k * costs.draft_step + costs.verify_seconds(k + 1)
         speedup = expected_tokens(acceptance, k) * costs.plain_step / seconds
@@ -58,7 +60,7 @@ def hopeless(tried: Sequence[int], accepted: Sequence[int], costs: Costs, best: 
         tried: by depth, how often a draft got as far.
         accepted: by depth, how often its token was accepted.
         costs: of a draft step and of verification.
-        best: the speed-up to beat.
+        best: the best speed-up so far.
     """
     kind = []
     for n, k in zip(tried, accepted, strict=True):

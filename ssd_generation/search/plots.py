@@ -188,8 +188,7 @@ def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path
     if ax is None:
         _, ax = plt.subplots(figsize=(max(6.0, 0.32 * layers + 1.6), 2.3), layout="constrained")
     values = [[loss.get(f"{kind}.{layer}", float("nan")) for layer in range(layers)] for kind in kinds]
-    colours = plt.get_cmap("viridis_r").copy()
-    colours.set_bad("0.9")
+    colours = plt.get_cmap("viridis_r").with_extremes(bad="0.9")
     image = ax.imshow(values, aspect="auto", cmap=colours, vmin=0.0, vmax=1.0)
     marks = {SKIP: "×", "int8": "8", "int4": "4", KEEP: ""}
     for row, kind in enumerate(kinds):

@@ -1,8 +1,8 @@
 """What each kind of sub-layer adds to a draft step on this machine, and what verifying n tokens takes.
 
-A draft step is taken to be a sum: what is there in any case, the LM head, and each kept sub-layer in its precision. The
-parts come from differences between whole steps (all MLPs left out, all attention but one, one kind in low bits), so that
-what the machine makes of a sub-layer inside a step is measured, not a sub-layer on its own.
+A draft step is taken to be a sum: what is there in any case, the LM head, and each kept sub-layer in its precision.
+The parts come from differences between whole steps (all MLPs left out, all attention but one, both, all in low bits),
+so that what the machine makes of a sub-layer inside a step is measured, not a sub-layer on its own.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class CostProfile:
             at the first, and taken to grow with the context as it does as loaded.
         mlp: by precision, one MLP sub-layer.
         head: by precision, the LM head.
-        overhead: by the precision of most of the draft, everything else: embedding, norms outside the sub-layers, casts,
-            what runs once a step.
+        overhead: by the precision of most of the draft, everything else: embedding, norms outside the sub-layers,
+            casts, what runs once a step.
         verify: pairs (tokens in the pass, seconds), at the first context.
         spread: median over least time of a pass, the median over all passes: 1 on a quiet machine.
         checked: predicted over measured time of a draft step that mixes skipping and low bits, by precision ("skipped"

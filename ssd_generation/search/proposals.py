@@ -62,12 +62,14 @@ def uniform_drafts(space: Space) -> list[dict[str, str]]:
 
 
 def warm_start(space: Space, profile: CostProfile, tried: Sequence[Tried], context: int) -> list[Proposal]:
-    """Stage by stage: uniform precisions; each sub-layer on its own left out of the best of them; the sets that these
-    losses promise; small changes to the best, while they help.
+    """Stage by stage, what is worth trying before a sampler has its say.
 
-    Sets: the log-acceptance that a sub-layer costs is taken to add up, and so is the time it saves, as profiled. Then the
-    best set of a attention and m MLP sub-layers has those with the least losses of each kind, which solves the knapsack
-    of KnapSpec (ICML 2026) for every capacity at once where the sub-layers of a kind cost the same.
+    Uniform precisions; each sub-layer on its own left out of the best of them; the sets that these losses promise;
+    small changes to the best, while they help.
+
+    Sets: the log-acceptance that a sub-layer costs is taken to add up, and so is the time it saves, as profiled. Then
+    the best set of a attention and m MLP sub-layers has those with the least losses of each kind, which solves the
+    knapsack of KnapSpec (ICML 2026) for every capacity at once where the sub-layers of a kind cost the same.
     """
     by_key = _by_key(space, tried)
     uniform = uniform_drafts(space)
@@ -160,7 +162,7 @@ def _moves(
             if choice == KEEP and len(space.choices[name]) > 2 and name != HEAD:
                 continue  # back to a copy, not to the weights as loaded
             other = {**choices, name: choice}
-            if not space.is_possible(other):
+            if not space.is_possible(other) or all(c == KEEP for c in other.values()):
                 continue
             loss = losses.get(name, 0.0)
             change = -loss if choice == SKIP else loss if choices[name] == SKIP else 0.0

@@ -200,7 +200,8 @@ def storage_of(url: str) -> Any:
         url = f"sqlite:///{Path(url).expanduser()}"
     engine = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else None
     try:
-        return optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
+        with _quiet():
+            return optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
     except Exception as error:  # of sqlalchemy, of the driver, or of a driver that is not installed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -394,7 +395,7 @@ class Search:
             time.sleep(waiting_for)
 
     def _recover(self) -> float:
-        """End the trials of workers that are no more; how long to wait for those that cannot be told yet, in seconds."""
+        """End the trials of workers that are no more; seconds to wait for those of which that cannot be told yet."""
         wait = 0.0
         trials = self.study.get_trials(deepcopy=False)
         for trial in trials:
@@ -492,14 +493,32 @@ class Search:
             self._take_back(trial, "leaves out all attention")
         key = _key(self.space, choices)
         trial.set_user_attr("key", key)
-        for other in before:
-            if other.user_attrs.get("key") == key and _is_counted(other) and "acceptance" in other.user_attrs:
-                trial.set_user_attr("repeats", other.number)
-                if other.state is TrialState.PRUNED:
-                    raise optuna.TrialPruned
-                return other.values[0] if len(other.values) == 1 else tuple(other.values)
+        other = self._same_before(trial, key)
+        if other is not None and other.state is TrialState.RUNNING:
+            self._take_back(trial, "another worker is at it")
+        if other is not None:
+            trial.set_user_attr("repeats", other.number)
+            if other.state is TrialState.PRUNED:
+                raise optuna.TrialPruned
+            return other.values[0] if len(other.values) == 1 else tuple(other.values)
         trial.set_user_attr("choices", choices)
-        return self._judge(trial, choices)
+        try:
+            return self._judge(trial, choices)
+        finally:
+            # Another worker may have begun on the same at the same time: the trial with the lower number counts.
+            other = self._same_before(trial, key)
+            if other is not None:
+                trial.set_user_attr("repeats", other.number)
+
+    def _same_before(self, trial: optuna.Trial, key: str) -> FrozenTrial | None:
+        """Another trial of the same draft with a lower number, which is counted or may yet be."""
+        for other in self.study.get_trials(deepcopy=False):
+            if other.number < trial.number and other.user_attrs.get("key") == key:
+                if other.state is TrialState.RUNNING and "dropped" not in other.user_attrs:
+                    return other
+                if _is_counted(other) and "acceptance" in other.user_attrs:
+                    return other
+        return None
 
     def _take_back(self, trial: optuna.Trial, why: str) -> None:
         trial.set_user_attr("dropped", why)
@@ -517,7 +536,7 @@ class Search:
             speedup, length = theoretical_speedup(acceptance.by_depth(_PRIOR), costs)
             self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
             return measured
-        best = max((t.speedup for t in tried_in(self.study).tried if not t.pruned), default=1.0)
+        best = max((t.speedup for t in tried_in(self.study).tried if not t.pruned), default=0.0)
         acceptance = Acceptance()
         for index, text in enumerate(self.calibration.texts):
             acceptance.add(judge(self.model, config, text, self.settings.depth))

@@ -1,0 +1,201 @@
+"""What `ssd search` and `ssd profile` show."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..config import SelfSpeculativeConfig
+    from ..search.runner import SearchResult
+    from ..search.study import Found, Tried
+
+_PATIENCE = 10.0  # seconds between two lines in a log file
+
+
+@contextlib.contextmanager
+def bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr; where that is no terminal, a line now and then.
+
+    Yields:
+        A function to tell what is being done, and how many of how many steps are done.
+    """
+    from .console import err
+
+    console = err()
+    if not console.is_terminal:
+        said = [time.monotonic()]
+
+        def line(text: str, done: int, total: int) -> None:
+            if time.monotonic() - said[0] >= _PATIENCE:
+                said[0] = time.monotonic()
+                print(f"{done}/{total} {text}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def step(text: str, done: int, total: int) -> None:
+            progress.update(task, description=text, completed=done, total=total)
+
+        yield step
+
+
+class View:
+    """How far a search is: a `SearchObserver` for people. Use it as a context manager."""
+
+    def __init__(self) -> None:
+        from .console import err
+
+        self.console = err()
+        self.live: Any = None
+        self.said = 0.0
+        self.started = time.monotonic()
+        self.at_start: int | None = None
+        self.name = ""
+
+    def __enter__(self) -> View:
+        if self.console.is_terminal:
+            from rich.live import Live
+
+            self.live = Live(console=self.console, transient=True, refresh_per_second=4)
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def stage(self, name: str) -> None:
+        """A stage begins."""
+        self.name = name
+        self._show(name, at_once=True)
+
+    def step(self, text: str, done: int, total: int) -> None:
+        """Within a stage, so many of so many steps are done."""
+        self._show(f"{self.name}: {text}, {done} of {total}", done=done, total=total)
+
+    def trial(self, found: Found, trials: int) -> None:
+        """A trial has ended."""
+        done = len(found.tried)
+        if self.at_start is None:
+            self.at_start, self.started = done, time.monotonic()
+        best = found.best()
+        parts = [describe_tried(best[0])] if best else []
+        parts.append(f"{sum(t.pruned for t in found.tried)} given up early")
+        made = done - self.at_start
+        if made:
+            left = (time.monotonic() - self.started) / made * (trials - done)
+            parts.append(f"{_duration(left)} left")
+        self._show(f"Searching: {done} of {trials} drafts; {'; '.join(parts)}", done=done, total=trials)
+
+    def _show(self, text: str, at_once: bool = False, done: int | None = None, total: int | None = None) -> None:
+        if self.live is not None:
+            from rich.console import Group
+            from rich.progress_bar import ProgressBar
+            from rich.text import Text
+
+            parts: list[Any] = [Text(text, style="dim")]
+            if total:
+                parts.insert(0, ProgressBar(total=total, completed=done or 0, width=40))
+            self.live.update(Group(*parts))
+        elif at_once or time.monotonic() - self.said >= _PATIENCE:
+            self.said = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def describe_tried(tried: Tried) -> str:
+    """A draft's figures in a line."""
+    from ..search.study import mean_acceptance
+
+    return (
+        f"best {tried.speedup:.2f}× at draft length {tried.draft_length} (acceptance {mean_acceptance(tried):.0%}, "
+        f"draft step {tried.draft_cost:.2f} of a plain one)"
+    )
+
+
+def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
+    """What a draft leaves out and computes in low bits, in lines."""
+    from .options import describe_layers, describe_skip
+
+    lines = []
+    if config.skip:
+        lines.append(f"leaves out {describe_skip(config.skip)}")
+    precision = config.precision
+    for name in ("int8", "int4"):
+        if precision is None:
+            continue
+        parts = []
+        for kind, called in (("attention", "attention"), ("mlp", "MLP")):
+            kept = [i for i in range(num_layers) if i not in getattr(config.skip, kind)]
+            layers = [i for i in kept if precision.of(kind, i) == name]
+            if layers:
+                parts.append(f"all {called}" if layers == kept else f"{called} {describe_layers(layers)}")
+        if precision.head == name:
+            parts.append("the LM head")
+        if parts:
+            others = " that is kept" if config.skip and any(p.startswith("all") for p in parts) else ""
+            lines.append(f"{name} copies of {', '.join(parts)}{others}")
+    return lines or ["keeps everything: nothing pays on this machine"]
+
+
+def result_view(result: SearchResult, num_layers: int) -> list[Any]:
+    """What a search found, for people."""
+    from ..search.study import mean_acceptance
+
+    best = result.best
+    table = Table(box=SIMPLE_HEAD, title="The best draft", title_justify="left", show_header=True)
+    for column, justify in (("", "left"), ("speed-up", "right"), ("draft length", "right"), ("acceptance", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    held = result.held_out
+    table.add_row(
+        "promised, on the texts it was chosen on",
+        f"{best.speedup:.2f}×",
+        str(best.draft_length),
+        f"{mean_acceptance(best):.1%}",
+    )
+    if held is not None:
+        table.add_row(
+            f"promised, on {held['texts']} texts held back",
+            f"{held['speedup']:.2f}×",
+            str(held["draft_length"]),
+            f"{held['acceptance']:.1%}",
+        )
+    if result.confirmed is not None:
+        name = f"trial {best.number}"
+        ratios = result.confirmed.ratios[name]
+        rate = result.confirmed.acceptance[name]
+        table.add_row(
+            f"measured in generation, {len(ratios)} texts, prompts included",
+            f"{result.confirmed.median(name):.2f}× ({min(ratios):.2f}–{max(ratios):.2f})",
+            "by cost",
+            "–" if rate is None else f"{rate:.1%}",
+        )
+    shown: list[Any] = [table]
+    shown += [f"  {line}" for line in describe_draft(result.config, num_layers)]
+    total = sum(result.passes.values())
+    pruned = sum(t.pruned for t in result.found.tried)
+    shown.append(
+        f"  {len(result.found.tried)} drafts judged, {pruned} of them given up early, in {total:,} forward passes of "
+        "the model"
+    )
+    if result.confirmed is not None:
+        same = result.confirmed.identical[f"trial {best.number}"]
+        of = len(result.confirmed.ratios[f"trial {best.number}"])
+        shown.append(f"  texts identical to plain decoding: {same} of {of}")
+    return shown

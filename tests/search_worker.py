@@ -1,0 +1,67 @@
+"""A worker on a study of a tiny model, in a process of its own: `python search_worker.py STORAGE TRIALS`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ssd_generation.acceptance import verify_text
+from ssd_generation.prompts import Prompt
+from ssd_generation.search.calibration import Calibration
+from ssd_generation.search.profile import CostProfile
+from ssd_generation.search.space import Space, space_of
+from ssd_generation.search.study import Search, SearchSettings, open_study, storage_of
+from tiny_models import LAYERS, prompt, tiny_model
+
+
+def cost_profile(**changes: Any) -> CostProfile:
+    """Skipping an MLP saves twice what skipping attention saves."""
+    values: dict[str, Any] = {
+        "contexts": (64,),
+        "plain_step": (1.0,),
+        "attention": {"keep": (0.08,)},
+        "mlp": {"keep": 0.16},
+        "head": {"keep": 0.02},
+        "overhead": {"keep": 0.02},
+        "verify": ((1, 1.0), (8, 1.05)),
+        "spread": 1.0,
+        "checked": {},
+        "measured_on": "a machine of the tests",
+        "model_type": "llama",
+        "num_layers": LAYERS,
+        "shares": {"attention": (1.0,) * LAYERS, "mlp": (1.0,) * LAYERS},
+    }
+    return CostProfile(**{**values, **changes})
+
+
+def calibration(model: Any, texts: int = 3, new: int = 24) -> Calibration:
+    verified = []
+    for seed in range(texts):
+        ids = prompt(10, seed=seed)
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+        verified.append(verify_text(model, whole, 10))
+    prompts = tuple(Prompt(f"p-{i}", "test", "") for i in range(texts))
+    return Calibration(tuple(verified), prompts, texts, "digest")
+
+
+def worker(
+    storage: Any,
+    settings: SearchSettings | None = None,
+    name: str = "s",
+    about: dict[str, Any] | None = None,
+    new: int = 24,
+    **more: Any,
+) -> tuple[Search, Space]:
+    settings = settings or SearchSettings(depth=3)
+    model = tiny_model()
+    space = space_of(model)
+    study = open_study(name, storage, settings, about or {"of": "a test"})
+    return Search(model, calibration(model, new=new), cost_profile(), space, study, settings, **more), space
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    search, _ = worker(storage_of(sys.argv[1]))
+    search.run(int(sys.argv[2]), lambda found: print(len(found.tried), flush=True))

@@ -1,0 +1,148 @@
+"""Drafts judged in one pass: the same rounds as in real generation, token for token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.acceptance import Acceptance, agreements, judge, verify_text, why_not_judged
+from ssd_generation.skip_mode import SkipMode
+from tiny_models import FAMILIES, VOCAB, prompt, tiny_model
+
+DEPTH = 3
+NEW = 40
+# Positions that come out of a 2-d mask (alibi), and attention in chunks: a mask of one's own does not reach them.
+NOT_JUDGED = {"bloom", "bloom-post-residual", "falcon-alibi", "llama4", "mpt"}
+SKIPS = [SkipConfig([], [2]), SkipConfig([1], [1]), SkipConfig([2], [])]
+
+
+def continuation(model: Any, length: int = 20) -> torch.Tensor:
+    ids = prompt(length)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+
+
+def simulated_rounds(agreed: torch.Tensor, first: int) -> list[int]:
+    """How many tokens each round of a generation would accept."""
+    rounds, at = [], first
+    while at + DEPTH < agreed.shape[0]:
+        accepted = int(agreed[at].clamp(min=0).cumprod(dim=0).sum())
+        rounds.append(accepted)
+        at += accepted + 1
+    return rounds
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_judged_rounds_are_those_of_generation(family: str) -> None:
+    model = enable_self_speculative(tiny_model(family))
+    reason = why_not_judged(model)
+    assert (reason is not None) == (family in NOT_JUDGED), reason
+    if reason is not None:
+        return
+    whole = continuation(model)
+    text = verify_text(model, whole, 20)
+    keys = [layer.keys.clone() for layer in text.cache.layers]
+    some_rejected = 0
+    for skip in SKIPS:
+        agreed, passes, tokens = agreements(model, SkipMode(model, skip), text, range(len(text)), DEPTH)
+        assert (passes, tokens) == (1, DEPTH * NEW - DEPTH * (DEPTH - 1) // 2)
+        config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=DEPTH))
+        ids = whole[:, :20]
+        again = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, self_speculative=config
+        )
+        assert torch.equal(again, whole)
+        # The prompt's pass gives the first token; the first round drafts the second.
+        expected = simulated_rounds(agreed, 1)
+        assert model.last_speculation.round_accepted[0][: len(expected)] == expected
+        some_rejected += sum(accepted < DEPTH for accepted in expected)
+    assert some_rejected > 0
+    assert all(torch.equal(layer.keys, before) for layer, before in zip(text.cache.layers, keys, strict=True))
+
+
+def test_many_rounds_take_several_passes_and_come_to_the_same() -> None:
+    model = tiny_model()
+    text = verify_text(model, continuation(model), 20)
+    draft = SkipMode(model, SKIPS[0])
+    at_once, passes, _ = agreements(model, draft, text, range(len(text)), DEPTH)
+    assert passes == 1
+    starts = [*range(len(text))] * 4
+    repeated, passes, _ = agreements(model, draft, text, starts, DEPTH)
+    assert passes == 2
+    assert torch.equal(repeated, at_once.repeat(4, 1))
+
+
+def test_rounds_behind_one_another_are_a_part_of_all_rounds() -> None:
+    model = tiny_model("qwen3")
+    text = verify_text(model, continuation(model), 20)
+    config = SelfSpeculativeConfig(SKIPS[1])
+    every, _, _ = agreements(model, SkipMode(model, SKIPS[1]), text, range(len(text)), 4)
+    expected = Acceptance()
+    expected.add_rounds(every[::4])
+    judged = judge(model, config, text, depth=4)
+    assert (judged.tried, judged.accepted) == (expected.tried, expected.accepted)
+    assert (judged.passes, judged.tokens) == (1, NEW)
+    assert judge(model, config, text, depth=4, stride=1).tried[0] == NEW
+
+
+def test_nothing_left_out_is_always_accepted() -> None:
+    model = tiny_model()
+    text = verify_text(model, continuation(model), 20)
+    judged = judge(model, SelfSpeculativeConfig(), text, depth=5)
+    assert judged.by_depth() == [1.0] * 5
+
+
+def test_low_bit_copies_are_judged_too() -> None:
+    model = tiny_model(hidden_size=64, intermediate_size=64)
+    text = verify_text(model, continuation(model), 20)
+    judged = judge(model, SelfSpeculativeConfig(precision="int8"), text, depth=4, stride=1)
+    assert 0.5 < judged.first() <= 1.0
+    assert judge(model, SelfSpeculativeConfig(precision="int4"), text, depth=4, stride=1).accepted != judged.accepted
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0, 1]), min_size=3, max_size=3),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_counts_are_those_of_rounds_that_end_at_the_first_rejection(rounds: list[list[int]]) -> None:
+    acceptance = Acceptance()
+    acceptance.add_rounds(torch.tensor(rounds))
+    for depth in range(3):
+        reached = [r for r in rounds if all(r[:depth])]
+        assert acceptance.tried[depth] == len(reached)
+        assert acceptance.accepted[depth] == sum(r[depth] for r in reached)
+    again = Acceptance.from_dict(acceptance.to_dict())
+    again.add(acceptance)
+    assert again.tried == [2 * n for n in acceptance.tried]
+    assert again.by_depth() == acceptance.by_depth()
+    assert all(0 <= rate <= 1 for rate in acceptance.by_depth(4.0))
+
+
+def test_what_lies_beyond_the_text_is_not_counted() -> None:
+    acceptance = Acceptance()
+    acceptance.add_rounds(torch.tensor([[1, 1, -1], [1, -1, -1]]))
+    assert (acceptance.tried, acceptance.accepted) == ([2, 1, 0], [2, 1, 0])
+
+
+@pytest.mark.parametrize("prompt_length", [0, 12])
+def test_a_text_needs_a_prompt_and_a_continuation(prompt_length: int) -> None:
+    with pytest.raises(ValueError, match=f"prompt_length={prompt_length}"):
+        verify_text(tiny_model(), prompt(12), prompt_length)
+
+
+def test_a_text_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="the model's context has 512"):
+        verify_text(tiny_model(), prompt(600, vocab=VOCAB), 100)
+
+
+def test_an_attention_implementation_without_masks_is_named() -> None:
+    model = tiny_model()
+    model.config._attn_implementation = "flash_attention_2"
+    assert "flash_attention_2" in str(why_not_judged(model))

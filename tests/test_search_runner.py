@@ -1,0 +1,346 @@
+"""A search from end to end on a tiny model: costs, calibration, trials, timed generation, files, the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ssd_generation import SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.acceptance import verify_text
+from ssd_generation.prompts import Prompt
+from ssd_generation.search import calibration as calibration_module
+from ssd_generation.search.calibration import calibrate, calibration_prompts, describe_weights
+from ssd_generation.search.confirm import confirm, generated_acceptance
+from ssd_generation.search.plots import plot_progress, sensitivities
+from ssd_generation.search.profile import CostProfile, measure_profile
+from ssd_generation.search.runner import search
+from ssd_generation.search.study import Found
+from test_cli import Run, tiny_tokenizer
+from test_cli import folder as folder  # the fixture
+from test_cli import ssd as ssd  # the fixture
+from tiny_models import LAYERS, prompt, tiny_model
+
+TOKENIZER = tiny_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def model_of(**changes: Any) -> Any:
+    return tiny_model(**{"hidden_size": 64, "intermediate_size": 64, "vocab_size": 304, **changes})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# costs
+
+
+@pytest.fixture(scope="module")
+def profile() -> CostProfile:
+    return measure_profile(model_of(), contexts=(16, 64), longest_verify=4, repeats=1)
+
+
+def test_a_profile_has_every_part(profile: CostProfile, tmp_path: Path) -> None:
+    assert profile.contexts == (16, 64)
+    assert set(profile.mlp) == {"keep", "int8", "int4"}
+    assert [n for n, _ in profile.verify] == [1, 2, 3, 4]
+    assert all(seconds > 0 for _, seconds in profile.verify)
+    assert profile.shares == {"attention": (1.0,) * LAYERS, "mlp": (1.0,) * LAYERS}
+    profile.save(tmp_path / "p.json")
+    assert CostProfile.load(tmp_path / "p.json") == profile
+
+
+def test_a_draft_step_is_the_sum_of_its_parts() -> None:
+    profile = CostProfile(
+        contexts=(64, 128),
+        plain_step=(100.0, 110.0),
+        attention={"keep": (4.0, 6.0), "int8": (2.0, 4.0)},
+        mlp={"keep": 10.0, "int8": 5.0},
+        head={"keep": 20.0, "int8": 8.0},
+        overhead={"keep": 24.0, "int8": 12.0},
+        verify=((1, 100.0), (3, 130.0)),
+        spread=1.0,
+        checked={},
+        measured_on="x",
+        model_type="llama",
+        num_layers=4,
+        shares={"attention": (1.0, 1.0, 1.0, 1.0), "mlp": (0.5, 1.5, 1.0, 1.0)},
+    )
+    assert profile.draft_step(SelfSpeculativeConfig()) == 100.0
+    assert profile.draft_step(SelfSpeculativeConfig(SkipConfig([1], [1]))) == 100.0 - 4.0 - 15.0
+    assert profile.draft_step(SelfSpeculativeConfig(SkipConfig([1], []))) == 96.0
+    assert profile.draft_step(SelfSpeculativeConfig(), context=96) == 104.0
+    assert profile.draft_step(SelfSpeculativeConfig(), context=192) == 100.0 + 4 * 4.0
+    assert profile.draft_step(SelfSpeculativeConfig(precision="int8")) == 12.0 + 8.0 + 4 * 2.0 + 4 * 5.0
+    mixed = SelfSpeculativeConfig.from_dict({"precision": {"mlp": {"0": "int8"}}})
+    assert profile.draft_step(mixed) == 100.0 - 0.5 * 5.0
+    costs = profile.costs(SelfSpeculativeConfig(), context=128)
+    assert (costs.plain_step, costs.verify_seconds(3)) == (110.0, 140.0)
+    with pytest.raises(ValueError, match="measured without int4"):
+        profile.draft_step(SelfSpeculativeConfig(precision="int4"))
+
+
+def test_a_profile_knows_where_it_is_from(profile: CostProfile) -> None:
+    assert profile.compared_with(model_of()) == []
+    (difference,) = profile.compared_with(model_of().to(torch.bfloat16))
+    assert "float32" in difference and "bfloat16" in difference
+    assert any(
+        "with 4 layers, and this is a llama with 6" in d for d in profile.compared_with(model_of(num_hidden_layers=6))
+    )
+
+
+@pytest.mark.parametrize("content", ["{}", '{"version": 1}', "[]", '{"version": 1, "contexts": "x"}'])
+def test_files_that_are_no_profile(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"p\.json.*ssd profile"):
+        CostProfile.load(file)
+    with pytest.raises(FileNotFoundError, match="no cost profile"):
+        CostProfile.load(tmp_path / "other.json")
+
+
+def test_what_cannot_be_profiled() -> None:
+    with pytest.raises(ValueError, match="at least two attention"):
+        measure_profile(model_of(num_hidden_layers=1))
+    with pytest.raises(ValueError, match="longest_verify must be 2 to 32"):
+        measure_profile(model_of(), longest_verify=99)
+    with pytest.raises(ValueError, match="no precision 'int3'"):
+        measure_profile(model_of(), precisions=["int3"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# calibration
+
+
+def test_the_built_in_prompts_take_turns() -> None:
+    prompts = calibration_prompts()
+    assert len(prompts) >= 20
+    assert len({p.category for p in prompts[:6]}) == 6
+    assert {"prose", "chat", "code", "summarisation", "translation", "arithmetic"} == {p.category for p in prompts}
+    first, later = calibration_prompts(count=8), calibration_prompts(count=6, skip=8)
+    assert not {p.id for p in first} & {p.id for p in later}
+    with pytest.raises(ValueError, match="none is left behind the first 99"):
+        calibration_prompts(skip=99)
+    with pytest.raises(ValueError, match="At least one"):
+        calibration_prompts(count=0)
+
+
+def test_continuations_are_generated_once(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    model = model_of()
+    prompts = [Prompt("a", "x", "the rain"), Prompt("b", "x", "a river runs")]
+    first = calibrate(model, TOKENIZER, prompts, new_tokens=6)
+    assert (len(first), first.tokens(), first.passes) == (2, 12, 14)
+    again = calibrate(model, TOKENIZER, prompts, new_tokens=6)
+    assert (again.passes, again.digest) == (2, first.digest)
+    ids = first.texts[0].ids
+    plain = model.generate(
+        ids[:, : first.texts[0].prompt_length], attention_mask=None, max_new_tokens=6, do_sample=False
+    )
+    assert torch.equal(plain, ids)
+    # Another model's text is another.
+    other = calibrate(model_of(seed=1), TOKENIZER, prompts, new_tokens=6)
+    assert other.digest != first.digest
+    assert describe_weights(model_of(seed=1)) != describe_weights(model)
+    for file in (own_cache / "calibration").iterdir():
+        file.write_text("damaged")
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(calibration_module.logger, "warning", lambda text, *args: said.append(text % args))
+        assert calibrate(model, TOKENIZER, prompts, new_tokens=6).digest == first.digest
+    assert "cannot be read" in said[0]
+
+
+def test_prompts_that_do_not_fit_are_named() -> None:
+    long = Prompt("long-one", "x", "rain " * 600)
+    with pytest.raises(ValueError, match=r"'long-one' has .* context of 512"):
+        calibrate(model_of(), TOKENIZER, [long])
+    with pytest.raises(ValueError, match="at least one token"):
+        calibrate(model_of(), TOKENIZER, [long], new_tokens=0)
+
+
+def test_data_sets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, subset: Any, split: str, streaming: bool) -> Any:
+        asked.append((name, subset, split, streaming))
+        return [{"id": i, "article": f"text {i}"} for i in range(50)]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    prompts = calibration_prompts("cnn_dailymail:3.0.0@test", count=3)
+    assert asked == [("cnn_dailymail", "3.0.0", "test", True)]
+    assert [p.text for p in prompts] == ["text 0", "text 1", "text 2"]
+    with pytest.raises(ValueError, match="has the columns id, article; name the one"):
+        calibration_prompts("cnn_dailymail#summary", count=3)
+
+    def unreachable(*args: Any, **kwargs: Any) -> Any:
+        raise ConnectionError("offline")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
+    with pytest.raises(ValueError, match="could not be read as a data set of the Hub either"):
+        calibration_prompts("someone/something")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        calibration_prompts("someone/something")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# generation
+
+
+def test_timed_generation_is_that_of_the_texts() -> None:
+    model = model_of()
+    texts = calibrate(model, TOKENIZER, [Prompt("a", "x", "the rain"), Prompt("b", "x", "a river")], new_tokens=8)
+    configs = {"skip": SelfSpeculativeConfig(SkipConfig([1], [2])), "nothing": SelfSpeculativeConfig()}
+    told: list[str] = []
+    confirmed = confirm(model, configs, texts, told.append)
+    assert {name: len(r) for name, r in confirmed.ratios.items()} == {"skip": 2, "nothing": 2}
+    assert confirmed.identical == {"skip": 2, "nothing": 2}
+    assert confirmed.acceptance["nothing"] == 1.0
+    assert len(told) == 3 * 3
+    assert confirmed.to_dict()["skip"]["texts"] == 2
+    counted = generated_acceptance(model, configs["nothing"], texts, 3)
+    assert counted.by_depth() == [1.0, 1.0, 1.0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# end to end
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, profile: CostProfile) -> tuple[Path, Any]:
+    output = tmp_path_factory.mktemp("search") / "out"
+    result = search(
+        enable_self_speculative(model_of()),
+        TOKENIZER,
+        14,
+        output=output,
+        draft_memory=1.0,
+        num_prompts=2,
+        held_out_prompts=1,
+        new_tokens=8,
+        profile=profile,
+    )
+    return output, result
+
+
+def test_everything_is_written(done: tuple[Path, Any]) -> None:
+    output, result = done
+    assert {p.name for p in output.iterdir()} == {
+        "profile.json",
+        "search.json",
+        "self_speculative_config.json",
+        "study.db",
+    }
+    assert SelfSpeculativeConfig.from_pretrained(output) == result.config
+    written = json.loads((output / "search.json").read_text())
+    assert written["trials"] == 14
+    assert written["best"]["speedup"] == result.best.speedup
+    assert written["held_out"]["texts"] == 1
+    assert written["passes"]["trials"] == sum(result.found.passes)
+    assert result.confirmed.identical[f"trial {result.best.number}"] == 1
+    origins = [t.origin for t in result.found.tried]
+    assert origins[:3] == ["uniform"] * 3
+    assert set(origins[3:11]) == {"single"}
+
+
+def test_the_config_generates(done: tuple[Path, Any]) -> None:
+    model = enable_self_speculative(model_of())
+    ids = prompt(10, vocab=304)
+    mask = torch.ones_like(ids)
+    plain = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    drafted = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, self_speculative=done[0])
+    assert torch.equal(plain, drafted)
+
+
+def test_going_on_uses_the_costs_of_the_study(done: tuple[Path, Any], profile: CostProfile, tmp_path: Path) -> None:
+    import dataclasses
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(done[0], copy)
+    arguments: dict[str, Any] = {"output": copy, "draft_memory": 1.0, "num_prompts": 2, "new_tokens": 8}
+    arguments |= {"held_out_prompts": 0, "confirmed": 0}
+    result = search(model_of(), TOKENIZER, 16, **arguments)
+    assert result.profile == profile
+    assert len(result.found.tried) == 16
+    assert [t.choices for t in result.found.tried[:14]] == [t.choices for t in done[1].found.tried]
+    with pytest.raises(ValueError, match="searched with other costs"):
+        search(model_of(), TOKENIZER, 16, profile=dataclasses.replace(profile, spread=2.0), **arguments)
+    with pytest.raises(ValueError, match="made for something else"):
+        search(model_of(seed=3), TOKENIZER, 16, **arguments)
+    with pytest.raises(ValueError, match="at least one trial"):
+        search(model_of(), TOKENIZER, 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="is a file"):
+        search(model_of(), TOKENIZER, 1, output=tmp_path / "file")
+
+
+def test_plots(done: tuple[Path, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from ssd_generation.search.plots import plot_all
+
+    paths = plot_all(done[1].found, done[1].profile, done[1].space, tmp_path)
+    assert [p.name for p in paths] == ["frontier.png", "progress.png", "map.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    losses = sensitivities(done[1].found, done[1].space)
+    assert set(losses) == {f"{kind}.{i}" for kind in ("attention", "mlp") for i in range(LAYERS)}
+    assert all(0 <= loss <= 1 for loss in losses.values())
+    axes = plot_progress({"a": done[1].found, "nothing yet": Found()})
+    assert axes.get_xlabel() == "forward passes of the model"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the command line
+
+SHORT = ["--num-prompts", "2", "--held-out", "1", "--new-tokens", "6", "--dtype", "float32"]
+
+
+def test_profile_and_search_and_retarget(ssd: Any, folder: str, tmp_path: Path) -> None:
+    costs, out = tmp_path / "costs.json", tmp_path / "out"
+    run: Run = ssd("profile", folder, "--contexts", "16", "--repeats", "1", "-o", str(costs))
+    assert run.status == 0, run.err
+    assert "A plain step takes" in run.out and "v(n)" in run.out
+    run = ssd("search", folder, "--trials", "12", "--skip-only", "--costs", str(costs), "-o", str(out), *SHORT)
+    assert run.status == 0, run.err
+    assert "12 drafts judged" in run.out
+    assert "promised, on 1 texts held back" in run.out
+    assert "texts identical to plain decoding: 1 of 1" in run.out
+    assert (out / "self_speculative_config.json").is_file()
+    run = ssd("search", "--from", str(out), "--costs", str(costs), "-o", str(tmp_path / "there"), "--json")
+    assert run.status == 0, run.err
+    assert json.loads(run.out)["config"]["skip"] is not None
+    assert (tmp_path / "there" / "self_speculative_config.json").is_file()
+    run = ssd("search", folder, "--trials", "12", "--skip-only", "-o", str(out), "--json", *SHORT)
+    assert json.loads(run.out)["trials"] == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["search", "demo", "--trials", "0"], "--trials"),
+        (["search", "--from", "x"], "--costs"),
+        (["search", "demo", "--sampler", "magic"], "no sampler 'magic'"),
+        (["search", "demo", "--costs", "nowhere.json"], "no cost profile 'nowhere.json'"),
+        (["profile", "demo", "--contexts", "many"], "--contexts takes numbers"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(ssd: Any, arguments: list[str], message: str) -> None:
+    run: Run = ssd(*arguments)
+    assert run.status == 2
+    assert message in run.err
+    assert "Traceback" not in run.err
+
+
+def test_texts_of_tests_are_the_models_own() -> None:
+    model = model_of()
+    text = verify_text(model, prompt(12, vocab=304), 6)
+    assert len(text) == 6

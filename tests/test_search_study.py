@@ -1,0 +1,310 @@
+"""The study: what is counted, what is resumed, what workers do to one another."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from search_worker import calibration, cost_profile, worker
+from ssd_generation import SelfSpeculativeConfig, SkipConfig
+from ssd_generation.acceptance import Acceptance
+from ssd_generation.search.proposals import forward_selection, warm_start
+from ssd_generation.search.runner import read_study, retarget
+from ssd_generation.search.space import SKIP, space_of
+from ssd_generation.search.study import (
+    Found,
+    SearchSettings,
+    Tried,
+    mean_acceptance,
+    open_study,
+    storage_of,
+    tried_in,
+)
+from tiny_models import tiny_model
+
+TESTS = Path(__file__).parent
+
+
+def memory() -> Any:
+    return optuna.storages.InMemoryStorage()
+
+
+def letters(found: Found) -> list[str]:
+    return ["".join(c[0] for c in t.choices.values()) for t in found.tried]
+
+
+def test_as_many_trials_as_asked_for_each_of_another_draft() -> None:
+    search, _ = worker(memory())
+    seen: list[int] = []
+    found = search.run(40, lambda f: seen.append(len(f.tried)))
+    assert len(found.tried) == 40
+    assert len(set(letters(found))) == 40
+    assert seen[-1] == 40
+    assert Counter(t.origin for t in found.tried)["single"] == 8
+    best = found.best()[0]
+    assert best.speedup == max(t.speedup for t in found.tried if not t.pruned)
+    # What it promises is what its counts give.
+    config = search.config_of(best)
+    assert config.costs is not None and config.costs.draft_step == pytest.approx(best.draft_cost)
+    assert config.skip == search.space.config(best.choices).skip
+    assert config.provenance is not None and config.provenance.source == "ssd search"
+    assert len(config.drafting.acceptance) == len(best.acceptance.tried)
+
+
+def test_going_on_changes_nothing() -> None:
+    whole, _ = worker(memory())
+    expected = letters(whole.run(36))
+    storage = memory()
+    for trials in (3, 4, 20, 36):
+        search, _ = worker(storage)
+        found = search.run(trials)
+        assert len(found.tried) == trials
+    assert letters(found) == expected
+    assert letters(search.run(10)) == expected  # there are more already
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_the_same_seed_and_storage_the_same_trials(sampler: str) -> None:
+    def run(seed: int) -> list[str]:
+        search, _ = worker(memory(), SearchSettings(depth=3, sampler=sampler, warm_start=False, seed=seed))
+        return letters(search.run(15))
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_nsga2_keeps_a_frontier() -> None:
+    settings = SearchSettings(depth=3, sampler="nsga2", warm_start=False)
+    search, _ = worker(memory(), settings)
+    found = search.run(30)
+    frontier = found.frontier()
+    assert len(found.tried) == 30
+    for one in frontier:
+        for other in found.tried:
+            better = other.draft_cost <= one.draft_cost and mean_acceptance(other) >= mean_acceptance(one)
+            same = (other.draft_cost, mean_acceptance(other)) == (one.draft_cost, mean_acceptance(one))
+            assert not better or same
+
+
+def test_forward_selection_takes_the_best_addition() -> None:
+    settings = SearchSettings(depth=3, sampler="forward", prune=False)
+    search, space = worker(memory(), settings)
+    found = search.run(8 + 7)
+    first, second = found.tried[:8], found.tried[8:15]
+    assert all(sum(c == SKIP for c in t.choices.values()) == 1 for t in first)
+    chosen = max(first, key=lambda t: t.speedup)
+    kept = [name for name, choice in chosen.choices.items() if choice == SKIP]
+    assert all(t.choices[kept[0]] == SKIP and sum(c == SKIP for c in t.choices.values()) == 2 for t in second)
+    assert forward_selection(space, found.tried)
+
+
+def test_acceptance_within_a_budget() -> None:
+    settings = SearchSettings(depth=3, objective="acceptance", budget=0.8)
+    search, _ = worker(memory(), settings)
+    best = search.run(40).best()[0]
+    assert best.draft_cost <= 0.8
+    within = [mean_acceptance(t) for t in tried_in(search.study).tried if t.draft_cost <= 0.8 and not t.pruned]
+    assert best.value == pytest.approx(max(within))
+
+
+def test_measured_tokens_per_second() -> None:
+    settings = SearchSettings(depth=3, objective="tokens-per-second", warm_start=False)
+    search, _ = worker(memory(), settings)
+    found = search.run(2)
+    assert all(t.value is not None and t.value > 0 and t.acceptance.passes > 24 for t in found.tried)
+
+
+def test_given_configs_come_first_and_must_fit() -> None:
+    config = SelfSpeculativeConfig(SkipConfig([2], [1, 3]))
+    search, space = worker(memory(), configs=[config])
+    assert space.config(search.run(1).tried[0].choices).skip == config.skip
+    with pytest.raises(ValueError, match="not to be had"):
+        worker(memory(), configs=[SelfSpeculativeConfig(precision="int8")])
+
+
+def test_hopeless_drafts_are_given_up_and_counted() -> None:
+    search, _ = worker(memory(), new=90)
+    pruned = [t for t in search.run(30).tried if t.pruned]
+    assert pruned
+    everything = len(search.calibration)
+    assert all(t.acceptance.passes < everything for t in pruned)
+    thorough, _ = worker(memory(), SearchSettings(depth=3, prune=False), new=90)
+    assert not any(t.pruned for t in thorough.run(30).tried)
+
+
+def test_no_trials_is_no_search() -> None:
+    search, _ = worker(memory())
+    with pytest.raises(ValueError, match="at least one trial, but got 0"):
+        search.run(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"objective": "speed"}, "no objective 'speed'"),
+        ({"sampler": "cma"}, "no sampler 'cma'"),
+        ({"depth": 0}, "at least 1, but got 0"),
+        ({"budget": 1.5}, "up to 1, but got 1.5"),
+    ],
+)
+def test_settings_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SearchSettings(**arguments)
+
+
+def test_a_study_of_something_else_is_refused() -> None:
+    storage = memory()
+    worker(storage, about={"model": {"weights": "abc"}, "texts": "one"})
+    with pytest.raises(ValueError, match='model: weights was "abc" and is "def"'):
+        worker(storage, about={"model": {"weights": "def"}, "texts": "one"})
+    with pytest.raises(ValueError, match="depth was 3 and is 5"):
+        worker(storage, SearchSettings(depth=5), about={"model": {"weights": "abc"}, "texts": "one"})
+    optuna.create_study(study_name="other", storage=storage).add_trial(
+        optuna.trial.create_trial(value=1.0, params={}, distributions={})
+    )
+    with pytest.raises(ValueError, match="made for something else"):
+        worker(storage, name="other")
+
+
+@pytest.mark.parametrize("url", ["postgresql://ann:secret@127.0.0.1:1/x", "sqlite:////nowhere/at/all.db", "what://x"])
+def test_a_storage_that_cannot_be_reached(url: str) -> None:
+    with pytest.raises(ValueError, match="cannot be reached") as raised:
+        storage_of(url)
+    assert "secret" not in str(raised.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# workers that die
+
+
+def start(storage: str, trials: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(TESTS / "search_worker.py"), storage, str(trials)],
+        cwd=TESTS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+    )
+
+
+def check_counted_once(storage: str, trials: int) -> Found:
+    study = optuna.load_study(study_name="s", storage=storage_of(storage))
+    found = tried_in(study)
+    assert len(found.tried) == trials
+    assert len(set(letters(found))) == trials
+    assert not [t for t in study.get_trials() if t.state is TrialState.RUNNING]
+    for t in study.get_trials():
+        if t.state is TrialState.FAIL and "dropped" not in t.user_attrs and "fixed_params" in t.system_attrs:
+            # What was taken from the queue and lost has come back.
+            again = [o for o in study.get_trials() if o.user_attrs.get("retry_of") == t.number]
+            assert len(again) == 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "journal"])
+def test_killed_workers_lose_nothing(tmp_path: Path, kind: str) -> None:
+    storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"journal:{tmp_path}/s.log"
+    generator = random.Random(kind)
+    for _ in range(3):
+        process = start(storage, 30)
+        assert process.stdout is not None
+        for _ in range(generator.randrange(1, 5)):
+            assert process.stdout.readline(), process.stderr and process.stderr.read()
+        time.sleep(generator.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    last = start(storage, 30)
+    _, err = last.communicate(timeout=240)
+    assert last.returncode == 0, err
+    check_counted_once(storage, 30)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "journal"])
+def test_two_workers_on_one_study(tmp_path: Path, kind: str) -> None:
+    storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"journal:{tmp_path}/s.log"
+    both = [start(storage, 30) for _ in range(2)]
+    for process in both:
+        _, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+    found = check_counted_once(storage, 30)
+    study = optuna.load_study(study_name="s", storage=storage_of(storage))
+    workers = {t.user_attrs["worker"]["pid"] for t in study.get_trials() if "acceptance" in t.user_attrs}
+    assert len(workers) == 2
+    assert len(found.best()) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# proposals and other machines
+
+
+def tried(number: int, choices: dict[str, str], right: int, wrong: int, speedup: float) -> Tried:
+    return Tried(number, choices, Acceptance([right + wrong], [right]), 0.5, speedup, 2, "x", pruned=False)
+
+
+def test_warm_start_goes_for_what_costs_least() -> None:
+    space = space_of(tiny_model())
+    profile = cost_profile()
+    proposals = warm_start(space, profile, [], 64)
+    assert [origin for origin, _ in proposals] == ["single"] * 8
+    # MLP 3 and attention 2 cost nothing; all the others nearly everything.
+    done = []
+    for number, (_, choices) in enumerate(proposals):
+        free = choices["mlp.3"] == SKIP or choices["attention.2"] == SKIP
+        done.append(tried(number, choices, 99 if free else 5, 1 if free else 95, 1.1 if free else 1.0))
+    sets = warm_start(space, profile, done, 64)
+    assert {origin for origin, _ in sets} == {"set"}
+    first = {name for name, choice in sets[0][1].items() if choice == SKIP}
+    assert first == {"mlp.3", "attention.2"}
+
+
+def test_retarget_needs_no_model(tmp_path: Path) -> None:
+    storage = f"{tmp_path}/s.db"
+    search, space = worker(storage_of(storage))
+    search.study.set_user_attr("profile", cost_profile().to_dict())
+    search.study.set_user_attr("context", 64)
+    search.study.set_user_attr(
+        "ssd_generation", {**search.study.user_attrs["ssd_generation"], "space": space.describe()}
+    )
+    before = search.run(40).best()[0]
+    same, _, context = retarget(storage, cost_profile())
+    assert (same[0].number, same[0].speedup, context) == (before.number, pytest.approx(before.speedup), 64)
+    # Where attention is all that costs something, leaving out MLPs saves nothing.
+    other = cost_profile(attention={"keep": (0.24,)}, mlp={"keep": 0.0})
+    there, read, _ = retarget(storage, other)
+    assert read.choices == space.choices
+    expected = max(there, key=lambda t: (t.speedup, -t.number))
+    assert there[0] == expected
+    assert any(name.startswith("attention") and c == SKIP for name, c in there[0].choices.items())
+    with pytest.raises(ValueError, match="Profile the same model"):
+        retarget(storage, cost_profile(num_layers=7))
+    with pytest.raises(ValueError, match="no study 'b'"):
+        read_study(storage, "b")
+    with pytest.raises(FileNotFoundError, match="no study in"):
+        read_study(f"{tmp_path}/nothing.db")
+
+
+def test_the_queue_is_in_the_study_not_in_the_worker() -> None:
+    storage = memory()
+    first, _ = worker(storage)
+    first.run(1)
+    second, _ = worker(storage)
+    assert [t.origin for t in second.run(3).tried] == ["single"] * 3
+    study = open_study("s", storage, SearchSettings(depth=3), {"of": "a test"})
+    assert len(tried_in(study).tried) == 3
+
+
+def test_calibration_of_tests_is_the_same_each_time() -> None:
+    model = tiny_model()
+    assert calibration(model).texts[0].ids.tolist() == calibration(model).texts[0].ids.tolist()
