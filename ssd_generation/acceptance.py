@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from .config import SelfSpeculativeConfig
 
-__all__ = ["Acceptance", "VerifiedText", "agreements", "judge", "verify_text", "why_not_judged"]
+__all__ = ["Acceptance", "VerifiedText", "agreements", "judge", "round_inputs", "verify_text", "why_not_judged"]
 
 _MOST_TOKENS = 256
 """Inputs of one judging pass; the logits of a large vocabulary take half a megabyte each."""
@@ -213,22 +213,34 @@ def _logits(
     start: torch.Tensor,
     index: torch.Tensor,
 ) -> torch.Tensor:
-    """The draft's logits `(Q, V)` for tokens `index` `(Q,)` of the continuation, in rounds from `start` `(Q,)` on.
+    """The draft's logits `(Q, V)` for tokens `index` of the continuation; see `round_inputs`."""
+    with torch.inference_mode(), draft:
+        output = model(**round_inputs(model, text, which, start, index), use_cache=True)
+    return output.logits[0]  # type: ignore[no-any-return]
 
-    `which` `(Q,)` tells the rounds apart.
+
+def round_inputs(
+    model: PreTrainedModel, text: VerifiedText, which: torch.Tensor, start: torch.Tensor, index: torch.Tensor
+) -> dict[str, Any]:
+    """The arguments of a pass in which rounds of drafting lie side by side.
+
+    Args:
+        model: the target model.
+        text: the target's text.
+        which (`torch.LongTensor` of shape `(Q,)`): tells the rounds apart.
+        start (`torch.LongTensor` of shape `(Q,)`): the token of the continuation that the round drafts first.
+        index (`torch.LongTensor` of shape `(Q,)`): the token of the continuation that is predicted.
     """
     device = text.ids.device
     position = (index + text.prompt_length - 1).to(device)  # of the input, the token before the one predicted
     since = (start + text.prompt_length - 1).to(device)
-    ids = text.ids[:, position]
-    masks = _masks(model, which.to(device), position, since, int(text.ids.shape[1]) - 1)
-    # A copy of each layer aliases its tensors, and appending to one makes new ones: the text's own stay as they are.
-    cache = Cache(layers=[copy.copy(layer) for layer in text.cache.layers])
-    with torch.inference_mode(), draft:
-        output = model(
-            input_ids=ids, position_ids=position[None], attention_mask=masks, past_key_values=cache, use_cache=True
-        )
-    return output.logits[0]  # type: ignore[no-any-return]
+    return {
+        "input_ids": text.ids[:, position],
+        "position_ids": position[None],
+        "attention_mask": _masks(model, which.to(device), position, since, int(text.ids.shape[1]) - 1),
+        # A copy of a layer aliases its tensors, and appending to one makes new ones: the text's own stay as they are.
+        "past_key_values": Cache(layers=[copy.copy(layer) for layer in text.cache.layers]),
+    }
 
 
 def _masks(

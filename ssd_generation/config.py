@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import sys
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import date, datetime, timezone
@@ -20,6 +19,8 @@ from itertools import pairwise
 from pathlib import Path, PureWindowsPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from .files import write_whole
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -38,7 +39,6 @@ __all__ = [
     "Provenance",
     "SelfSpeculativeConfig",
     "SkipConfig",
-    "write_whole",
 ]
 
 CONFIG_NAME = "self_speculative_config.json"
@@ -1158,21 +1158,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {repeated!r} stands twice in one object. Keep one of the two.")
     return data
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that nobody ever sees a part of it."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        # Not `tempfile`, whose files are readable by their owner only: a config is there to be shared.
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _pretty(value: Any, indent: str = "") -> str:

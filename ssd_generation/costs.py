@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from .cache import DraftCache, SpareRoomLayer, add_spare_room
-from .config import Costs, SelfSpeculativeConfig, write_whole
+from .config import Costs, SelfSpeculativeConfig
+from .files import write_whole
 from .models import default_cache_dir
 from .passes import draft_of, flat_passes, why_not_recorded
 from .verification import argmax

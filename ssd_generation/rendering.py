@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import os
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .files import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -249,14 +250,7 @@ class TokenOrigins:
             raise FileNotFoundError(
                 f"There is no folder {str(target.parent)!r} to write {target.name!r} into. Make it first."
             )
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-                file.write(self.to_html(title, prompt))
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(target, self.to_html(title, prompt))
         return target
 
 

@@ -15,9 +15,11 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .files import write_whole
 
 __all__ = ["RunFolder"]
 
@@ -158,15 +160,4 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file of the folder, whole or not at all."""
-        with self.replacing(name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-    @contextlib.contextmanager
-    def replacing(self, name: str) -> Iterator[Path]:
-        """A path to write to; it takes the file's place when that has gone well."""
-        temporary = self.path / f".{os.getpid()}.{name}"
-        try:
-            yield temporary
-            os.replace(temporary, self.path / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(self.path / name, text)

@@ -88,6 +88,10 @@ class LayerLayout:
     output_length: int | None
     can_be_bypassed: bool
 
+    def bypass(self) -> tuple[nn.Module, Stub]:
+        """The `(module, forward)` pair that leaves the whole layer out: its input is handed on."""
+        return self.module, _passthrough(self.output_length)
+
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayout:
@@ -152,9 +156,7 @@ class DecoderLayout:
                 "context. Keep at least one."
             )
         bypassed = {i for i in attention & mlp if self.layers[i].can_be_bypassed}
-        pairs: list[tuple[nn.Module, Stub]] = [
-            (self.layers[i].module, _passthrough(self.layers[i].output_length)) for i in sorted(bypassed)
-        ]
+        pairs: list[tuple[nn.Module, Stub]] = [self.layers[i].bypass() for i in sorted(bypassed)]
         for sub in chosen:
             if sub.layer not in bypassed:
                 pairs.extend(sub.stubs())

@@ -30,17 +30,18 @@ PACKAGE = ROOT / "ssd_generation"
 # A room (a module or a sub-package of ssd_generation) may import the rooms named here and whatever those may
 # import in turn. A new room is added where it belongs.
 MAY_IMPORT: dict[str, set[str]] = {
-    "config": set(),
+    "files": set(),
+    "config": {"files"},
     "verification": set(),
     "drafting": set(),
     "lookup": set(),
     "statistics": set(),
     "timing": set(),
-    "rendering": set(),
+    "rendering": {"files"},
     "cache": set(),
     "recording": set(),
     "prompts": set(),
-    "run_folder": set(),
+    "run_folder": {"files"},
     "program": {"recording"},
     "sublayers": {"config"},
     "precision": {"sublayers"},

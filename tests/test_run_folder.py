@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ssd_generation.files import replacing
 from ssd_generation.run_folder import RunFolder
 
 ARGUMENTS = {"model": "tiny", "new_tokens": 8, "methods": ("plain", "auto")}
@@ -99,7 +100,7 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
         folder.write_json("summary.json", {"a": 1})
         with pytest.raises(ValueError, match="not JSON compliant"):
             folder.write_json("summary.json", {"a": float("nan")})
-        with pytest.raises(KeyboardInterrupt), folder.replacing("summary.json") as path:
+        with pytest.raises(KeyboardInterrupt), replacing(folder.path / "summary.json") as path:
             path.write_text("half of")
             raise KeyboardInterrupt
         assert folder.read_json("summary.json") == {"a": 1}

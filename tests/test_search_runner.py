@@ -344,3 +344,21 @@ def test_texts_of_tests_are_the_models_own() -> None:
     model = model_of()
     text = verify_text(model, prompt(12, vocab=304), 6)
     assert len(text) == 6
+
+
+def test_estimators_are_compared_with_generation() -> None:
+    from ssd_generation.search.estimators import ESTIMATORS, compare_estimators, random_skips
+
+    model = model_of()
+    texts = calibrate(model, TOKENIZER, [Prompt("a", "x", "the rain"), Prompt("b", "x", "a river")], new_tokens=24)
+    skips = random_skips(model, 6)
+    assert [len(skip) for skip in skips] == [1, 2, 3, 4, 5, 6]
+    told: list[int] = []
+    result = compare_estimators(model, texts, skips, 3, told.append)
+    assert told == [1, 2, 3, 4, 5, 6]
+    assert set(result["estimators"]) == set(ESTIMATORS)
+    assert result["estimators"]["a round at each token"]["correlation"] > 0.8
+    per_draft = result["per_draft"]
+    assert per_draft["rounds in a row"]["passes"] == 2
+    assert per_draft["measured"]["passes"] > 20
+    assert per_draft["a round at each token"]["inputs"] > 2 * per_draft["rounds in a row"]["inputs"]

@@ -17,6 +17,7 @@ import torch
 from ..comparison import describe_environment, find_difference, first_difference
 from ..config import SelfSpeculativeConfig
 from ..costs import costs_of
+from ..files import replacing
 from ..generation import enable_self_speculative
 from ..precision import copy_bytes, drop_copies
 from ..prompts import Prompt, digest, encode_prompt
@@ -387,7 +388,7 @@ def write_summary(folder: RunFolder, summary: dict[str, Any]) -> dict[str, Any]:
     summary["plot"] = PLOT
     if summary["complete"]:
         try:
-            with folder.replacing(PLOT) as path:
+            with replacing(folder.path / PLOT) as path:
                 plot_summary(summary, path)
         except ImportError as error:
             summary["plot"] = f"left out: {error}"

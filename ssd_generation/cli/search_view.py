@@ -52,7 +52,7 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class View:
-    """How far a search is: a `SearchObserver` for people. Use it as a context manager."""
+    """How far a search is, for people: a `SearchObserver`. Use it as a context manager."""
 
     def __init__(self) -> None:
         from .console import err

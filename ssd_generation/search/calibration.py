@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..acceptance import VerifiedText, verify_text
-from ..config import write_whole
+from ..files import write_whole
 from ..models import default_cache_dir
 from ..prompts import Prompt, encode_prompt, read_prompts
 

@@ -105,7 +105,7 @@ def _generate(
     generation_config = model.generation_config
     pad = None if generation_config is None else generation_config.pad_token_id
     extra = {} if config is None else {"self_speculative": config}
-    return model.generate(  # type: ignore[no-any-return, operator]
+    return model.generate(  # type: ignore[no-any-return]
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import replacing
 from .objective import expected_tokens
 from .space import KEEP, SKIP
 from .study import Found, Tried, mean_acceptance
@@ -28,6 +29,7 @@ _NAMES = {
     "uniform": "one precision",
     "single": "one sub-layer left out",
     "set": "promising sets",
+    "layerwise": "by hidden states",
     "move": "small changes",
     "forward": "forward selection",
     "neighbour": "neighbours",
@@ -243,19 +245,11 @@ def _saved(ax: Any, path: Path | None) -> Any:
 
 def plot_all(found: Found, profile: CostProfile, space: Space, folder: Path) -> Sequence[Path]:
     """All pictures of one search, into a folder; each whole or not at all."""
-    import os
-
-    paths = []
-    for name, draw in (
-        ("frontier.png", lambda p: plot_frontier(found, profile, p)),
-        ("progress.png", lambda p: plot_progress({"this search": found}, p)),
-        ("map.png", lambda p: plot_map(found, space, path=p)),
-    ):
-        temporary = folder / f".{os.getpid()}.{name}"
-        try:
-            draw(temporary)
-            os.replace(temporary, folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)
-        paths.append(folder / name)
+    paths = [folder / name for name in ("frontier.png", "progress.png", "map.png")]
+    with replacing(paths[0]) as path:
+        plot_frontier(found, profile, path)
+    with replacing(paths[1]) as path:
+        plot_progress({"this search": found}, path)
+    with replacing(paths[2]) as path:
+        plot_map(found, space, path=path)
     return paths

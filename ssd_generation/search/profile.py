@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, write_whole
+from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..costs import LONGEST_VERIFIED, Passes, describe_machine
+from ..files import write_whole
 from ..passes import linear_of_few_rows
 from ..precision import check_precision, copies_of, copy_bytes, drop_copies
 from ..sublayers import locate_sublayers
@@ -91,7 +92,7 @@ class CostProfile:
         """
         precision = config.precision or PrecisionConfig()
         head = precision.head or KEEP
-        seconds = self._of(self.head, head)
+        seconds: float = self._of(self.head, head)
         most: Counter[str] = Counter({head: 1})
         for kind, skipped in (("attention", config.skip.attention), ("mlp", config.skip.mlp)):
             for layer, share in enumerate(self.shares[kind]):
@@ -103,7 +104,8 @@ class CostProfile:
                     seconds += self._of(self.mlp, name) * share
                 else:
                     seconds += self._at(self._of(self.attention, name), context) * share
-        return seconds + self._of(self.overhead, most.most_common(1)[0][0])
+        seconds += self._of(self.overhead, most.most_common(1)[0][0])
+        return seconds
 
     def costs(self, config: SelfSpeculativeConfig, context: int | None = None) -> Costs:
         """The costs of a config, as `SelfSpeculativeConfig.costs` takes them."""

@@ -20,12 +20,18 @@ __all__ = ["forward_selection", "next_proposals", "uniform_drafts", "warm_start"
 
 Proposal = tuple[str, dict[str, str]]
 
+_MOST_SINGLES = 80
 _MOST_SETS = 12
 _MOST_MOVES = 4
 
 
 def next_proposals(
-    strategy: str, space: Space, profile: CostProfile, tried: Sequence[Tried], context: int
+    strategy: str,
+    space: Space,
+    profile: CostProfile,
+    tried: Sequence[Tried],
+    context: int,
+    layerwise: Sequence[Mapping[str, str]] = (),
 ) -> list[Proposal]:
     """What to try next, each with the name of its origin; nothing where the strategy is at its end.
 
@@ -35,10 +41,11 @@ def next_proposals(
         profile: costs.
         tried: what was tried.
         context: tokens before a drafted one.
+        layerwise: skip sets found by hidden states (`layerwise.layerwise_skips`), by size.
     """
     if strategy == "forward":
         return forward_selection(space, tried)
-    return warm_start(space, profile, tried, context)
+    return warm_start(space, profile, tried, context, layerwise)
 
 
 def _letters(choices: Mapping[str, str]) -> tuple[str, ...]:
@@ -61,15 +68,25 @@ def uniform_drafts(space: Space) -> list[dict[str, str]]:
     return drafts
 
 
-def warm_start(space: Space, profile: CostProfile, tried: Sequence[Tried], context: int) -> list[Proposal]:
+def warm_start(
+    space: Space,
+    profile: CostProfile,
+    tried: Sequence[Tried],
+    context: int,
+    layerwise: Sequence[Mapping[str, str]] = (),
+    most_singles: int = _MOST_SINGLES,
+) -> list[Proposal]:
     """Stage by stage, what is worth trying before a sampler has its say.
 
-    Uniform precisions; each sub-layer on its own left out of the best of them; the sets that these losses promise;
-    small changes to the best, while they help.
+    Uniform precisions; each sub-layer on its own left out of the best of them; the sets that these losses promise, and
+    sets found by hidden states; small changes to the best, while they help.
 
     Sets: the log-acceptance that a sub-layer costs is taken to add up, and so is the time it saves, as profiled. Then
     the best set of a attention and m MLP sub-layers has those with the least losses of each kind, which solves the
     knapsack of KnapSpec (ICML 2026) for every capacity at once where the sub-layers of a kind cost the same.
+
+    In a model with more sub-layers than `most_singles`, some are tried on their own, and the others are taken to be
+    like their neighbours.
     """
     by_key = _by_key(space, tried)
     uniform = uniform_drafts(space)
@@ -81,17 +98,38 @@ def warm_start(space: Space, profile: CostProfile, tried: Sequence[Tried], conte
         t = by_key[_letters(choices)]
         if not t.pruned and t.speedup > (reference.speedup if reference else 1.0):
             base, reference = choices, t
-    singles = {name: {**base, name: SKIP} for name in space.skippable}
+    singles = {name: {**base, name: SKIP} for name in _spread(space.skippable, most_singles)}
     singles = {name: choices for name, choices in singles.items() if space.is_possible(choices)}
     if waiting := _missing([("single", choices) for choices in singles.values()], by_key):
         return waiting
     at_first = 0.0 if reference is None else -_log_acceptance(reference)
-    losses = {
+    measured = {
         name: max(0.0, -_log_acceptance(by_key[_letters(choices)]) - at_first) for name, choices in singles.items()
     }
-    if waiting := _missing([("set", c) for c in _sets(space, profile, base, at_first, losses, context)], by_key):
+    losses = {name: measured[_nearest(name, measured)] for name in space.skippable}
+    sets = [("set", choices) for choices in _sets(space, profile, base, at_first, losses, context)]
+    sets += [
+        ("layerwise", choices) for choices in _by_hidden_states(base, layerwise) if choices not in (c for _, c in sets)
+    ]
+    if waiting := _missing(sets, by_key):
         return waiting
     return _missing([("move", c) for c in _moves(space, profile, tried, losses, context)], by_key)
+
+
+def _spread(names: Sequence[str], most: int) -> list[str]:
+    """At most so many of the names, spread over the model, those of each kind alike."""
+    stride = -(-len(names) // max(most, 1))
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(name.partition(".")[0], []).append(name)
+    return [name for group in kinds.values() for name in group[::stride]]
+
+
+def _nearest(name: str, known: Mapping[str, float]) -> str:
+    """The sub-layer of the same kind that is nearest to one, of those known (of any kind, if there is none)."""
+    kind, _, layer = name.partition(".")
+    same = [other for other in known if other.startswith(f"{kind}.")] or list(known)
+    return min(same, key=lambda other: (abs(int(other.partition(".")[2]) - int(layer)), other))
 
 
 def _log_acceptance(t: Tried) -> float:
@@ -138,6 +176,16 @@ def _sets(
         if (a, m) != (0, 0) and space.is_possible(choices) and choices not in sets:
             sets.append(choices)
     return sets
+
+
+def _by_hidden_states(base: Mapping[str, str], layerwise: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Some sizes of these sets, on top of the base."""
+    wanted = (1, 2, 3, 4, 6, 8, 11, 15, 20)
+    return [
+        _with_skipped(base, [name for name, choice in layerwise[size - 1].items() if choice == SKIP])
+        for size in wanted
+        if size <= len(layerwise)
+    ]
 
 
 def _with_skipped(base: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import optuna
 
 from ..acceptance import Acceptance, judge
-from ..config import SelfSpeculativeConfig, write_whole
+from ..config import SelfSpeculativeConfig
+from ..files import write_whole
 from ..precision import drop_copies
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from .confirm import Confirmed, confirm
@@ -28,8 +29,8 @@ __all__ = ["SearchObserver", "SearchResult", "read_study", "retarget", "search"]
 _CONTEXT = "context"
 
 
-class SearchObserver:
-    """Is told how far a search is. What is asked of it by default: nothing."""
+class SearchObserver(Protocol):
+    """Is told how far a search is."""
 
     def stage(self, name: str) -> None:
         """A stage begins."""
@@ -39,6 +40,17 @@ class SearchObserver:
 
     def trial(self, found: Found, trials: int) -> None:
         """A trial has ended; `trials` are wanted in all."""
+
+
+class _Silent:
+    def stage(self, name: str) -> None:
+        pass
+
+    def step(self, text: str, done: int, total: int) -> None:
+        pass
+
+    def trial(self, found: Found, trials: int) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -148,7 +160,7 @@ def search(
     if trials < 1:
         raise ValueError(f"A search needs at least one trial, but got {trials}.")
     settings = settings or SearchSettings()
-    observer = observer or SearchObserver()
+    observer = observer or _Silent()
     folder = None if output is None else _folder(output)
     if storage is None and folder is not None:
         storage = str(folder / "study.db")

@@ -26,9 +26,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ..acceptance import Acceptance, judge, why_not_judged
 from ..config import DraftingConfig, Provenance, SelfSpeculativeConfig
+from .layerwise import layerwise_skips
 from .objective import hopeless, theoretical_speedup
 from .proposals import next_proposals
-from .space import Space
+from .space import SKIP, Space
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,8 +109,8 @@ class SearchSettings:
             raise ValueError(f"The budget is a share of a plain step, above 0 and up to 1, but got {self.budget}.")
 
     @property
-    def directions(self) -> list[str]:
-        """Of the study's values."""
+    def directions(self) -> list[Any]:
+        """Of the study's values, as optuna has them."""
         return ["maximize", "minimize"] if self.sampler == "nsga2" else ["maximize"]
 
 
@@ -334,6 +335,7 @@ class Search:
 
     Raises:
         ValueError: drafts of this model cannot be judged, or a config is not in the space.
+        ImportError: the sampler needs a package that is not installed.
     """
 
     def __init__(
@@ -357,6 +359,7 @@ class Search:
         self.settings = settings
         self.given = [space.from_config(config) for config in configs]
         self.context = calibration.context()
+        self._sampler()  # what it lacks is better known now
 
     def run(self, trials: int, observe: Callable[[Found], None] | None = None) -> Found:
         """Work until the study has so many trials, those of other workers and of earlier runs counted.
@@ -431,7 +434,8 @@ class Search:
         done = list(tried_in(self.study).tried)
         if self.settings.warm_start or self.settings.sampler == "forward":
             strategy = "forward" if self.settings.sampler == "forward" else "warm"
-            proposals += next_proposals(strategy, self.space, self.profile, done, self.context)
+            layerwise = self._layerwise() if strategy == "warm" else []
+            proposals += next_proposals(strategy, self.space, self.profile, done, self.context, layerwise)
         last = [t for t in trials if t.state.is_finished()][-_REPEATS_IN_A_ROW:]
         if not proposals and len(last) == _REPEATS_IN_A_ROW and all("repeats" in t.user_attrs for t in last):
             proposals += self._neighbour(done, known, len(trials))
@@ -439,6 +443,19 @@ class Search:
             if _key(self.space, choices) not in known and self.space.is_possible(choices):
                 known.add(_key(self.space, choices))
                 self.study.enqueue_trial(self._params(choices), user_attrs={"origin": origin})
+
+    def _layerwise(self) -> list[dict[str, str]]:
+        """Skip sets of a dynamic programme over hidden states, worked out by the first worker."""
+        known = self.study.user_attrs.get("layerwise")
+        if known is None:
+            skips = layerwise_skips(self.model, self.calibration.texts[0])
+            known = [skip.to_dict() for skip in skips]
+            self.study.set_user_attr("layerwise", known)
+        choices = []
+        for skip in known:
+            names = [f"{kind}.{layer}" for kind in ("attention", "mlp") for layer in skip[kind]]
+            choices.append(self.space.complete(dict.fromkeys(names, SKIP)))
+        return choices
 
     def _neighbour(self, done: list[Tried], known: set[str], count: int) -> list[tuple[str, dict[str, str]]]:
         """The best draft with one sub-layer changed: for a sampler that goes round in circles."""
@@ -469,7 +486,7 @@ class Search:
             try:
                 import scipy  # noqa: F401
             except ImportError as error:
-                raise ImportError("The sampler gp needs scipy: pip install scipy") from error
+                raise ImportError("The sampler gp needs scipy: pip install 'ssd_generation[gp]'") from error
             return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
         if kind == "nsga2":
             return optuna.samplers.NSGAIISampler(seed=seed, population_size=24)

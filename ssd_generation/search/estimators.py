@@ -1,0 +1,185 @@
+"""How well acceptance judged in a pass predicts that of real generation.
+
+    python -m ssd_generation.search.estimators [--model demo] [--sets 30] [--texts 6] [--new-tokens 32]
+
+Random skip sets of one to eight sub-layers (those at either end of the model seldom, since they are never accepted) are
+judged by four estimators, and measured in generation with drafts of a fixed length on the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..acceptance import Acceptance, VerifiedText, agreements, judge
+from ..config import SelfSpeculativeConfig, SkipConfig
+from ..costs import describe_machine
+from ..models import load_model
+from ..skip_mode import SkipMode
+from ..sublayers import locate_sublayers
+from .calibration import Calibration, calibrate, calibration_prompts
+from .confirm import generated_acceptance
+from .objective import expected_tokens
+
+__all__ = ["ESTIMATORS", "compare_estimators", "random_skips"]
+
+ONE_ROUND = "one round for all"
+"""One parallel pass of the draft over the text, as in SWIFT: its own keys and values for the whole past."""
+
+ESTIMATORS: Mapping[str, Callable[[int], tuple[int, int | None]]] = {
+    ONE_ROUND: lambda depth: (depth, None),  # see `_every_token`
+    "first tokens": lambda depth: (1, 1),
+    "rounds in a row": lambda depth: (depth, None),
+    "a round at each token": lambda depth: (depth, 1),
+}
+"""Depth and stride by which `judge` is called."""
+
+
+def random_skips(model: Any, count: int, seed: int = 0) -> list[SkipConfig]:
+    """Random skip sets of one to eight sub-layers."""
+    layout = locate_sublayers(model)
+    generator = random.Random(seed)
+    inner = range(2, len(layout) - 1) if len(layout) > 6 else range(len(layout))
+    names = [("attention", i) for i in inner if layout.layers[i].attention and i not in layout.shares_kv]
+    names = names[1:]  # one is always kept
+    names += [("mlp", i) for i in inner if layout.layers[i].mlp]
+    skips = []
+    for index in range(count):
+        chosen = generator.sample(names, min(1 + index % 8, len(names) - 1))
+        skips.append(
+            SkipConfig(
+                attention=[i for kind, i in chosen if kind == "attention"],
+                mlp=[i for kind, i in chosen if kind == "mlp"],
+            )
+        )
+    return skips
+
+
+def compare_estimators(
+    model: Any,
+    calibration: Calibration,
+    skips: Sequence[SkipConfig],
+    draft_length: int = 4,
+    told: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Predicted against measured tokens of a round, by estimator.
+
+    Args:
+        model: the target model.
+        calibration: the texts.
+        skips: the drafts.
+        draft_length: tokens of a round.
+        told: told how many drafts are done.
+
+    Returns:
+        By estimator: correlation with what was measured, mean difference and mean absolute difference in accepted
+        tokens per round; passes, inputs and seconds per draft. And the points themselves.
+    """
+    points: dict[str, list[float]] = {name: [] for name in ("measured", *ESTIMATORS)}
+    costs: dict[str, list[tuple[int, int, float]]] = {name: [] for name in points}
+    for done, skip in enumerate(skips):
+        config = SelfSpeculativeConfig(skip)
+        started = time.perf_counter()
+        measured = generated_acceptance(model, config, calibration, draft_length)
+        costs["measured"].append((measured.passes, measured.tokens, time.perf_counter() - started))
+        points["measured"].append(_tokens(measured, draft_length))
+        for name in ESTIMATORS:
+            started = time.perf_counter()
+            total = Acceptance()
+            for text in calibration.texts:
+                if name == ONE_ROUND:
+                    total.add(_every_token(model, config, text))
+                else:
+                    total.add(judge(model, config, text, *ESTIMATORS[name](draft_length)))
+            costs[name].append((total.passes, total.tokens, time.perf_counter() - started))
+            points[name].append(_tokens(total, draft_length))
+        if told is not None:
+            told(done + 1)
+    summary = {}
+    for name in ESTIMATORS:
+        differences = [p - m for p, m in zip(points[name], points["measured"], strict=True)]
+        summary[name] = {
+            "correlation": statistics.correlation(points[name], points["measured"]),
+            "mean_difference": statistics.mean(differences),
+            "mean_absolute_difference": statistics.mean(map(abs, differences)),
+        }
+    return {
+        "drafts": len(skips),
+        "draft_length": draft_length,
+        "texts": len(calibration),
+        "tokens": calibration.tokens(),
+        "estimators": summary,
+        "per_draft": {
+            name: {
+                "passes": statistics.mean(c[0] for c in values),
+                "inputs": statistics.mean(c[1] for c in values),
+                "seconds": statistics.median(c[2] for c in values),
+            }
+            for name, values in costs.items()
+        },
+        "points": points,
+        "skips": [skip.to_dict() for skip in skips],
+    }
+
+
+def _tokens(acceptance: Acceptance, draft_length: int) -> float:
+    return expected_tokens(acceptance.by_depth(1.0), draft_length) - 1.0
+
+
+def _every_token(model: Any, config: SelfSpeculativeConfig, text: VerifiedText) -> Acceptance:
+    """One round as long as the text, in which each token counts wherever it stands."""
+    agreed, passes, tokens = agreements(model, SkipMode(model, config.skip), text, [0], len(text))
+    result = Acceptance(passes=passes, tokens=tokens)
+    result.add_rounds(agreed.T)
+    return result
+
+
+def main() -> None:
+    """Print the comparison."""
+    parser = argparse.ArgumentParser(prog="python -m ssd_generation.search.estimators", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--sets", type=int, default=30)
+    parser.add_argument("--texts", type=int, default=6)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    model, tokenizer = load_model(arguments.model, dtype="float32")
+    texts = calibrate(model, tokenizer, calibration_prompts(None, arguments.texts), arguments.new_tokens)
+    result = compare_estimators(
+        model,
+        texts,
+        random_skips(model, arguments.sets),
+        arguments.draft_length,
+        lambda done: print(f"\r{done}/{arguments.sets}", end="", file=sys.stderr, flush=True),
+    )
+    print(file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({"machine": describe_machine(model), **result}))
+        return
+    print(
+        f"{describe_machine(model)}; {result['drafts']} skip sets, {result['tokens']} tokens of {result['texts']} texts"
+    )
+    print(f"accepted tokens of a round of {result['draft_length']}, predicted against measured in generation")
+    print(f"{'':24}{'correlation':>12}{'bias':>8}{'|error|':>9}{'passes':>8}{'inputs':>8}{'seconds':>9}")
+    for name in ("measured", *ESTIMATORS):
+        spent = result["per_draft"][name]
+        tail = f"{spent['passes']:>8.0f}{spent['inputs']:>8.0f}{spent['seconds']:>9.2f}"
+        figures = result["estimators"].get(name)
+        head = (
+            " " * 29
+            if figures is None
+            else f"{figures['correlation']:>12.3f}{figures['mean_difference']:>+8.3f}"
+            f"{figures['mean_absolute_difference']:>9.3f}"
+        )
+        print(f"{name:24}{head}{tail}")
+
+
+if __name__ == "__main__":
+    main()

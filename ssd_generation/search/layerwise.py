@@ -1,0 +1,156 @@
+"""Skip sets from a dynamic programme over hidden states (CLaSp, ACL 2025), sub-layer by sub-layer.
+
+From layer to layer, for each number j of sub-layers left out so far, the hidden states of one partial draft are kept:
+those nearest to the target's own in cosine. A layer offers four ways on: as it is, without its attention, without its
+MLP, without either. (CLaSp decides on whole layers, from the last token; here it is every token of a text, each seeing
+the target's keys and values for all before it and its own.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..acceptance import VerifiedText, round_inputs
+from ..config import SkipConfig
+from ..skip_mode import SkipMode
+from ..sublayers import LayerLayout, locate_sublayers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["layerwise_skips"]
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """A draft up to some layer: hidden states `(N, H)` and what was left out."""
+
+    hidden: torch.Tensor
+    skipped: tuple[tuple[str, int], ...] = ()
+
+
+class _StopError(Exception):
+    """The layer has been run; nothing behind it is wanted."""
+
+
+def layerwise_skips(model: PreTrainedModel, text: VerifiedText, most: int | None = None) -> list[SkipConfig]:
+    """A skip set of each size, from a text of the target.
+
+    Args:
+        model: the target model.
+        text: the target's text; its whole continuation is used.
+        most: sub-layers left out at the most; `None`: half of them.
+
+    Returns:
+        The skip set with one sub-layer left out, with two, …; sizes for which there is none are left out.
+    """
+    layout = locate_sublayers(model)
+    subs = sum((layer.attention is not None) + (layer.mlp is not None) for layer in layout.layers)
+    most = subs // 2 if most is None else min(most, subs)
+    run = _LayerRun(model, text)
+    target = run.embedded()
+    partial: dict[int, _Partial] = {0: _Partial(target)}
+    with_attention = sum(layer.attention is not None for layer in layout.layers)
+    for layer in layout.layers:
+        ways: list[tuple[tuple[str, ...], Callable[[torch.Tensor], torch.Tensor]]] = []
+        combinations: list[tuple[str, ...]] = [(), ("attention",), ("mlp",), ("attention", "mlp")]
+        for left_out in combinations:
+            if any(getattr(layer, kind) is None for kind in left_out):
+                continue
+            if "attention" in left_out and layer.index in layout.shares_kv:
+                continue
+            ways.append((left_out, run.way(layer, left_out)))
+        outputs = {left_out: way(_stacked(partial)) for left_out, way in ways}
+        target = run.way(layer, ())(target[None])[0]
+        reached: dict[int, tuple[float, _Partial]] = {}
+        for place, (count, before) in enumerate(partial.items()):
+            for left_out, hidden in outputs.items():
+                total = count + len(left_out)
+                if total > most:
+                    continue
+                skipped = (*before.skipped, *((kind, layer.index) for kind in left_out))
+                if sum(kind == "attention" for kind, _ in skipped) >= with_attention:
+                    continue
+                near = float(torch.cosine_similarity(hidden[place].float(), target.float(), dim=-1).mean())
+                if total not in reached or near > reached[total][0]:
+                    reached[total] = near, _Partial(hidden[place], skipped)
+        partial = {count: best for count, (_, best) in sorted(reached.items())}
+    return [
+        SkipConfig(
+            attention=[i for kind, i in p.skipped if kind == "attention"],
+            mlp=[i for kind, i in p.skipped if kind == "mlp"],
+        )
+        for count, p in partial.items()
+        if count
+    ]
+
+
+def _stacked(partial: dict[int, _Partial]) -> torch.Tensor:
+    return torch.stack([p.hidden for p in partial.values()])
+
+
+class _LayerRun:
+    """Runs single layers on hidden states of one's own, inside a pass of the model that brings all else they need."""
+
+    def __init__(self, model: PreTrainedModel, text: VerifiedText) -> None:
+        self.model = model
+        self.text = text
+        self.layout = locate_sublayers(model)
+
+    def embedded(self) -> torch.Tensor:
+        """What the first layer is given, `(N, H)`."""
+        seen: list[torch.Tensor] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            seen.append(args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()))))
+            raise _StopError
+
+        self._pass(1, [(self.layout.layers[0].module, forward)], SkipConfig())
+        return seen[0][0]
+
+    def way(self, layer: LayerLayout, left_out: tuple[str, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What a layer makes of hidden states `(J, N, H)` of J drafts, without some of its sub-layers."""
+
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            drafts, tokens, width = hidden.shape
+            seen: list[torch.Tensor] = []
+            inside = hidden.reshape(1, drafts * tokens, width)
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if args:
+                    args = (inside, *args[1:])
+                else:
+                    kwargs = {
+                        **kwargs,
+                        next(iter(kwargs)) if "hidden_states" not in kwargs else "hidden_states": inside,
+                    }
+                output = type(layer.module).forward(layer.module, *args, **kwargs)
+                seen.append(output[0] if isinstance(output, tuple) else output)
+                raise _StopError
+
+            before = [other.bypass() for other in self.layout.layers[: layer.index]]
+            skip = SkipConfig(
+                attention=[layer.index] if "attention" in left_out else [],
+                mlp=[layer.index] if "mlp" in left_out else [],
+            )
+            self._pass(drafts, [*before, (layer.module, forward)], skip)
+            return seen[0].reshape(drafts, tokens, width)
+
+        if left_out and layer.can_be_bypassed and len(left_out) == 2:
+            return lambda hidden: hidden
+        return run
+
+    def _pass(self, drafts: int, patches: list[tuple[Any, Any]], skip: SkipConfig) -> None:
+        tokens = len(self.text)
+        index = torch.arange(tokens).repeat(drafts)
+        inputs = round_inputs(self.model, self.text, torch.arange(drafts * tokens), index, index)
+        mode = SkipMode(self.model, skip, patches)
+        try:
+            with torch.inference_mode(), mode:
+                self.model(**inputs)
+        except _StopError:
+            pass
