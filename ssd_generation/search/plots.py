@@ -22,7 +22,10 @@ _COLOURS = {
     "uniform": "tab:purple",
     "single": "tab:cyan",
     "set": "tab:orange",
+    "layerwise": "tab:brown",
     "move": "tab:green",
+    "forward": "tab:olive",
+    "neighbour": "tab:pink",
 }
 _NAMES = {
     "given": "given",
@@ -86,7 +89,7 @@ def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, 
     ax.plot([t.draft_cost for t in frontier], [mean_acceptance(t) for t in frontier], color="0.4", lw=1, zorder=2)
     least = min([t.draft_cost for t in whole] + [0.9])
     low = min([mean_acceptance(t) for t in frontier] + [0.8])
-    ax.set_xlim(max(0.0, least - 0.06), 1.05)
+    ax.set_xlim(max(0.0, least - 0.06), max([t.draft_cost for t in whole] + [least + 0.3]) + 0.04)
     ax.set_ylim(max(0.0, low - 0.12), 1.02)
     _equal_speedups(ax, profile)
     for t in found.best():
@@ -100,6 +103,8 @@ def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, 
             textcoords="offset points",
             color="tab:red",
             fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+            zorder=5,
         )
     ax.set_xlabel("draft step / plain step")
     ax.set_ylabel("accepted / drafted tokens")

@@ -359,7 +359,8 @@ class Search:
         self.settings = settings
         self.given = [space.from_config(config) for config in configs]
         self.context = calibration.context()
-        self._sampler()  # what it lacks is better known now
+        with _quiet():
+            self._sampler()  # what it lacks is better known now
 
     def run(self, trials: int, observe: Callable[[Found], None] | None = None) -> Found:
         """Work until the study has so many trials, those of other workers and of earlier runs counted.
