@@ -188,6 +188,8 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
         )
     shown: list[Any] = [table]
     shown += [f"  {line}" for line in describe_draft(result.config, num_layers)]
+    if best.speedup < 1.0:
+        shown.append("  Nothing pays on this machine: with this config, drafting by cost comes to plain steps.")
     total = sum(result.passes.values())
     pruned = sum(t.pruned for t in result.found.tried)
     shown.append(

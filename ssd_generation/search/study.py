@@ -220,7 +220,8 @@ def _without_password(text: str) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # A trial that is taken back is no failure to warn of; what does fail is raised.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
             # Heartbeats and GPSampler are "experimental" in optuna; what of them is used here is tested.
