@@ -439,7 +439,7 @@ class Search:
             layerwise = self._layerwise() if strategy == "warm" else []
             proposals += next_proposals(strategy, self.space, self.profile, done, self.context, layerwise)
         last = [t for t in trials if t.state.is_finished()][-_REPEATS_IN_A_ROW:]
-        if not proposals and len(last) == _REPEATS_IN_A_ROW and all("repeats" in t.user_attrs for t in last):
+        if not proposals and len(last) == _REPEATS_IN_A_ROW and not any(map(_is_counted, last)):
             proposals += self._neighbour(done, known, len(trials))
         for origin, choices in proposals:
             if _key(self.space, choices) not in known and self.space.is_possible(choices):
