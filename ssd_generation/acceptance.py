@@ -85,14 +85,7 @@ class Acceptance:
         known = agreed >= 0
         right = agreed.clamp(min=0).cumprod(dim=1)
         reached = torch.cat((torch.ones_like(right[:, :1]), right[:, :-1]), dim=1) * known
-        for depth, (tried, accepted) in enumerate(
-            zip(reached.sum(0).tolist(), (right * known).sum(0).tolist(), strict=True)
-        ):
-            if depth == len(self.tried):
-                self.tried.append(0)
-                self.accepted.append(0)
-            self.tried[depth] += int(tried)
-            self.accepted[depth] += int(accepted)
+        self.add(Acceptance(reached.sum(0).tolist(), (right * known).sum(0).tolist()))
 
     def add(self, other: Acceptance) -> None:
         """Take over another's counts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,7 +165,7 @@ def benchmark(
         from ..config import SelfSpeculativeConfig
         from ..prompts import load_prompts
         from ..run_folder import RunFolder
-        from .options import requested_config
+        from .options import default_folder, requested_config
 
         # What can be refused is refused before anything slow begins.
         chosen = requested_config(config, config_name, skip_attention, skip_mlp)
@@ -201,7 +200,7 @@ def benchmark(
             "threads": threads,
             "paired": None if paired is None else str(paired),
         }
-        path = _default_folder(model) if output is None else output
+        path = default_folder("benchmark", model) if output is None else output
         arguments = benchmark_arguments(settings, wanted, chosen, **about)
         with RunFolder(path, arguments) as folder:
             if not as_json:
@@ -271,8 +270,3 @@ def _run_paired(
             config=None if config is None else config.to_dict(),
             observe=observe,
         )
-
-
-def _default_folder(model: str) -> Path:
-    name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name) or "model"
-    return Path(f"benchmark-{name}-{datetime.now():%Y%m%d-%H%M%S}")

@@ -6,6 +6,8 @@ import dataclasses
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -225,6 +227,12 @@ def with_drafting(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # models and prompts
+
+
+def default_folder(kind: str, model: str) -> Path:
+    """Where results go unless asked otherwise: a new folder, named by the model and the time."""
+    name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name) or "model"
+    return Path(f"{kind}-{name}-{datetime.now():%Y%m%d-%H%M%S}")
 
 
 def set_threads(threads: int | None) -> None:

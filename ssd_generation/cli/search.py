@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -167,7 +166,7 @@ def search(
         from ..search.profile import CostProfile
         from ..search.runner import search as run_search
         from ..search.study import SearchSettings
-        from .options import load, set_threads
+        from .options import default_folder, load, set_threads
         from .search_view import View
 
         settings = SearchSettings(
@@ -181,7 +180,7 @@ def search(
         )
         given = None if costs is None else CostProfile.load(costs)
         configs = [SelfSpeculativeConfig.from_pretrained(name) for name in start_from or ()]
-        folder = _default_folder(model) if output is None else output
+        folder = default_folder("search", model) if output is None else output
         set_threads(threads)
         target, tokenizer = load(model, dtype, device, device_map)
         if given is not None:
@@ -249,11 +248,12 @@ def _retarget(source: str, study: str | None, costs: Path | None, output: Path |
         raise ValueError("--from picks a draft for other costs: name them with --costs (see `ssd profile`).")
     with quiet_libraries():
         from ..search.profile import CostProfile
-        from ..search.runner import retarget, retargeted_config
+        from ..search.runner import retarget
+        from ..search.study import found_config
 
         profile = CostProfile.load(costs)
         found, space, context = retarget(source, profile, study)
-        config = retargeted_config(found[0], space, profile, context)
+        config = found_config(space, found[0], profile, context)
         if output is not None:
             config.save_pretrained(output)
     if as_json:
@@ -268,8 +268,3 @@ def _retarget(source: str, study: str | None, costs: Path | None, output: Path |
         console.print(f"  {line}", markup=False, soft_wrap=True)
     if output is not None:
         err().print(f"Written to {output}", style="dim", soft_wrap=True, markup=False)
-
-
-def _default_folder(model: str) -> Path:
-    name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name) or "model"
-    return Path(f"search-{name}-{datetime.now():%Y%m%d-%H%M%S}")

@@ -25,7 +25,7 @@ from ..prompts import Prompt, encode_prompt, read_prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Calibration", "calibrate", "calibration_prompts", "describe_weights"]
+__all__ = ["Calibration", "calibrate", "calibration_prompts", "describe_weights", "generate_greedily"]
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,25 @@ def calibrate(
     return Calibration(tuple(texts), tuple(prompts), made, hashlib.sha256(content.encode()).hexdigest()[:16])
 
 
+def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **more: Any) -> torch.Tensor:
+    """Prompt and the most likely continuation, whatever the model's own generation config says of sampling."""
+    config = model.generation_config
+    pad = None if config is None else config.pad_token_id
+    return model.generate(  # type: ignore[no-any-return]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=new_tokens,
+        pad_token_id=0 if pad is None else pad,
+        **more,
+    )
+
+
 def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, int]:
     """Prompt and continuation, and how many passes it took."""
     key = hashlib.sha256(json.dumps([weights, ids.tolist(), new_tokens]).encode()).hexdigest()[:24]
@@ -200,20 +219,7 @@ def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_t
         pass
     except (OSError, TypeError, ValueError) as error:
         logger.warning("The continuation in %s cannot be read (%s); generating it again.", path, error)
-    output: Any = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        num_beams=1,
-        repetition_penalty=1.0,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        pad_token_id=model.generation_config.pad_token_id
-        if model.generation_config is not None and model.generation_config.pad_token_id is not None
-        else 0,
-    )
+    output = generate_greedily(model, ids, new_tokens)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(output[0].tolist()))

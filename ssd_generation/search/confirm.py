@@ -14,6 +14,7 @@ import torch
 from ..acceptance import Acceptance
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..generation import enable_self_speculative
+from .calibration import generate_greedily
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,22 +103,8 @@ def confirm(
 def _generate(
     model: PreTrainedModel, config: SelfSpeculativeConfig | None, ids: torch.Tensor, new_tokens: int
 ) -> torch.Tensor:
-    generation_config = model.generation_config
-    pad = None if generation_config is None else generation_config.pad_token_id
-    extra = {} if config is None else {"self_speculative": config}
-    return model.generate(  # type: ignore[no-any-return]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        max_new_tokens=new_tokens,
-        pad_token_id=0 if pad is None else pad,
-        **extra,
-    )
+    more = {} if config is None else {"self_speculative": config}
+    return generate_greedily(model, ids, new_tokens, **more)
 
 
 def _timed(

@@ -27,6 +27,7 @@ from ..files import write_whole
 from ..passes import linear_of_few_rows
 from ..precision import check_precision, copies_of, copy_bytes, drop_copies
 from ..sublayers import locate_sublayers
+from .space import KEEP
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,8 +36,6 @@ __all__ = ["CONTEXTS", "CostProfile", "measure_profile"]
 
 CONTEXTS = (64, 512, 2048)
 """Tokens in the cache at which attention is measured."""
-
-KEEP = "keep"
 
 _VERSION = 1
 _SECONDS = 4.0

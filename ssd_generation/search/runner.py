@@ -19,7 +19,7 @@ from .confirm import Confirmed, confirm
 from .objective import theoretical_speedup
 from .profile import CostProfile, measure_profile
 from .space import Space, space_of
-from .study import Found, Search, SearchSettings, Tried, found_config, mean_acceptance, open_study, storage_of, tried_in
+from .study import PRIOR, Found, Search, SearchSettings, Tried, mean_acceptance, open_study, storage_of, tried_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -268,7 +268,7 @@ def _judge_again(model: PreTrainedModel, worker: Search, best: Tried, texts: Cal
     for text in texts.texts:
         acceptance.add(judge(model, config, text, worker.settings.depth))
     costs = worker.profile.costs(config, worker.context)
-    speedup, length = theoretical_speedup(acceptance.by_depth(4.0), costs)
+    speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
     return {
         "speedup": speedup,
         "draft_length": length,
@@ -362,7 +362,7 @@ def retarget(
             costs = profile.costs(config, context)
         except ValueError:
             continue  # a precision that the other machine does not have
-        speedup, length = theoretical_speedup(t.acceptance.by_depth(4.0), costs)
+        speedup, length = theoretical_speedup(t.acceptance.by_depth(PRIOR), costs)
         again.append(
             Tried(
                 t.number,
@@ -378,8 +378,3 @@ def retarget(
     if not again:
         raise ValueError("The study has no draft that can be had with these costs. Search again on that machine.")
     return sorted(again, key=lambda t: (-t.speedup, t.number)), space, context
-
-
-def retargeted_config(tried: Tried, space: Space, profile: CostProfile, context: int) -> SelfSpeculativeConfig:
-    """The config of a draft for another machine."""
-    return found_config(space, tried, profile, context)

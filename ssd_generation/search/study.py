@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OBJECTIVES",
+    "PRIOR",
     "SAMPLERS",
     "Found",
     "Search",
@@ -62,7 +63,7 @@ OBJECTIVES: Mapping[str, str] = {
     "tokens-per-second": "measured, of timed generation, as in the paper",
 }
 
-_PRIOR = 4.0
+PRIOR = 4.0
 """How many observations the depth before counts for in acceptance by depth."""
 
 _ABOUT = "ssd_generation"
@@ -552,7 +553,7 @@ class Search:
             from .confirm import tokens_per_second
 
             measured, acceptance = tokens_per_second(self.model, config, self.calibration)
-            speedup, length = theoretical_speedup(acceptance.by_depth(_PRIOR), costs)
+            speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
             self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
             return measured
         best = max((t.speedup for t in tried_in(self.study).tried if not t.pruned), default=0.0)
@@ -566,10 +567,10 @@ class Search:
                 and self.settings.objective == "speedup"
                 and hopeless(acceptance.tried, acceptance.accepted, costs, best)
             ):
-                speedup, length = theoretical_speedup(acceptance.by_depth(_PRIOR), costs)
+                speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
                 self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
                 raise optuna.TrialPruned
-        speedup, length = theoretical_speedup(acceptance.by_depth(_PRIOR), costs)
+        speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
         self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
         rate = sum(acceptance.accepted) / max(1, sum(acceptance.tried))
         if self.settings.sampler == "nsga2":
@@ -610,7 +611,7 @@ def found_config(
 ) -> SelfSpeculativeConfig:
     """The config of a draft that was tried, with its acceptance as what drafting starts from, and costs."""
     config = space.config(tried.choices)
-    acceptance = [round(min(max(rate, 0.0), 1.0), 4) for rate in tried.acceptance.by_depth(_PRIOR)]
+    acceptance = [round(min(max(rate, 0.0), 1.0), 4) for rate in tried.acceptance.by_depth(PRIOR)]
     provenance = None
     if model is not None:
         provenance = dataclasses.replace(Provenance.from_model(model), source="ssd search")
