@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,15 +202,25 @@ def test_a_storage_that_cannot_be_reached(url: str) -> None:
 # workers that die
 
 
-def start(storage: str, trials: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def start(storage: str, trials: int) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, str(TESTS / "search_worker.py"), storage, str(trials)],
         cwd=TESTS,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ends_well(process: subprocess.Popen[str]) -> None:
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
 
 
 def check_counted_once(storage: str, trials: int) -> Found:
@@ -229,31 +242,61 @@ def test_killed_workers_lose_nothing(tmp_path: Path, kind: str) -> None:
     storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"journal:{tmp_path}/s.log"
     generator = random.Random(kind)
     for _ in range(3):
-        process = start(storage, 30)
-        assert process.stdout is not None
-        for _ in range(generator.randrange(1, 5)):
-            assert process.stdout.readline(), process.stderr and process.stderr.read()
-        time.sleep(generator.random() * 0.05)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    last = start(storage, 30)
-    _, err = last.communicate(timeout=240)
-    assert last.returncode == 0, err
+        with start(storage, 30) as process:
+            assert process.stdout is not None
+            for _ in range(generator.randrange(1, 5)):
+                assert process.stdout.readline(), process.stderr and process.stderr.read()
+            time.sleep(generator.random() * 0.05)
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+    with start(storage, 30) as last:
+        ends_well(last)
     check_counted_once(storage, 30)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "journal"])
 def test_two_workers_on_one_study(tmp_path: Path, kind: str) -> None:
     storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"journal:{tmp_path}/s.log"
-    both = [start(storage, 30) for _ in range(2)]
-    for process in both:
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
+    with start(storage, 30) as one, start(storage, 30) as other:
+        ends_well(one)
+        ends_well(other)
     found = check_counted_once(storage, 30)
     study = optuna.load_study(study_name="s", storage=storage_of(storage))
     workers = {t.user_attrs["worker"]["pid"] for t in study.get_trials() if "acceptance" in t.user_attrs}
     assert len(workers) == 2
     assert len(found.best()) == 1
+
+
+def test_sqlite_gives_a_trial_to_one_worker_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (storage_of(f"{tmp_path}/s.db") for _ in range(2))
+    optuna.create_study(study_name="s", storage=one).enqueue_trial({})
+    check = type(one).check_trial_is_updatable
+    taken = []
+
+    def take() -> None:
+        taken.append(other.set_trial_state_values(1, TrialState.RUNNING))
+
+    thread = threading.Thread(target=take)
+
+    def checked(self: Any, *args: Any) -> None:
+        check(self, *args)
+        if self is one:  # its trial has been read, and not been written yet
+            thread.start()
+            thread.join(timeout=0.5)
+
+    monkeypatch.setattr(type(one), "check_trial_is_updatable", checked)
+    taken.append(one.set_trial_state_values(1, TrialState.RUNNING))
+    thread.join()
+    assert sorted(taken) == [False, True]
+
+
+def test_a_draft_judged_by_two_workers_at_once_counts_once() -> None:
+    search, _ = worker(memory())
+    search.run(3)
+    for trial in search.study.get_trials()[:2]:
+        search.study.add_trial(trial)
+    assert [t.number for t in tried_in(search.study).tried] == [0, 1, 2]
+    assert len(search.run(5).tried) == 5
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import random
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,7 @@ PRIOR = 4.0
 """How many observations the depth before counts for in acceptance by depth."""
 
 _ABOUT = "ssd_generation"
-_UNKNOWN_WORKER_SECONDS = 10.0
+_UNKNOWN_WORKER_SECONDS = 30.0
 _REPEATS_IN_A_ROW = 3
 
 
@@ -203,13 +203,37 @@ def storage_of(url: str) -> Any:
     engine = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else None
     try:
         with _quiet():
-            return optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
+            storage = optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
+            _one_writer_at_a_time(storage.engine)
+            return storage
     except Exception as error:  # of sqlalchemy, of the driver, or of a driver that is not installed
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"The storage {_without_password(url)!r} cannot be reached: {_without_password(reason)}. Give a file, an "
             "RDB URL such as sqlite:///study.db or postgresql://user@host/name, or journal:PATH."
         ) from error
+
+
+def _one_writer_at_a_time(engine: Any) -> None:
+    """Let SQLite take its lock where a transaction begins.
+
+    Optuna takes a trial from the queue by reading its state `FOR UPDATE` and then writing it. SQLite knows no such
+    clause, so that two workers could take the same trial.
+    """
+    from sqlalchemy import event
+
+    if engine.dialect.name != "sqlite" or engine.url.database in (None, "", ":memory:"):
+        return
+
+    def connected(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # Python's module would begin transactions of its own, too late
+
+    def begun(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    event.listen(engine, "connect", connected)
+    event.listen(engine, "begin", begun)
+    engine.dispose()  # what was connected before
 
 
 def _without_password(text: str) -> str:
@@ -289,13 +313,22 @@ def _differences(before: Mapping[str, Any], wanted: Mapping[str, Any], prefix: s
 # reading trials
 
 
-def _is_counted(trial: FrozenTrial) -> bool:
-    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "repeats" not in trial.user_attrs
+def _counted(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    """The trials that count: of those that ended with the same draft judged, the one with the lowest number.
+
+    Two workers may begin on one draft at the same moment, so that this is settled where trials are read, not where they
+    are written.
+    """
+    first: dict[str, FrozenTrial] = {}
+    for trial in sorted(trials, key=lambda t: t.number):
+        if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and "acceptance" in trial.user_attrs:
+            first.setdefault(trial.user_attrs["key"], trial)
+    return list(first.values())
 
 
 def tried_in(study: optuna.Study) -> Found:
     """What the trials of a study have come to."""
-    trials = [t for t in study.get_trials(deepcopy=False) if _is_counted(t) and "acceptance" in t.user_attrs]
+    trials = _counted(study.get_trials(deepcopy=False))
     return Found(tuple(_tried(t) for t in trials), tuple(int(t.user_attrs["acceptance"]["passes"]) for t in trials))
 
 
@@ -392,7 +425,7 @@ class Search:
         while True:
             waiting_for = self._recover()
             all_trials = self.study.get_trials(deepcopy=False)
-            counted = sum(map(_is_counted, all_trials))
+            counted = len(_counted(all_trials))
             running = sum(t.state is TrialState.RUNNING for t in all_trials)
             if counted >= trials or counted + running < trials:
                 return counted < trials
@@ -440,7 +473,7 @@ class Search:
             layerwise = self._layerwise() if strategy == "warm" else []
             proposals += next_proposals(strategy, self.space, self.profile, done, self.context, layerwise)
         last = [t for t in trials if t.state.is_finished()][-_REPEATS_IN_A_ROW:]
-        if not proposals and len(last) == _REPEATS_IN_A_ROW and not any(map(_is_counted, last)):
+        if not proposals and len(last) == _REPEATS_IN_A_ROW and not {t.number for t in last} & {t.number for t in done}:
             proposals += self._neighbour(done, known, len(trials))
         for origin, choices in proposals:
             if _key(self.space, choices) not in known and self.space.is_possible(choices):
@@ -501,9 +534,8 @@ class Search:
 
     def _objective(self, trial: optuna.Trial, trials: int) -> float | tuple[float, ...]:
         trial.set_user_attr("worker", _this_worker())
-        others = self.study.get_trials(deepcopy=False)
-        before = [t for t in others if t.number < trial.number]
-        if sum(_is_counted(t) or t.state is TrialState.RUNNING for t in before) >= trials:
+        before = [t for t in self.study.get_trials(deepcopy=False) if t.number < trial.number]
+        if len(_counted(before)) + sum(t.state is TrialState.RUNNING for t in before) >= trials:
             self._take_back(trial, "surplus")
         choices = {
             name: allowed[0] if len(allowed) == 1 else trial.suggest_categorical(name, list(allowed))
@@ -513,7 +545,7 @@ class Search:
             self._take_back(trial, "leaves out all attention")
         key = _key(self.space, choices)
         trial.set_user_attr("key", key)
-        other = self._same_before(trial, key)
+        other = self._same(trial, key)
         if other is not None and other.state is TrialState.RUNNING:
             self._take_back(trial, "another worker is at it")
         if other is not None:
@@ -522,22 +554,17 @@ class Search:
                 raise optuna.TrialPruned
             return other.values[0] if len(other.values) == 1 else tuple(other.values)
         trial.set_user_attr("choices", choices)
-        try:
-            return self._judge(trial, choices)
-        finally:
-            # Another worker may have begun on the same at the same time: the trial with the lower number counts.
-            other = self._same_before(trial, key)
-            if other is not None:
-                trial.set_user_attr("repeats", other.number)
+        return self._judge(trial, choices)
 
-    def _same_before(self, trial: optuna.Trial, key: str) -> FrozenTrial | None:
-        """Another trial of the same draft with a lower number, which is counted or may yet be."""
-        for other in self.study.get_trials(deepcopy=False):
-            if other.number < trial.number and other.user_attrs.get("key") == key:
-                if other.state is TrialState.RUNNING and "dropped" not in other.user_attrs:
-                    return other
-                if _is_counted(other) and "acceptance" in other.user_attrs:
-                    return other
+    def _same(self, trial: optuna.Trial, key: str) -> FrozenTrial | None:
+        """Another trial of the same draft that is counted, or one with a lower number that may yet be."""
+        same = [t for t in self.study.get_trials(deepcopy=False) if t.user_attrs.get("key") == key]
+        for other in _counted(same):
+            return other
+        for other in same:
+            running = other.state is TrialState.RUNNING and "dropped" not in other.user_attrs
+            if running and other.number < trial.number:
+                return other
         return None
 
     def _take_back(self, trial: optuna.Trial, why: str) -> None:
