@@ -290,6 +290,22 @@ def test_sqlite_gives_a_trial_to_one_worker_only(tmp_path: Path, monkeypatch: py
     assert sorted(taken) == [False, True]
 
 
+def test_tables_that_another_worker_makes_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sqlalchemy.exc import IntegrityError
+
+    made = optuna.storages.RDBStorage
+    errors = [IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed")), RuntimeError("table already exists")]
+
+    def making(*args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(optuna.storages, "RDBStorage", making)
+    storage_of(f"{tmp_path}/s.db")
+    assert not errors
+
+
 def test_a_draft_judged_by_two_workers_at_once_counts_once() -> None:
     search, _ = worker(memory())
     search.run(3)

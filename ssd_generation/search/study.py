@@ -26,8 +26,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ..acceptance import Acceptance, judge, why_not_judged
 from ..config import DraftingConfig, Provenance, SelfSpeculativeConfig
+from ..speedup import hopeless, theoretical_speedup
 from .layerwise import layerwise_skips
-from .objective import hopeless, theoretical_speedup
 from .proposals import next_proposals
 from .space import SKIP, Space
 
@@ -69,6 +69,7 @@ PRIOR = 4.0
 _ABOUT = "ssd_generation"
 _UNKNOWN_WORKER_SECONDS = 30.0
 _REPEATS_IN_A_ROW = 3
+_WORKERS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -200,10 +201,9 @@ def storage_of(url: str) -> Any:
             raise ValueError(f"The storage {url!r} cannot be opened: {error.strerror or error}.") from error
     if "://" not in url:
         url = f"sqlite:///{Path(url).expanduser()}"
-    engine = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else None
     try:
         with _quiet():
-            storage = optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
+            storage = _tables_made(url)
             _one_writer_at_a_time(storage.engine)
             return storage
     except Exception as error:  # of sqlalchemy, of the driver, or of a driver that is not installed
@@ -212,6 +212,22 @@ def storage_of(url: str) -> Any:
             f"The storage {_without_password(url)!r} cannot be reached: {_without_password(reason)}. Give a file, an "
             "RDB URL such as sqlite:///study.db or postgresql://user@host/name, or journal:PATH."
         ) from error
+
+
+def _tables_made(url: str) -> Any:
+    """The storage, its tables made where there were none, be it by another worker at the same moment."""
+    from sqlalchemy.exc import IntegrityError
+
+    engine = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else None
+    for attempt in range(_WORKERS_AT_ONCE):
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
+        except Exception as error:
+            made_meanwhile = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not made_meanwhile or attempt == _WORKERS_AT_ONCE - 1:
+                raise
+            time.sleep(0.1)
+    raise AssertionError
 
 
 def _one_writer_at_a_time(engine: Any) -> None:
