@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging as hf_logging
 
-from .config import Costs, DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
+from .config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from .costs import Unsteady, costs_of, describe_machine, kept, was_unsteady
 from .precision import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from .skip_mode import SkipMode
+from .speedup import theoretical_speedup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +25,6 @@ __all__ = [
     "AutomaticChoice",
     "automatic_choice",
     "automatic_config",
-    "best_speedup",
     "check_budget",
     "weight_bytes",
 ]
@@ -105,24 +105,6 @@ def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_me
             f"The low-bit copies that this config drafts from take {share:.3f} of the weights' bytes, but "
             f"`draft_memory={draft_memory}` allows no more than that share. Allow more, or choose another `precision`."
         )
-
-
-def best_speedup(acceptance: float, costs: Costs, longest: int = 12) -> float:
-    """The theoretical speed-up at the best draft length (Leviathan et al., arXiv 2211.17192, theorem 3.8).
-
-    `(1 − α^(k+1)) / (1 − α) / (k c + v(k + 1))`, greatest over k = 0 … `longest`.
-
-    Args:
-        acceptance: α, of each drafted token.
-        costs: of a draft step and of verification.
-        longest: the longest draft to think of.
-    """
-    best, expected = 1.0, 1.0
-    for k in range(1, longest + 1):
-        expected += acceptance**k
-        seconds = k * costs.draft_step + costs.verify_seconds(k + 1)
-        best = max(best, expected * costs.plain_step / seconds)
-    return best
 
 
 def _check_share(draft_memory: float) -> None:
@@ -219,11 +201,12 @@ def _precision(name: str) -> PrecisionConfig:
 
 def _candidate(name: str | None, acceptance: float) -> SelfSpeculativeConfig:
     if name is None:
-        return SelfSpeculativeConfig(lookup=LookupConfig())
+        return SelfSpeculativeConfig(lookup=LookupConfig(), adapt=True)
     return SelfSpeculativeConfig(
         precision=_precision(name),
         lookup=LookupConfig(),
         drafting=DraftingConfig(acceptance=(acceptance,)),
+        adapt=True,
     )
 
 
@@ -253,7 +236,7 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
                 agreed, seen = int(same.sum()), same.numel()
             usual = _USUAL_AGREEMENT[name]
             acceptance = (agreed + usual * _USUAL_WEIGHT) / (seen + _USUAL_WEIGHT)
-            speedup = best_speedup(acceptance, costs_of(model, config))
+            speedup = max(1.0, theoretical_speedup([acceptance], costs_of(model, config))[0])
             tried[name] = {"agreed": agreed, "of": seen, "speedup": speedup}
             if speedup > best["speedup"]:
                 best = {"precision": name, "acceptance": acceptance, "speedup": speedup}

@@ -109,14 +109,11 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         model_type = model.config.get_text_config(decoder=True).model_type
         config.validate_for(num_layers=len(layout), model_type=model_type)
         self.model = model
-        self.config = config
         if policy is None:
             policy = make_policy(
                 config.drafting, config.costs, self_drafts=config.drafts_itself, lookup=config.lookup is not None
             )
-        self.policy = policy
-        self.skip_mode, self.flat = draft_of(model, config)
-        self.skipped_attention = frozenset(config.skip.attention)
+        self.draft_by(config, policy)
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         self.do_sample = bool(generation_config.do_sample)
         self.max_length = int(generation_config.max_length)
@@ -124,9 +121,21 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         self.eos_token_ids = frozenset(eos.tolist()) if eos is not None else frozenset()
         self.draft_passes = 0
         self.stopwatch = Stopwatch(model.device)
-        self._draft_cache: DraftCache | None = None
         self._last_draft: Draft | None = None
         self._index: NGramIndex | None = None
+
+    def draft_by(self, config: SelfSpeculativeConfig, policy: DraftPolicy) -> None:
+        """Draft by this config from the next round on.
+
+        Args:
+            config: what to skip; its lookup is that of the config before.
+            policy: draft-length policy.
+        """
+        self.config = config
+        self.policy = policy
+        self.skip_mode, self.flat = draft_of(self.model, config)
+        self.skipped_attention = frozenset(config.skip.attention)
+        self._draft_cache: DraftCache | None = None
 
     # ------------------------------------------------------------------------------------------------------------------
     # transformers' interface

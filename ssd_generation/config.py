@@ -726,6 +726,10 @@ class SelfSpeculativeConfig:
         lookup: draft by prompt lookup too, where the context offers something, or None. True (the default lookup),
             False (none) and a mapping of its fields are taken too.
         costs: measured costs of the steps, or None.
+        adapt: whether the draft goes on improving while it is used: under greedy decoding of a single text, sub-layers
+            are left out or taken back by how often the draft would have said what was just verified. That takes at most
+            2 % of the time and never changes the text; what was learnt is kept from call to call
+            (`SpeculationStatistics.refinement`).
         provenance: where the config came from, or None. Where it names a model type or a number of layers, the config
             refuses any other model.
 
@@ -741,6 +745,7 @@ class SelfSpeculativeConfig:
     lookup: LookupConfig | None = None
     costs: Costs | None = None
     provenance: Provenance | None = None
+    adapt: bool = False
 
     if TYPE_CHECKING:
 
@@ -752,6 +757,7 @@ class SelfSpeculativeConfig:
             lookup: LookupConfig | bool | Mapping[str, Any] | None = None,
             costs: Costs | None = None,
             provenance: Provenance | None = None,
+            adapt: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -768,6 +774,10 @@ class SelfSpeculativeConfig:
                 continue
             hint = " To read dicts, use SelfSpeculativeConfig.from_dict." if isinstance(value, Mapping) else ""
             raise TypeError(f"{name} must be a {kind.__name__}, but got {_show(value)}.{hint}")
+        if not isinstance(self.adapt, bool):
+            raise TypeError(f"adapt must be True or False, but got {_show(self.adapt)}.")
+        if self.adapt and self.drafting.policy == "none":
+            raise ValueError('adapt=True improves the draft, but the draft-length policy "none" never drafts.')
         if self.precision is not None:
             for sublayers, skipped, exceptions in (
                 ("attention", self.skip.attention, self.precision.attention),
@@ -848,6 +858,8 @@ class SelfSpeculativeConfig:
             part = getattr(self, name)
             if part is not None:
                 data[name] = part.to_dict()
+        if self.adapt:
+            data["adapt"] = True
         return data
 
     @classmethod
@@ -884,6 +896,7 @@ class SelfSpeculativeConfig:
             lookup=data.get("lookup"),
             costs=Costs.from_dict(data["costs"]) if data.get("costs") is not None else None,
             provenance=Provenance.from_dict(data["provenance"]) if data.get("provenance") is not None else None,
+            adapt=data.get("adapt", False),
         )
 
     def to_json_string(self) -> str:
@@ -1076,7 +1089,7 @@ def _lookup(value: Any) -> LookupConfig | None:
 
 
 _SKIP_KEYS = ("attention", "attn", "mlp")
-_PARTS = ("skip", "drafting", "precision", "lookup", "costs", "provenance")
+_PARTS = ("skip", "drafting", "precision", "lookup", "costs", "provenance", "adapt")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

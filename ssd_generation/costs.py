@@ -25,6 +25,7 @@ from .config import Costs, SelfSpeculativeConfig
 from .files import write_whole
 from .models import default_cache_dir
 from .passes import draft_of, flat_passes, why_not_recorded
+from .timing import Stopwatch
 from .verification import argmax
 
 if TYPE_CHECKING:
@@ -185,18 +186,22 @@ class Passes:
             self.skipped = frozenset(config.skip.attention)
 
     def once(self, length: int) -> float:
-        """Seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache stays as it is."""
+        """Seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache stays as it is.
+
+        By the device's own events on CUDA, with the waiting for the host that comes between its kernels.
+        """
         count = max(length, 1)
         ids = self.tokens[:, :count]
         positions = torch.arange(self.context, self.context + count, device=ids.device)[None]
+        watch = Stopwatch(ids.device)
         self._wait()
-        started = time.perf_counter()
+        watch.start()
         logits = self._verify(ids, positions) if length else self._draft(ids, positions)
         argmax(logits[:, -count:].float()).tolist()
         if length:
             self.cache.crop(-count)
-        self._wait()
-        return time.perf_counter() - started
+        watch.stop()
+        return watch.seconds()
 
     def _wait(self) -> None:
         if self.tokens.device.type == "cuda":

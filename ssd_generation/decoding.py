@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ from transformers.generation import logits_process
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .cache import SpareRoomSlidingLayer, add_spare_room, move_rows, trim_windows
+from .acceptance import VerifiedText
+from .cache import SpareRoomLayer, SpareRoomSlidingLayer, add_spare_room, move_rows, trim_windows
 from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
 from .passes import flat_passes
 from .statistics import SpeculationStatistics
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 __all__ = ["SelfSpeculativeDecoding", "SelfSpeculativeOutput"]
+
+Refine = Callable[[int, int, "SelfSpeculativeDecoding"], None]
 
 # Processors that look at the scores alone: all positions of all rows can go through them at once.
 _BLIND_PROCESSORS: tuple[type, ...] = tuple(
@@ -79,6 +83,7 @@ class SelfSpeculativeDecoding:
         generation_config: prepared config of the call.
         streamer: gets each committed step, or `None`.
         cache_is_returned: whether the caller sees the cache afterwards.
+        refine: told the draft steps and verified tokens of each round; may then have drafts judged on the text so far.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class SelfSpeculativeDecoding:
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
         cache_is_returned: bool,
+        refine: Refine | None = None,
     ) -> None:
         self.model = model
         self.generator = generator
@@ -98,6 +104,7 @@ class SelfSpeculativeDecoding:
         self.config = generation_config
         self.streamer = streamer
         self.cache_is_returned = cache_is_returned
+        self.refine = refine
         self.do_sample = bool(generation_config.do_sample)
         # A criterion that the user passed in takes the place of the config's.
         limit = stopping_criteria.max_length
@@ -238,6 +245,7 @@ class SelfSpeculativeDecoding:
         active = [not (self.halted[r] or (self.finished[r] and self.stops_at_eos)) for r in range(self.batch)]
         # Tokens that a row may still add; one of them is the target's own.
         room = []
+        passes = self.generator.draft_passes
         for row in range(self.batch):
             lead = self.lengths[row] - (self.prompt + self.steps)
             room.append(min(self.max_length - self.lengths[row], self.max_lead - lead))
@@ -280,7 +288,27 @@ class SelfSpeculativeDecoding:
         self.statistics.record_round(drafted, accepted, rows, None if draft is None else draft.self_lengths)
         if made is not None:
             self.generator.learn(made, accepted, drafting_rows)
-        return self._commit()
+        running = self._commit()
+        if self.refine is not None and running:
+            self.refine(self.generator.draft_passes - passes, count + 1, self)
+        return running
+
+    def verified_text(self, tokens: int) -> VerifiedText | None:
+        """The last tokens that were committed, with the cache behind them; `None` where it does not hold all of them.
+
+        Args:
+            tokens: at the most; none of the prompt.
+        """
+        length = self.lengths[0]
+        tokens = min(tokens, length - self.prompt)
+        whole = all(type(layer) is SpareRoomLayer for layer in self.cache.layers)
+        in_a_row = self.positions is None or bool((self.positions == self.slots).all())
+        masked = self.mask is not None and not bool(self.mask.all())
+        if self.batch > 1 or tokens < 1 or not whole or masked or not in_a_row or self.rope_switch != sys.maxsize:
+            return None
+        if self.slots != length - 1:
+            return None
+        return VerifiedText(self.tokens[:, :length], length - tokens, self.cache)
 
     def _draft(self, limits: list[int]) -> Draft:
         pending = self._pending()

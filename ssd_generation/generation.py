@@ -20,8 +20,9 @@ from .candidate_generator import SelfSpeculativeCandidateGenerator
 from .config import SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_machine
 from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput
-from .drafting import DraftPolicy, make_policy
+from .drafting import CostAwarePolicy, DraftPolicy, make_policy
 from .precision import drop_copies
+from .refinement import WINDOW, Refinement
 from .statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
 from .sublayers import locate_sublayers
 
@@ -34,6 +35,7 @@ __all__ = [
     "disable_self_speculative",
     "enable_self_speculative",
     "is_self_speculative",
+    "refinement_of",
 ]
 
 SelfSpeculativeRequest = SelfSpeculativeConfig | SkipConfig | Mapping[str, Any] | str | os.PathLike[str] | bool
@@ -180,15 +182,19 @@ class SelfSpeculativeMixin:
         model = cast(PreTrainedModel, self)
         cache: Cache = model_kwargs["past_key_values"]
         add_spare_room(cache, history=_HISTORY if input_ids.shape[0] > 1 and call.cache_is_returned else 0)
+        sampled = bool(generation_config.do_sample)
+        refining = _Refining(model, refinement_of(model, call.config)) if call.config.adapt and not sampled else None
+        config = call.config if refining is None else refining.refinement.config
         decoding = SelfSpeculativeDecoding(
             model=model,
             generator=SelfSpeculativeCandidateGenerator(
                 model,
-                call.config,
+                config,
                 generation_config,
                 logits_processor,
-                policy=_policy_of(model, call.config, sampled=bool(generation_config.do_sample)),
+                policy=_policy_of(model, config, sampled),
             ),
+            refine=refining,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
@@ -203,6 +209,8 @@ class SelfSpeculativeMixin:
                 drop_spare_room(cache)
         if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
             drop_spare_room(output.past_key_values)
+        if refining is not None:
+            decoding.statistics.refinement = refining.refinement.to_dict()
         self.last_speculation = decoding.statistics
         return output
 
@@ -295,7 +303,7 @@ def disable_self_speculative(model: _ModelT) -> _ModelT:
     target = _target_of(model)
     if isinstance(target, SelfSpeculativeMixin):
         target.__class__ = _original_class(type(target))
-        for name in ("last_speculation", "_speculation_policies"):
+        for name in ("last_speculation", "_speculation_policies", "_speculation_refinements"):
             target.__dict__.pop(name, None)
         drop_copies(cast(torch.nn.Module, target))
     return model
@@ -410,6 +418,45 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> Draf
             use_confidence=model.device.type == "cpu",
         )
     return policies[config]
+
+
+class _Refining:
+    """Has drafts judged between the rounds of a call, and exchanges the draft where another one is better."""
+
+    def __init__(self, model: PreTrainedModel, refinement: Refinement) -> None:
+        self.model = model
+        self.refinement = refinement
+        self.judged = 0  # tokens of the text
+
+    def __call__(self, draft_steps: int, verified: int, decoding: SelfSpeculativeDecoding) -> None:
+        refinement = self.refinement
+        refinement.earn(draft_steps, verified)
+        length = decoding.lengths[0]
+        since = length - max(self.judged, decoding.prompt)
+        if not refinement.is_due(since):
+            return
+        self.judged = length
+        text = decoding.verified_text(min(since, WINDOW))
+        before = refinement.config
+        if text is None or not refinement.learn(self.model, text):
+            return
+        policies: dict[SelfSpeculativeConfig, DraftPolicy] = self.model.__dict__["_speculation_policies"]
+        policy = _policy_of(self.model, refinement.config, sampled=False)
+        old = policies[before] if before == refinement.base else policies.pop(before)
+        if isinstance(policy, CostAwarePolicy) and isinstance(old, CostAwarePolicy):
+            # What was learnt of lookup, and what the accounts hold, stays; of the draft nothing is known.
+            fresh = policy.snapshot()
+            policy.load_state({**old.snapshot(), "depths": fresh["depths"], "bins": fresh["bins"]})
+        decoding.generator.draft_by(refinement.config, policy)
+
+
+def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refinement:
+    """The refinement of a config's draft, as far as it has come; where it begins, what it goes by is measured."""
+    refinements: dict[SelfSpeculativeConfig, Refinement] = model.__dict__.setdefault("_speculation_refinements", {})
+    if config not in refinements or config.drafting.carry_state is False:
+        costs = config.costs if config.costs is not None else costs_of(model, config)
+        refinements[config] = Refinement(model, config, costs)
+    return refinements[config]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

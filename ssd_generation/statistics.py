@@ -37,6 +37,9 @@ class SpeculationStatistics:
         prompt_seconds: time in the target's pass over the prompt.
         total_seconds: time of the whole decoding loop, the prompt's pass included.
         policy_state: what the draft-length policy had learnt at the end.
+        refinement: where the draft improves while it is used (`adapt`): passes that judged drafts, seconds that they
+            took, changes of the draft, all since the first call, why the model's drafts cannot be judged (`reason`,
+            `None` where they can), and the config with the draft as it is now; else `None`.
     """
 
     batch_size: int = 1
@@ -57,6 +60,7 @@ class SpeculationStatistics:
     prompt_seconds: float = 0.0
     total_seconds: float = 0.0
     policy_state: dict[str, float] = field(default_factory=dict)
+    refinement: dict[str, Any] | None = None
 
     def record_round(
         self,
@@ -200,4 +204,5 @@ class SpeculationStatistics:
             "prompt_seconds": self.prompt_seconds,
             "total_seconds": self.total_seconds,
             "policy_state": dict(self.policy_state),
+            **({} if self.refinement is None else {"refinement": self.refinement}),
         }

@@ -26,7 +26,7 @@ from ssd_generation import (
     enable_self_speculative,
     generation,
 )
-from ssd_generation.automatic import automatic_choice, automatic_config, best_speedup, check_budget, weight_bytes
+from ssd_generation.automatic import automatic_choice, automatic_config, check_budget, weight_bytes
 from ssd_generation.costs import VERIFIED, describe_machine, kept, measure_costs
 from ssd_generation.precision import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
 from tiny_models import left_padded, prompt, tiny_model
@@ -133,18 +133,6 @@ def test_agreement_with_the_prompt_counts(model: Any, monkeypatch: pytest.Monkey
     costs._MEMORY.clear()
     monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
     assert automatic_choice(model, prompt(90), draft_memory=1.0).expected["int8"] < chosen.expected["int8"]
-
-
-def test_the_formula() -> None:
-    free = Costs(plain_step=1.0, draft_step=1e-9, verify=[(1, 1.0), (2, 1.0)])
-    assert best_speedup(0.0, free) == pytest.approx(1.0)
-    assert best_speedup(1.0, free) == pytest.approx(13.0)
-    assert best_speedup(0.5, free, longest=2) == pytest.approx(1.75)
-    dear = Costs(plain_step=1.0, draft_step=1.0, verify=[(1, 1.0), (2, 1.0)])
-    assert best_speedup(1.0, dear) == 1.0, "never worse than not to draft"
-    half = Costs(plain_step=2.0, draft_step=1.0, verify=[(1, 2.0), (2, 2.5), (3, 3.0)])
-    # One drafted token, two, three …: 1.8/3.5, 2.44/5, …
-    assert best_speedup(0.8, half, longest=2) == pytest.approx(max(1.8 * 2 / 3.5, 2.44 * 2 / 5))
 
 
 # --- the budget

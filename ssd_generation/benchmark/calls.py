@@ -21,8 +21,9 @@ import torch
 
 __all__ = ["Caller", "TimedCall", "first_line", "load_average"]
 
-# Where an enabled model keeps what its draft-length policies have learnt.
-_LEARNT = "_speculation_policies"
+# Where an enabled model keeps what its draft-length policies and the refinement of its drafts have learnt.
+_POLICIES = "_speculation_policies"
+_LEARNT = (_POLICIES, "_speculation_refinements")
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Caller:
     def config_of(self, method: str) -> Any:
         """The config that this method last drafted by, also where it was left to the library; `None` for the others."""
         # The newest key of what its policies are kept under.
-        return next(reversed(self._learnt.get(method, {})), None)
+        return next(reversed(self._learnt.get(method, {}).get(_POLICIES, {})), None)
 
     @contextlib.contextmanager
     def alone(self, method: str, learn: bool = True) -> Iterator[None]:
@@ -155,9 +156,9 @@ class Caller:
             learn: whether they keep what they learn meanwhile.
         """
         state = self.model.__dict__
-        others = state.pop(_LEARNT, None)
+        others = {name: state.pop(name) for name in _LEARNT if name in state}
         if method in self._learnt:
-            state[_LEARNT] = self._learnt[method] if learn else copy.deepcopy(self._learnt[method])
+            state.update(self._learnt[method] if learn else copy.deepcopy(self._learnt[method]))
         self.model.last_speculation = None
         # transformers' early exit lowers the number of layers while it drafts and, if that fails, leaves it so.
         config = getattr(self.model, self.model.base_model_prefix, self.model).config
@@ -167,11 +168,10 @@ class Caller:
         finally:
             if layers is not None:
                 config.num_hidden_layers = layers
-            learnt = state.pop(_LEARNT, None)
-            if learnt is not None and learn:
+            learnt = {name: state.pop(name) for name in _LEARNT if name in state}
+            if learnt and learn:
                 self._learnt[method] = learnt
-            if others is not None:
-                state[_LEARNT] = others
+            state.update(others)
 
 
 def load_average() -> float | None:

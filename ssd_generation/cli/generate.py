@@ -119,6 +119,16 @@ def generate(
             rich_help_panel=WHAT_TO_DRAFT_WITH,
         ),
     ] = None,
+    adapt: Annotated[
+        bool | None,
+        typer.Option(
+            "--adapt/--no-adapt",
+            help="Go on improving the draft while it is used, in at most 2 % of the time. Default: the config's; auto "
+            "does.",
+            show_default=False,
+            rich_help_panel=WHAT_TO_DRAFT_WITH,
+        ),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -205,7 +215,7 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer a prompt, compare with plain decoding, show the draft."""
-    from .console import err, out, print_json, progress, quiet_libraries
+    from .console import err, measuring, out, print_json, progress, quiet_libraries
     from .options import encode, load, read_prompt, requested_config, stored_config, with_drafting, with_lookup
 
     # What can be refused is refused before anything slow begins.
@@ -237,7 +247,7 @@ def generate(
         from ..automatic import weight_bytes
         from ..comparison import compare as compare_methods
         from ..comparison import describe_environment, methods_of
-        from ..generation import enable_self_speculative
+        from ..generation import enable_self_speculative, refinement_of
         from ..precision import copy_bytes
         from ..rendering import TokenOrigins
 
@@ -260,7 +270,12 @@ def generate(
             chosen = choice.config if lookup is not False else _only_itself(choice.config)
         else:
             chosen = requested
+        if adapt is not None:
+            chosen = dataclasses.replace(chosen, adapt=adapt)
         chosen = _ready(target, with_drafting(chosen, policy, draft_length), draft_memory)
+        if chosen.adapt and not sampling:
+            with measuring():
+                refinement_of(target, chosen)
 
         if prompt is None and not as_json:
             err().print(f"[dim]Prompt:[/dim] {question}\n")
@@ -340,7 +355,7 @@ def _choose(target: Any, prompt: torch.Tensor, draft_memory: float | None) -> Au
 def _only_itself(config: SelfSpeculativeConfig) -> SelfSpeculativeConfig:
     """What `auto` chose without prompt lookup; where nothing else pays, nothing is drafted."""
     drafting = config.drafting if config.precision else dataclasses.replace(config.drafting, policy="none")
-    return dataclasses.replace(config, lookup=None, drafting=drafting)
+    return dataclasses.replace(config, lookup=None, drafting=drafting, adapt=config.adapt and bool(config.precision))
 
 
 def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | None) -> SelfSpeculativeConfig:

@@ -222,7 +222,9 @@ def with_drafting(
         changes["max_draft_length"] = draft_length
     if not changes:
         return config
-    return dataclasses.replace(config, drafting=dataclasses.replace(config.drafting, **changes))
+    drafting = dataclasses.replace(config.drafting, **changes)
+    # What never drafts has nothing to improve.
+    return dataclasses.replace(config, drafting=drafting, adapt=config.adapt and drafting.policy != "none")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

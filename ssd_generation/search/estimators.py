@@ -22,10 +22,10 @@ from ..config import SelfSpeculativeConfig, SkipConfig
 from ..costs import describe_machine
 from ..models import load_model
 from ..skip_mode import SkipMode
+from ..speedup import expected_tokens
 from ..sublayers import locate_sublayers
 from .calibration import Calibration, calibrate, calibration_prompts
 from .confirm import generated_acceptance
-from .objective import expected_tokens
 
 __all__ = ["ESTIMATORS", "compare_estimators", "random_skips"]
 

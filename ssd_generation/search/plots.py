@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import replacing
-from .objective import expected_tokens
+from ..speedup import expected_tokens
 from .space import KEEP, SKIP
 from .study import Found, Tried, mean_acceptance
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .objective import theoretical_speedup
+from ..speedup import theoretical_speedup
 from .space import HEAD, KEEP, SKIP, Space
 
 if TYPE_CHECKING:

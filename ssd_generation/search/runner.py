@@ -14,9 +14,9 @@ from ..acceptance import Acceptance, judge
 from ..config import SelfSpeculativeConfig
 from ..files import write_whole
 from ..precision import drop_copies
+from ..speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from .confirm import Confirmed, confirm
-from .objective import theoretical_speedup
 from .profile import CostProfile, measure_profile
 from .space import Space, space_of
 from .study import PRIOR, Found, Search, SearchSettings, Tried, mean_acceptance, open_study, storage_of, tried_in

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import Costs
-from ssd_generation.automatic import best_speedup
-from ssd_generation.search.objective import expected_tokens, hopeless, theoretical_speedup
+from ssd_generation.speedup import expected_tokens, hopeless, speedup_within_chance, theoretical_speedup
 
 RATES = st.floats(0.0, 0.999)
 
@@ -36,12 +35,23 @@ def test_the_best_length_by_hand() -> None:
     assert length == 3
 
 
-@given(RATES, st.floats(0.01, 2.0), st.floats(1.0, 3.0))
-def test_it_agrees_with_what_auto_goes_by(rate: float, draft: float, verify: float) -> None:
-    c = costs(draft, (1, 1.0), (13, verify))
-    speedup, length = theoretical_speedup([rate], c)
-    assert max(speedup, 1.0) == pytest.approx(best_speedup(rate, c))
-    assert 1 <= length <= 12
+def test_other_draft_lengths_by_hand() -> None:
+    free = costs(1e-9, (1, 1.0), (2, 1.0))
+    assert theoretical_speedup([0.0], free)[0] == pytest.approx(1.0)
+    assert theoretical_speedup([1.0], free)[0] == pytest.approx(13.0)
+    assert theoretical_speedup([1.0], free)[1] == 12
+    assert theoretical_speedup([0.5], free, longest=2)[0] == pytest.approx(1.75)
+    assert theoretical_speedup([0.8], costs(1.0, (1, 1.0), (2, 1.5)))[0] == pytest.approx(1.8 / 2.5), "below 1"
+    half = Costs(plain_step=2.0, draft_step=1.0, verify=[(1, 2.0), (2, 2.5), (3, 3.0)])
+    assert theoretical_speedup([0.8], half, longest=2)[0] == pytest.approx(max(1.8 * 2 / 3.5, 2.44 * 2 / 5))
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.floats(0.1, 3.0))
+def test_chance_moves_a_speedup_both_ways(right: int, wrong: int, errors: float) -> None:
+    c = costs(0.3)
+    tried = [right + wrong]
+    lower, middle, upper = (speedup_within_chance(tried, [right], c, e)[0] for e in (-errors, 0.0, errors))
+    assert lower < middle < upper
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.floats(1.0, 3.0))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..config import Costs
+    from .config import Costs
 
-__all__ = ["expected_tokens", "hopeless", "theoretical_speedup"]
+__all__ = ["expected_tokens", "hopeless", "speedup_within_chance", "theoretical_speedup"]
 
 LONGEST_DRAFT = 12
 
@@ -50,11 +50,29 @@ def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int 
     return best, length
 
 
-def hopeless(tried: Sequence[int], accepted: Sequence[int], costs: Costs, best: float) -> bool:
-    """Whether a draft is behind the best one by more than chance can explain.
+def speedup_within_chance(
+    tried: Sequence[int | float], accepted: Sequence[int | float], costs: Costs, errors: float
+) -> tuple[float, int]:
+    """`theoretical_speedup` with every acceptance moved by so many standard errors of what was counted.
 
-    Every acceptance is taken as three standard errors above what was counted (with two observations added, one of
-    each kind); if even that promises less than the best, it is hopeless.
+    Two observations are added, one of each kind, so that few observations leave much to chance (the rule of Agresti and
+    Coull for the interval of a proportion, The American Statistician 52, 1998).
+
+    Args:
+        tried: by depth, how often a draft got as far.
+        accepted: by depth, how often its token was accepted.
+        costs: of a draft step and of verification.
+        errors: standard errors, upwards where positive.
+    """
+    moved = []
+    for n, k in zip(tried, accepted, strict=True):
+        share = (k + 1) / (n + 2)
+        moved.append(min(1.0, max(0.0, share + errors * (share * (1 - share) / (n + 2)) ** 0.5)))
+    return theoretical_speedup(moved, costs)
+
+
+def hopeless(tried: Sequence[int], accepted: Sequence[int], costs: Costs, best: float) -> bool:
+    """Whether a draft is behind the best one by more than chance can explain: three standard errors do not help it.
 
     Args:
         tried: by depth, how often a draft got as far.
@@ -62,8 +80,4 @@ def hopeless(tried: Sequence[int], accepted: Sequence[int], costs: Costs, best: 
         costs: of a draft step and of verification.
         best: the best speed-up so far.
     """
-    kind = []
-    for n, k in zip(tried, accepted, strict=True):
-        share = (k + 1) / (n + 2)
-        kind.append(min(1.0, share + 3 * (share * (1 - share) / (n + 2)) ** 0.5))
-    return theoretical_speedup(kind, costs)[0] < best
+    return speedup_within_chance(tried, accepted, costs, 3.0)[0] < best

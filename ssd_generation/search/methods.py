@@ -1,0 +1,256 @@
+"""Ways of searching side by side: what each finds, and how many passes of the model it spends on that.
+
+    python -m ssd_generation.search.methods [--model demo] -o FOLDER [--methods default,paper,…] [--trials 120]
+
+All methods have the same texts and the same costs. The best draft of each meets texts that were held back, and is timed
+in generation, all of them in turns with plain decoding. Each method is a study in one SQLite file of the folder, so
+that the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..acceptance import Acceptance, judge
+from ..files import replacing, write_whole
+from ..models import load_model
+from ..precision import drop_copies
+from ..speedup import theoretical_speedup
+from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
+from .confirm import confirm
+from .profile import CostProfile, measure_profile
+from .space import Space, space_of
+from .study import PRIOR, Found, Search, SearchSettings, Tried, found_config, mean_acceptance, open_study, storage_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["METHODS", "SearchMethod", "compare_methods", "table"]
+
+
+@dataclass(frozen=True)
+class SearchMethod:
+    """A way of searching.
+
+    Attributes:
+        what: in a few words.
+        settings: how it goes.
+        skip_only: whether sub-layers are kept or left out, and nothing else.
+        share: of the number of trials asked for; the paper's search takes many.
+    """
+
+    what: str
+    settings: SearchSettings
+    skip_only: bool = True
+    share: float = 1.0
+
+
+def _cold(**settings: Any) -> SearchSettings:
+    return SearchSettings(warm_start=False, prune=False, **settings)
+
+
+METHODS: Mapping[str, SearchMethod] = {
+    "default": SearchMethod("what `ssd search` does", SearchSettings(), skip_only=False),
+    "skip-only": SearchMethod("the same, without low-bit copies", SearchSettings()),
+    "gp": SearchMethod("the same, Gaussian process", SearchSettings(sampler="gp")),
+    "nsga2": SearchMethod("the same, NSGA-II on acceptance and cost", SearchSettings(sampler="nsga2")),
+    "forward": SearchMethod("greedy forward selection", SearchSettings(sampler="forward", prune=False)),
+    "tpe": SearchMethod("TPE from nothing", _cold()),
+    "random": SearchMethod("at random", _cold(sampler="random")),
+    "paper": SearchMethod(
+        "Draft & Verify: measured tokens per second, from nothing", _cold(objective="tokens-per-second"), share=2.5
+    ),
+    "paper, judged": SearchMethod(
+        "the paper's number of trials from nothing, drafts judged instead of timed", _cold(), share=2.5
+    ),
+}
+
+
+def compare_methods(
+    model: PreTrainedModel,
+    texts: Calibration,
+    held_out: Calibration,
+    profile: CostProfile,
+    storage: str,
+    methods: Sequence[str],
+    trials: int,
+    draft_memory: float = 0.3,
+    timed: bool = True,
+    told: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, Any], dict[str, Found]]:
+    """Search by each method, then judge and time what each has found.
+
+    Args:
+        model: the target model.
+        texts: drafts are judged on these.
+        held_out: the winners are judged and timed on these.
+        profile: costs.
+        storage: of the studies.
+        methods: names in `METHODS`.
+        trials: of each method, times its share.
+        draft_memory: share of the weights' bytes that low-bit copies may take, where a method makes any.
+        timed: time the winners in generation.
+        told: told what is going on.
+
+    Returns:
+        By method: trials, passes, what the best promises on either set of texts and does in generation, and how many
+        passes it took to be as good as the best of the others; and everything that was tried.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    unknown = [name for name in methods if name not in METHODS]
+    if unknown:
+        raise ValueError(f"There is no search method {unknown[0]!r}. Choose from {', '.join(METHODS)}.")
+    founds: dict[str, Found] = {}
+    winners: dict[str, tuple[Tried, Space]] = {}
+    for name in methods:
+        method = METHODS[name]
+        space = space_of(model, 0.0 if method.skip_only else draft_memory)
+        about = {"method": name, "weights": describe_weights(model), "texts": texts.digest, "space": space.describe()}
+        study = open_study(name, storage_of(storage), method.settings, about)
+        search = Search(model, texts, profile, space, study, method.settings)
+        wanted = max(1, round(trials * method.share))
+
+        def observe(found: Found, name: str = name, wanted: int = wanted) -> None:
+            best = max((t.speedup for t in found.tried if not t.pruned), default=0.0)
+            told(f"{name}: {len(found.tried)} of {wanted} drafts, {sum(found.passes)} passes, best {best:.3f}×")
+
+        found = search.run(wanted, observe)
+        founds[name] = found
+        # By what it promises, whatever the method went by.
+        whole = [t for t in found.tried if not t.pruned]
+        if method.settings.objective == "tokens-per-second":
+            winners[name] = found.best()[0], space
+        else:
+            winners[name] = max(whole, key=lambda t: t.speedup), space
+    rows: dict[str, Any] = {}
+    configs = {}
+    for name, (best, space) in winners.items():
+        config = configs[name] = found_config(space, best, profile, texts.context(), model)
+        again = Acceptance()
+        for text in held_out.texts:
+            again.add(judge(model, config, text, METHODS[name].settings.depth))
+        costs = profile.costs(config, texts.context())
+        rows[name] = {
+            "what": METHODS[name].what,
+            "trials": len(founds[name].tried),
+            "passes": sum(founds[name].passes),
+            "speedup": best.speedup,
+            "draft_length": best.draft_length,
+            "draft_cost": best.draft_cost,
+            "acceptance": mean_acceptance(best),
+            "held_out_speedup": theoretical_speedup(again.by_depth(PRIOR), costs)[0],
+            "held_out_acceptance": sum(again.accepted) / max(1, sum(again.tried)),
+            "skip": config.skip.to_dict(),
+            "passes_to_reach": {
+                other: _passes_until(founds[name], row[0].speedup) for other, row in winners.items() if other != name
+            },
+        }
+    if timed:
+        result = confirm(model, configs, held_out, told)
+        for name, ratios in result.ratios.items():
+            rows[name] |= {
+                "measured": result.median(name),
+                "measured_from": min(ratios),
+                "measured_to": max(ratios),
+                "identical": result.identical[name],
+                "texts": len(ratios),
+            }
+    drop_copies(model)
+    return rows, founds
+
+
+def _passes_until(found: Found, speedup: float) -> int | None:
+    """Passes spent when a draft first promised so much; `None` if none did."""
+    spent = 0
+    for t, passes in zip(found.tried, found.passes, strict=True):
+        spent += passes
+        if not t.pruned and t.speedup >= speedup:
+            return spent
+    return None
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The methods in a Markdown table."""
+    lines = [
+        "| method | drafts | passes | promised | on texts held back | measured | draft step | acceptance |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        measured = "–"
+        if "measured" in row:
+            measured = f"{row['measured']:.2f} ({row['measured_from']:.2f}–{row['measured_to']:.2f})"
+        promised = f"{row['speedup']:.2f} at {row['draft_length']}"
+        lines.append(
+            f"| {name} ({row['what']}) | {row['trials']} | {row['passes']} | {promised} "
+            f"| {row['held_out_speedup']:.2f} | {measured} | {row['draft_cost']:.2f} | {row['acceptance']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Search by all methods, and write the comparison."""
+    parser = argparse.ArgumentParser(prog="python -m ssd_generation.search.methods", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("-o", "--output", required=True, type=Path)
+    parser.add_argument("--methods", default=",".join(name for name in METHODS if name != "paper"))
+    parser.add_argument("--trials", type=int, default=120)
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--held-out", type=int, default=6)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
+    arguments = parser.parse_args()
+
+    def told(text: str) -> None:
+        print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
+        if not sys.stderr.isatty():
+            print(file=sys.stderr)
+
+    folder: Path = arguments.output
+    folder.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
+    # What is not in the first prompts is held back.
+    texts, held_out = (
+        calibrate(model, tokenizer, calibration_prompts(None, count, skip=skip), arguments.new_tokens)
+        for count, skip in ((arguments.num_prompts, 0), (arguments.held_out, arguments.num_prompts))
+    )
+    file = folder / "profile.json"
+    if file.exists():
+        profile = CostProfile.load(file)
+    else:
+        profile = measure_profile(model, progress=lambda text, done, total: told(f"{text}, {done} of {total}"))
+        profile.save(file)
+    rows, founds = compare_methods(
+        model,
+        texts,
+        held_out,
+        profile,
+        str(folder / "studies.db"),
+        arguments.methods.split(","),
+        arguments.trials,
+        timed=not arguments.no_timing,
+        told=told,
+    )
+    written = table(rows)
+    write_whole(folder / "methods.json", json.dumps({"measured_on": profile.measured_on, "methods": rows}, indent=2))
+    write_whole(folder / "methods.md", written)
+    try:
+        from .plots import plot_progress
+
+        with replacing(folder / "methods.png") as path:
+            plot_progress(founds, path)
+    except ImportError as error:
+        print(f"\n{error}", file=sys.stderr)
+    print(f"\n{profile.measured_on}; {len(texts)} texts, {len(held_out)} held back\n\n{written}")
+
+
+if __name__ == "__main__":
+    main()

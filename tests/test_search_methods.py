@@ -1,0 +1,57 @@
+"""Ways of searching side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from search_worker import calibration, cost_profile
+from ssd_generation.search.methods import METHODS, SearchMethod, compare_methods, table
+from tiny_models import tiny_model
+
+
+def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
+    model = tiny_model()
+    texts, held_out = calibration(model, texts=2), calibration(model, texts=1)
+    names = ["skip-only", "forward", "random", "paper"]
+    said: list[str] = []
+    arguments = (model, texts, held_out, cost_profile(), f"{tmp_path}/s.db", names, 4)
+    rows, founds = compare_methods(*arguments, told=said.append)
+    assert list(rows) == names
+    for name, row in rows.items():
+        assert row["trials"] == round(4 * METHODS[name].share) == len(founds[name].tried)
+        assert row["passes"] == sum(founds[name].passes) > 0
+        assert row["identical"] == row["texts"] == 1
+        assert row["measured"] > 0 and row["held_out_speedup"] > 0
+    # Timed generation takes a pass per token, a judged draft one or two per text.
+    assert rows["paper"]["passes"] / rows["paper"]["trials"] > 8 * rows["random"]["passes"] / rows["random"]["trials"]
+    assert any("random: 4 of 4 drafts" in text for text in said)
+    best = max(rows.values(), key=lambda row: row["speedup"])
+    for name, row in rows.items():
+        for other, spent in row["passes_to_reach"].items():
+            # What the paper's search chose by the clock need not be what promises most.
+            assert name == "paper" or (spent is None) == (row["speedup"] < rows[other]["speedup"]), (name, other)
+    assert best["passes_to_reach"] and all(best["passes_to_reach"].values())
+
+    # Again: all is there already.
+    again, _ = compare_methods(*arguments, timed=False)
+    assert [row["speedup"] for row in again.values()] == [row["speedup"] for row in rows.values()]
+    lines = table({**again, "paper": rows["paper"]}).splitlines()
+    assert len(lines) == 2 + len(names) and lines[2].startswith("| skip-only (")
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    assert "| – |" in lines[2] and "| – |" not in lines[-1]
+
+
+def test_an_unknown_method(tmp_path: Path) -> None:
+    model = tiny_model()
+    texts = calibration(model, texts=1)
+    with pytest.raises(ValueError, match="no search method 'best'"):
+        compare_methods(model, texts, texts, cost_profile(), f"{tmp_path}/s.db", ["best"], 4)
+
+
+def test_every_method_has_settings_of_its_own() -> None:
+    described = [dataclasses.astuple(method)[1:] for method in METHODS.values()]
+    assert len({repr(entry) for entry in described}) == len(METHODS)
+    assert isinstance(METHODS["paper"], SearchMethod) and METHODS["paper"].skip_only
