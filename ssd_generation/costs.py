@@ -94,11 +94,11 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     return _put_together(model, verify, _settled(_draft_ratio(model, config)))
 
 
-def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Any:
+def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True) -> Any:
     """A draft step / a plain step."""
     if not config.drafts_itself:
         return 1.0
-    measured = _measure(model, config, [1, 0], "drafting")
+    measured = _measure(model, config, [1, 0], "drafting", shows)
     times = _settled(measured)
     ratio = times[0] / times[1]
     return Unsteady(ratio) if isinstance(measured, Unsteady) else ratio
@@ -125,7 +125,9 @@ def _settled(measured: Any) -> Any:
     return measured.result if isinstance(measured, Unsteady) else measured
 
 
-def _measure(model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: list[int], what: str) -> Any:
+def _measure(
+    model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: list[int], what: str, shows: bool = True
+) -> Any:
     """Least seconds of passes over so many tokens, 0 for a draft step: a dictionary, or an `Unsteady` one."""
     times: dict[int, list[float]] = {}
     with (
@@ -134,6 +136,7 @@ def _measure(model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengt
             total=(_REPEATS + 1) * len(lengths),
             desc=f"Measuring the cost of {what} here, once",
             leave=False,
+            disable=not shows,
             bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
         ) as bar,
     ):
@@ -268,13 +271,14 @@ def _described(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool = False) -> Costs:
+def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool = False, shows: bool = True) -> Costs:
     """The costs of this model and config on this machine: from memory, from the disk, or measured now.
 
     Args:
         model: the target model.
         config: what the draft leaves out, and its precision.
         again: measure anew.
+        shows: show a progress bar where the draft is measured; not in the middle of a text.
     """
     shape = _described(model)
 
@@ -285,7 +289,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
     verify = kept(
         model,
         {"what": "verify", **shape},
-        lambda: _measure(model, None, [1, *VERIFIED], "verification"),
+        lambda: _measure(model, None, [1, *VERIFIED], "verification", shows),
         again,
         use=lambda result: put_together(result, 1.0),
     )
@@ -297,7 +301,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         "itself": config.drafts_itself,
     }
     ratio = kept(
-        model, draft, lambda: _draft_ratio(model, config), again, use=lambda result: put_together(verify, result)
+        model, draft, lambda: _draft_ratio(model, config, shows), again, use=lambda result: put_together(verify, result)
     )
     return put_together(verify, ratio)
 

@@ -44,8 +44,9 @@ _LEAST_WINDOW = 16
 _DISCOUNT = 0.97
 """What was seen counts this much less with each window that follows: texts change."""
 
-_ERRORS = 1.5
-"""Standard errors by which a race is decided. A mistake costs some speed until the next race."""
+_TO_WIN, _TO_LOSE = 2.0, 1.5
+"""Standard errors by which a race is decided. What wins by mistake costs some speed until the next race; what loses by
+mistake may run again."""
 
 _MOST_WINDOWS = 10
 
@@ -75,7 +76,7 @@ class _Runner:
     windows: int = 0
     change: str = ""
 
-    def add(self, seen: int, right: int) -> None:
+    def add(self, seen: float, right: float) -> None:
         self.seen = _DISCOUNT * self.seen + seen
         self.right = _DISCOUNT * self.right + right
         self.windows += 1
@@ -134,10 +135,14 @@ class Refinement:
         self._measures = costs.measured_on == describe_machine(model)
         self._steps = _Steps(model, config, costs, self._measures and self.reason is None)
         self._in_use = _Runner(config, costs)
+        if config.drafting.acceptance:
+            # Measured before, as by a search.
+            self._in_use.add(_LEAST_WINDOW, config.drafting.acceptance[0] * _LEAST_WINDOW)
         self._challenger: _Runner | None = None
         self._distances: list[float] | None = None
         self._lost: dict[tuple[SkipConfig, PrecisionConfig | None], tuple[int, int]] = {}
         self._proposals = 0
+        self._judging = False  # by another thread
         self._balance = -_TRYING_OUT * costs.plain_step
         layout = locate_sublayers(model)
         self._subs = [
@@ -199,10 +204,15 @@ class Refinement:
         Returns:
             Whether another draft is to be used from now on.
         """
+        if self._judging:
+            return False
         started = time.perf_counter()
-        changed = self._judge(model, text)
-        self.seconds += time.perf_counter() - started
-        return changed
+        self._judging = True
+        try:
+            return self._judge(model, text)
+        finally:
+            self._judging = False
+            self.seconds += time.perf_counter() - started
 
     def _judge(self, model: PreTrainedModel, text: VerifiedText) -> bool:
         self._balance -= self._price(len(text))
@@ -221,14 +231,13 @@ class Refinement:
         runner.add(sum(judged.tried), sum(judged.accepted))
         if not challenger.windows:
             return False
-        if challenger.speedup(_ERRORS) <= used.speedup() or (
-            challenger.windows >= _MOST_WINDOWS and challenger.speedup(-_ERRORS) <= used.speedup()
-        ):
+        is_better = challenger.speedup(-_TO_WIN) > used.speedup()
+        if challenger.speedup(_TO_LOSE) <= used.speedup() or (challenger.windows >= _MOST_WINDOWS and not is_better):
             self._settle(won=False)
             return False
-        if used.windows > 1 and challenger.speedup(-_ERRORS) > used.speedup():
+        if is_better and used.windows > 1:
             if self._measures:
-                challenger.costs = costs_of(model, challenger.config)
+                challenger.costs = costs_of(model, challenger.config, shows=False)
                 self._balance -= _MEASURING * challenger.costs.plain_step
                 if challenger.speedup() <= used.speedup():
                     self._settle(won=False)

@@ -300,7 +300,7 @@ def test_ruined_costs_are_measured_again(
 ) -> None:
     measured = []
 
-    def measure(model: Any, config: Any, lengths: list[int], what: str) -> dict[int, float]:
+    def measure(model: Any, config: Any, lengths: list[int], what: str, shows: bool) -> dict[int, float]:
         measured.append(what)
         return {n: 0.25 if n == 0 else 1.0 + (n - 1) / 100 for n in lengths}
 

@@ -285,6 +285,18 @@ def test_auto_without_lookup(ssd: Callable[..., Run], folder: str) -> None:
     assert nothing["config"]["drafting"]["policy"] == "none" and nothing["speculation"]["drafted_tokens"] == 0
 
 
+def test_drafts_that_improve(ssd: Callable[..., Run], folder: str) -> None:
+    common = ["generate", "rain", "-m", folder, *SHORT, "--json"]
+    skipping = ssd(*common, *SKIP, "--adapt").json
+    assert skipping["config"]["adapt"] is True and skipping["text"] == answer(folder, "rain")
+    assert skipping["speculation"]["refinement"]["reason"] is None
+    assert "adapt" not in ssd(*common, *SKIP).json["config"]
+    assert ssd(*common, "--draft-memory", "0").json["config"]["adapt"] is True, "auto"
+    still = ssd(*common, "--draft-memory", "0", "--no-adapt").json
+    assert "adapt" not in still["config"] and "refinement" not in still["speculation"]
+    assert "adapt" not in ssd(*common, "--policy", "none").json["config"], "nothing is drafted"
+
+
 def test_auto_can_be_asked_for(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
@@ -677,7 +689,14 @@ def test_help_teaches(ssd: Callable[..., Run]) -> None:
     assert ssd().out.strip() == ssd("-h").out.strip()
     shown = ssd("generate", "--help").out
     assert "--skip-attention 10-14,18 --compare" in shown
-    for option in ("--draft-memory", "--precision", "--no-lookup", "int8|int4", "cost|confidence|fixed|none"):
+    for option in (
+        "--draft-memory",
+        "--precision",
+        "--no-lookup",
+        "--no-adapt",
+        "int8|int4",
+        "cost|confidence|fixed|none",
+    ):
         assert option in shown
     assert "ssd inspect demo" in ssd("inspect", "--help").out
     assert "--config" in ssd("presets", "--help").out
