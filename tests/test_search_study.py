@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -169,6 +172,7 @@ def test_no_trials_is_no_search() -> None:
         ({"objective": "speed"}, "no objective 'speed'"),
         ({"sampler": "cma"}, "no sampler 'cma'"),
         ({"depth": 0}, "at least 1, but got 0"),
+        ({"stride": 0}, "at least 1, but got stride=0"),
         ({"budget": 1.5}, "up to 1, but got 1.5"),
     ],
 )
@@ -237,9 +241,59 @@ def check_counted_once(storage: str, trials: int) -> Found:
     return found
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "journal"])
-def test_killed_workers_lose_nothing(tmp_path: Path, kind: str) -> None:
-    storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"journal:{tmp_path}/s.log"
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The URL of a PostgreSQL server of one's own."""
+    psycopg2 = pytest.importorskip("psycopg2")
+    if os.name == "nt" or shutil.which("initdb") is None or shutil.which("pg_ctl") is None:
+        pytest.skip("there is no PostgreSQL here")
+    # Not under pytest's own folder, which another user may not enter.
+    folder = Path(tempfile.mkdtemp(prefix="ssd-postgres-"))
+    account: dict[str, Any] = {"cwd": folder}
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+        try:
+            shutil.chown(folder, "postgres")
+        except LookupError:
+            pytest.skip("PostgreSQL does not run as root, and there is no account for it")
+        account["user"] = "postgres"
+
+    def program(*arguments: str) -> None:
+        # To a file: the server inherits what pg_ctl writes to, and a pipe would never end.
+        with (folder / "log").open("ab") as log:
+            subprocess.run(arguments, check=True, stdout=log, stderr=log, **account)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    data, options = str(folder / "data"), f"-p {port} -k {folder} -c listen_addresses=127.0.0.1"
+    try:
+        program("initdb", "-D", data, "-U", "ssd", "-A", "trust", "-E", "UTF8", "--no-sync")
+        program("pg_ctl", "-D", data, "-o", options, "-w", "start")
+        try:
+            with contextlib.closing(psycopg2.connect(f"postgresql://ssd@127.0.0.1:{port}/postgres")) as connection:
+                connection.autocommit = True
+                for name in ("killed", "two"):
+                    connection.cursor().execute(f"CREATE DATABASE {name}")
+            yield f"postgresql://ssd@127.0.0.1:{port}"
+        finally:
+            program("pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+STORAGES = ["sqlite", "journal", "postgresql"]
+
+
+def storage_at(kind: str, name: str, request: pytest.FixtureRequest) -> str:
+    folder = request.getfixturevalue("tmp_path")
+    if kind == "postgresql":
+        return f"{request.getfixturevalue('server')}/{name}"
+    return f"sqlite:///{folder}/{name}.db" if kind == "sqlite" else f"journal:{folder}/{name}.log"
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_killed_workers_lose_nothing(request: pytest.FixtureRequest, kind: str) -> None:
+    storage = storage_at(kind, "killed", request)
     generator = random.Random(kind)
     for _ in range(3):
         with start(storage, 30) as process:
@@ -254,9 +308,9 @@ def test_killed_workers_lose_nothing(tmp_path: Path, kind: str) -> None:
     check_counted_once(storage, 30)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "journal"])
-def test_two_workers_on_one_study(tmp_path: Path, kind: str) -> None:
-    storage = f"sqlite:///{tmp_path}/s.db" if kind == "sqlite" else f"journal:{tmp_path}/s.log"
+@pytest.mark.parametrize("kind", STORAGES)
+def test_two_workers_on_one_study(request: pytest.FixtureRequest, kind: str) -> None:
+    storage = storage_at(kind, "two", request)
     with start(storage, 30) as one, start(storage, 30) as other:
         ends_well(one)
         ends_well(other)

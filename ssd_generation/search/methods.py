@@ -58,6 +58,7 @@ def _cold(**settings: Any) -> SearchSettings:
 METHODS: Mapping[str, SearchMethod] = {
     "default": SearchMethod("what `ssd search` does", SearchSettings(), skip_only=False),
     "skip-only": SearchMethod("the same, without low-bit copies", SearchSettings()),
+    "first tokens": SearchMethod("the same, judged by the first token of a round", SearchSettings(depth=1, stride=1)),
     "gp": SearchMethod("the same, Gaussian process", SearchSettings(sampler="gp")),
     "nsga2": SearchMethod("the same, NSGA-II on acceptance and cost", SearchSettings(sampler="nsga2")),
     "forward": SearchMethod("greedy forward selection", SearchSettings(sampler="forward", prune=False)),
@@ -136,7 +137,7 @@ def compare_methods(
         config = configs[name] = found_config(space, best, profile, texts.context(), model)
         again = Acceptance()
         for text in held_out.texts:
-            again.add(judge(model, config, text, METHODS[name].settings.depth))
+            again.add(judge(model, config, text, SearchSettings().depth, stride=1))
         costs = profile.costs(config, texts.context())
         rows[name] = {
             "what": METHODS[name].what,

@@ -266,7 +266,7 @@ def _judge_again(model: PreTrainedModel, worker: Search, best: Tried, texts: Cal
     config = worker.space.config(best.choices)
     acceptance = Acceptance()
     for text in texts.texts:
-        acceptance.add(judge(model, config, text, worker.settings.depth))
+        acceptance.add(judge(model, config, text, worker.settings.depth, worker.settings.stride))
     costs = worker.profile.costs(config, worker.context)
     speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
     return {
