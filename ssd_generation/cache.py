@@ -148,6 +148,10 @@ class SpareRoomLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.end if self.is_initialized else 0
 
+    def holds_all(self, slots: int) -> bool:
+        """Whether so many slots are all there are, and the next token sees every one of them."""
+        return self.is_initialized and self.start == self._first() == 0 and self.end == slots
+
     def move_rows(self, moves: Sequence[int], slots: int) -> None:
         """See `move_rows`."""
         if not self.is_initialized:

@@ -301,12 +301,12 @@ class SelfSpeculativeDecoding:
         """
         length = self.lengths[0]
         tokens = min(tokens, length - self.prompt)
-        whole = all(type(layer) is SpareRoomLayer for layer in self.cache.layers)
+        whole = all(isinstance(layer, SpareRoomLayer) and layer.holds_all(self.slots) for layer in self.cache.layers)
         in_a_row = self.positions is None or bool((self.positions == self.slots).all())
         masked = self.mask is not None and not bool(self.mask.all())
         if self.batch > 1 or tokens < 1 or not whole or masked or not in_a_row or self.rope_switch != sys.maxsize:
             return None
-        if self.slots != length - 1:
+        if self.slots != length - 1:  # a continued cache with tokens that the call was not given
             return None
         return VerifiedText(self.tokens[:, :length], length - tokens, self.cache)
 

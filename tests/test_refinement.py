@@ -212,9 +212,23 @@ def test_families(family: str) -> None:
     expected = generate(model, **options)
     assert torch.equal(generate(model, **options, self_speculative=config), expected)
     learnt = model.last_speculation.refinement
-    slides = family in ("gemma2", "mistral")
+    slides = family in ("gemma2", "mistral")  # after eight tokens
     assert (learnt["reason"] is not None) == (family == "bloom")
     assert (learnt["passes"] > 3) == (family != "bloom" and not slides), "windows do not hold the whole text"
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("family", ["gemma2", "mistral"])
+def test_a_text_that_a_window_holds_whole(family: str) -> None:
+    model: Any = enable_self_speculative(tiny_model(family, sliding_window=80))
+    config = adaptive(skip=SkipConfig(mlp=[1]))
+    passes = []
+    for new in (60, 200):
+        assert torch.equal(generate(model, new=new, self_speculative=config), generate(model, new=new))
+        passes.append(model.last_speculation.refinement["passes"])
+    assert passes[0] > 1
+    # In the long text, only the beginning could be judged.
+    assert passes[1] <= 2 * passes[0] + 1
 
 
 @pytest.mark.usefixtures("often")

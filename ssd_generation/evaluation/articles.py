@@ -1,0 +1,91 @@
+"""What is summarised: the built-in set, or a file of articles with reference summaries."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Article", "built_in_articles", "read_articles"]
+
+_ARTICLE = ("article", "document")
+_REFERENCE = ("reference", "summary", "highlights")
+_FORMAT = (
+    "Each line is a JSON object with the text under 'article' (or 'document', as in XSum) and the summary to compare "
+    "with under 'reference' (or 'summary', or 'highlights', as in CNN/DailyMail)."
+)
+
+
+@dataclass(frozen=True)
+class Article:
+    """A text to summarise.
+
+    Attributes:
+        id: its name, unique in a run.
+        text: the article.
+        reference: a good summary of it.
+    """
+
+    id: str
+    text: str
+    reference: str
+
+
+def built_in_articles() -> list[Article]:
+    """The articles that come with the package: 26, with reference summaries, written for this project."""
+    text = resources.files(__package__).joinpath("articles.json").read_text(encoding="utf-8")
+    return [Article(entry["id"], entry["article"], entry["summary"]) for entry in json.loads(text)["articles"]]
+
+
+def read_articles(path: str | os.PathLike[str]) -> list[Article]:
+    """The articles of a `.jsonl` file.
+
+    Args:
+        path: a JSON object per line, with the text under `article` or `document` and the summary under `reference`,
+            `summary` or `highlights`; `id` may be given.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not UTF-8, a line that is no such object, an empty article or reference, an id twice, or no article
+            at all.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no file of articles {str(path)!r}. {_FORMAT}")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 text: {error}.") from error
+    articles: dict[str, Article] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            article = _parse(json.loads(line), f"{file.stem}-{number}")
+        except ValueError as error:  # JSON's own errors are ValueErrors too
+            raise ValueError(f"{path}, line {number}: {error} {_FORMAT}") from error
+        if article.id in articles:
+            raise ValueError(f"{path}, line {number}: the id {article.id!r} stands there twice. Ids must be unique.")
+        articles[article.id] = article
+    if not articles:
+        raise ValueError(f"{str(path)!r} holds no articles. {_FORMAT}")
+    return list(articles.values())
+
+
+def _parse(entry: Any, name: str) -> Article:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"a JSON object is needed, but got {type(entry).__name__}.")
+    found = []
+    for what, keys in (("article", _ARTICLE), ("reference summary", _REFERENCE)):
+        key = next((key for key in keys if key in entry), None)
+        if key is None:
+            raise ValueError(f"there is no {what} in it; its keys are {', '.join(map(str, entry)) or 'none'}.")
+        value = entry[key]
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{key!r} holds no text, but {value!r:.80}.")
+        found.append(value.strip())
+    return Article(str(entry.get("id", name)), found[0], found[1])
