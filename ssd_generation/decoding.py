@@ -29,7 +29,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .acceptance import VerifiedText
 from .cache import SpareRoomLayer, SpareRoomSlidingLayer, add_spare_room, move_rows, trim_windows
 from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
-from .passes import flat_passes
+from .passes import flat_passes, prompt_mode
 from .statistics import SpeculationStatistics
 from .timing import Stopwatch
 from .verification import accept_greedy, accept_sampled, argmax
@@ -195,7 +195,10 @@ class SelfSpeculativeDecoding:
     def _prefill(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> bool:
         """The target's pass over the prompt, and the first token, which it decides alone."""
         model_kwargs.pop("tokenizer", None)
-        outputs = self.model._prefill(input_ids, self.config, model_kwargs, is_first_iteration=True)
+        before = model_kwargs.get("past_key_values")
+        tokens = input_ids.shape[1] - (before.get_seq_length() if before is not None else 0)
+        with prompt_mode(self.model, self.batch * tokens):
+            outputs = self.model._prefill(input_ids, self.config, model_kwargs, is_first_iteration=True)
         self.statistics.target_passes += 1
         model_kwargs = self.model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
         self.cache: Cache = model_kwargs.pop("past_key_values")

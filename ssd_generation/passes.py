@@ -14,6 +14,7 @@ import platform
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.modules import module as global_hooks
 from transformers.cache_utils import Cache, DynamicCache
 
 from .cache import SpareRoomLayer, add_spare_room
+from .config import SkipConfig
 from .precision import LowBitCopies, LowBitCopy, copies_of
 from .program import (
     Program,
@@ -41,11 +43,22 @@ from .skip_mode import SkipMode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .config import SelfSpeculativeConfig, SkipConfig
+    from .config import SelfSpeculativeConfig
 
-__all__ = ["FlatPasses", "draft_of", "draft_passes", "flat_passes", "linear_of_few_rows", "why_not_recorded"]
+__all__ = [
+    "FlatPasses",
+    "draft_of",
+    "draft_passes",
+    "flat_passes",
+    "linear_of_few_rows",
+    "prompt_mode",
+    "why_not_recorded",
+]
 
 logger = logging.getLogger(__name__)
+
+_MANY_ROWS = 256
+_LARGE = 2**21
 
 _LONGEST = 33
 """The longest pass that is recorded; longer ones are rare, and their Python is a small part of them."""
@@ -128,6 +141,27 @@ def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: in
         return kernel(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
     return linear
+
+
+def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any]:
+    """Under this, a model's large linear layers run by the faster kernel for a pass over a prompt, where there is one.
+
+    On processors that are not Intel's, `linear_of_few_rows` is ahead with large weights until the arithmetic takes all
+    the time (on an AMD EPYC, 8960 × 1536: 2.7 times as fast at 16 rows, 1.6 at 64, 1.2 at 256, the same beyond). The
+    model's own code runs all the same; what is exchanged is put back at the end.
+
+    Args:
+        model: the target model.
+        rows: tokens in the pass, of all rows of the batch.
+    """
+    if rows > _MANY_ROWS or _is_intel() or why_not_recorded(model) is not None:
+        return nullcontext()
+    kernels = [
+        (module, linear_of_few_rows(module.weight, module.bias, rows))
+        for module in model.modules()
+        if type(module) is nn.Linear and module.weight.numel() >= _LARGE
+    ]
+    return SkipMode(model, SkipConfig(), [(module, kernel) for module, kernel in kernels if kernel is not None])
 
 
 def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:

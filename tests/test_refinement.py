@@ -240,7 +240,7 @@ def test_nothing_skipped_at_first_and_nothing_to_draft_with() -> None:
     assert torch.equal(generate(model, new=300, self_speculative=config), expected)
     found = SelfSpeculativeConfig.from_dict(model.last_speculation.refinement["config"])
     assert found.drafts_itself and found.lookup == config.lookup
-    assert model.last_speculation.self_drafted_tokens > 20
+    assert model.last_speculation.self_drafted_tokens > 5, "of a text that lookup finds most of"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from search_worker import calibration, cost_profile
+from ssd_generation.costs import describe_machine
 from ssd_generation.search.methods import METHODS, SearchMethod, compare_methods, table
 from tiny_models import tiny_model
 
@@ -17,7 +18,8 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
     texts, held_out = calibration(model, texts=2), calibration(model, texts=1)
     names = ["skip-only", "forward", "random", "paper"]
     said: list[str] = []
-    arguments = (model, texts, held_out, cost_profile(), f"{tmp_path}/s.db", names, 4)
+    costs = cost_profile(measured_on=describe_machine(model))
+    arguments = (model, texts, held_out, costs, f"{tmp_path}/s.db", names, 4)
     rows, founds = compare_methods(*arguments, told=said.append)
     assert list(rows) == names
     for name, row in rows.items():

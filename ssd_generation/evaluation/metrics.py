@@ -1,0 +1,176 @@
+"""Metrics behind the interface of Hugging Face `evaluate`, without a hub; intervals and paired comparisons."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ROUGE_TYPES", "Interval", "bootstrap", "load_pass_at_k", "load_rouge", "paired_difference", "pass_at_k"]
+
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that at least one of k samples is correct: the unbiased estimate from `samples` of them.
+
+    `1 − C(n − c, k) / C(n, k)` (Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374,
+    equation 1).
+
+    Args:
+        samples: n, drawn for the problem, ≥ k.
+        correct: c, those that passed, 0 … n.
+        k: ≥ 1.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+    if not (1 <= k <= samples and 0 <= correct <= samples):
+        raise ValueError(
+            f"pass@k needs 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples, but got k={k}, samples={samples}, "
+            f"correct={correct}."
+        )
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and what chance leaves open about it.
+
+    Attributes:
+        mean: of what was seen.
+        low: lower end of the interval.
+        high: upper end.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap(values: Sequence[float], confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
+    """The mean, with the percentile interval of its bootstrap (Efron, The Annals of Statistics 7, 1979).
+
+    Args:
+        values: at least one.
+        confidence: of the interval, between 0 and 1.
+        resamples: drawn with replacement, ≥ 1.
+        seed: of the drawing: the same values have the same interval.
+
+    Raises:
+        ValueError: no values, or a number out of range.
+    """
+    if not values:
+        raise ValueError("There is nothing to take the mean of: no values were given.")
+    if not (0.0 < confidence < 1.0 and resamples >= 1):
+        raise ValueError(
+            f"A bootstrap needs a confidence between 0 and 1 and at least one resample, but got "
+            f"confidence={confidence} and resamples={resamples}."
+        )
+    generator = random.Random(seed)
+    count = len(values)
+    means = sorted(math.fsum(generator.choices(values, k=count)) / count for _ in range(resamples))
+    tail = (1.0 - confidence) / 2.0
+    mean = math.fsum(values) / count
+    low = means[min(int(tail * resamples), resamples - 1)]
+    high = means[max(math.ceil((1.0 - tail) * resamples) - 1, 0)]
+    return Interval(mean, min(low, mean), max(high, mean))
+
+
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """The mean of `first − second`, sample by sample, with the interval of its bootstrap.
+
+    Two methods that were given the same samples differ by far less than their own intervals say.
+
+    Args:
+        first: of one method.
+        second: of the other, in the same order.
+        confidence: of the interval.
+        resamples: see `bootstrap`.
+        seed: see `bootstrap`.
+
+    Raises:
+        ValueError: of different length, or empty.
+    """
+    if len(first) != len(second):
+        raise ValueError(
+            f"A paired comparison needs the same samples of both methods, but got {len(first)} and {len(second)}."
+        )
+    return bootstrap([a - b for a, b in zip(first, second, strict=True)], confidence, resamples, seed)
+
+
+def load_rouge() -> Any:
+    """ROUGE as an `evaluate.Metric` over `rouge_score`; takes what the hub's `evaluate.load("rouge")` takes.
+
+    `compute(predictions=…, references=…, rouge_types=…, use_stemmer=…, use_aggregator=…)` gives F-measures: a mean for
+    each type, or with `use_aggregator=False` a list with one for each sample. References may be lists of texts; the
+    best counts.
+    """
+    import datasets
+    import evaluate
+    from rouge_score import rouge_scorer
+
+    class Rouge(evaluate.Metric):  # type: ignore[misc]
+        def _info(self) -> Any:
+            text = datasets.Value("string")
+            return evaluate.MetricInfo(
+                description="ROUGE: overlap of n-grams and longest common subsequences with a reference summary.",
+                citation="Lin: ROUGE: A Package for Automatic Evaluation of Summaries. ACL workshop, 2004.",
+                inputs_description="predictions and references: texts, or several references each.",
+                features=[
+                    datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
+                    datasets.Features({"predictions": text, "references": text}),
+                ],
+            )
+
+        def _compute(
+            self,
+            predictions: Sequence[str],
+            references: Sequence[str | Sequence[str]],
+            rouge_types: Sequence[str] | None = None,
+            use_aggregator: bool = True,
+            use_stemmer: bool = False,
+        ) -> dict[str, Any]:
+            types = list(rouge_types or ROUGE_TYPES)
+            scorer = rouge_scorer.RougeScorer(types, use_stemmer=use_stemmer)
+            rows: dict[str, list[float]] = {name: [] for name in types}
+            for said, wanted in zip(predictions, references, strict=True):
+                scores = scorer.score(wanted, said) if isinstance(wanted, str) else scorer.score_multi(wanted, said)
+                for name in types:
+                    rows[name].append(float(scores[name].fmeasure))
+            return {name: statistics.fmean(row) for name, row in rows.items()} if use_aggregator else rows
+
+    return Rouge()
+
+
+def load_pass_at_k() -> Any:
+    """pass@k as an `evaluate.Metric`: `compute(predictions=…, references=…, k=…)`.
+
+    Predictions are the number of samples that passed, by problem; references the number that were drawn. No code is
+    run here.
+    """
+    import datasets
+    import evaluate
+
+    class PassAtK(evaluate.Metric):  # type: ignore[misc]
+        def _info(self) -> Any:
+            number = datasets.Value("int64")
+            return evaluate.MetricInfo(
+                description="The chance that at least one of k samples is correct, estimated without bias.",
+                citation="Chen et al.: Evaluating Large Language Models Trained on Code. arXiv 2107.03374.",
+                inputs_description="predictions: samples that passed, by problem; references: samples drawn.",
+                features=datasets.Features({"predictions": number, "references": number}),
+            )
+
+        def _compute(
+            self, predictions: Sequence[int], references: Sequence[int], k: Sequence[int] = (1,)
+        ) -> dict[str, float]:
+            pairs = list(zip(references, predictions, strict=True))
+            return {f"pass@{n}": statistics.fmean(pass_at_k(drawn, passed, n) for drawn, passed in pairs) for n in k}
+
+    return PassAtK()

@@ -1,0 +1,98 @@
+"""The pass over a prompt on processors that are not Intel's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, passes
+from tiny_models import prompt, tiny_model
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Another processor, where all matrices are large; the rows of each linear layer that the kernel has run."""
+    seen: list[int] = []
+    original = passes.linear_of_few_rows
+
+    def kernel_of(weight: Any, bias: Any, rows: int) -> Any:
+        kernel = original(weight, bias, rows)
+        assert kernel is not None
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.shape[:-1].numel())
+            return kernel(x)  # type: ignore[no-any-return]
+
+        return counted
+
+    monkeypatch.setattr(passes, "_is_intel", lambda: False)
+    monkeypatch.setattr(passes, "_LARGE", 1)
+    monkeypatch.setattr(passes, "linear_of_few_rows", kernel_of)
+    return seen
+
+
+def test_the_prompt_goes_through_the_faster_kernel_and_the_model_is_left_as_it_was(elsewhere: list[int]) -> None:
+    model: Any = tiny_model()
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    ids = prompt(20)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with passes.prompt_mode(model, 20):
+            found = model(input_ids=ids).logits
+        assert elsewhere == [20] * len(linears)
+        torch.testing.assert_close(found, expected)
+        assert not torch.equal(found, expected) or torch.equal(model(input_ids=ids).logits, expected)
+        model(input_ids=ids)
+    assert len(elsewhere) == len(linears), "only inside"
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_generation_uses_it_for_the_tokens_that_are_new(elsewhere: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = enable_self_speculative(tiny_model())
+    asked: list[int] = []
+    original = passes.prompt_mode
+
+    def mode(model: Any, rows: int) -> Any:
+        asked.append(rows)
+        return original(model, rows)
+
+    monkeypatch.setattr("ssd_generation.decoding.prompt_mode", mode)
+    config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), DraftingConfig(policy="fixed", max_draft_length=3))
+    batch = torch.cat((prompt(9), prompt(9, seed=2)))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(batch, attention_mask=torch.ones_like(batch), **options)
+    elsewhere.clear()
+    found = model.generate(batch, attention_mask=torch.ones_like(batch), self_speculative=config, **options)
+    assert torch.equal(found, expected)
+    assert asked == [18] and 18 in elsewhere
+    first = model.generate(
+        prompt(9), self_speculative=config, return_dict_in_generate=True, **{**options, "max_new_tokens": 4}
+    )
+    longer = torch.cat((first.sequences, prompt(5, seed=3)), dim=1)
+    model.generate(longer, past_key_values=first.past_key_values, self_speculative=config, **options)
+    assert asked[1:] == [9, 6], "the last token was not in the cache yet"
+
+
+def test_where_it_stays_out_of_the_way(elsewhere: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model()
+    ids = prompt(6)
+
+    def runs(rows: int = 6) -> int:
+        elsewhere.clear()
+        with torch.no_grad(), passes.prompt_mode(model, rows):
+            model(input_ids=ids)
+        return len(elsewhere)
+
+    assert runs() > 0
+    assert runs(passes._MANY_ROWS + 1) == 0, "the arithmetic takes all the time"
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert runs() == 0, "a hook"
+    handle.remove()
+    monkeypatch.setattr(passes, "_LARGE", 10**9)
+    assert runs() == 0, "small matrices"
+    monkeypatch.setattr(passes, "_LARGE", 1)
+    monkeypatch.setattr(passes, "_is_intel", lambda: True)
+    assert runs() == 0
