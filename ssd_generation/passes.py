@@ -161,7 +161,8 @@ def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any
         for module in model.modules()
         if type(module) is nn.Linear and module.weight.numel() >= _LARGE
     ]
-    return SkipMode(model, SkipConfig(), [(module, kernel) for module, kernel in kernels if kernel is not None])
+    exchanged = [(module, kernel) for module, kernel in kernels if kernel is not None]
+    return SkipMode(model, SkipConfig(), exchanged) if exchanged else nullcontext()
 
 
 def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:

@@ -1,4 +1,7 @@
-"""A worker on a study of a tiny model, in a process of its own: `python search_worker.py STORAGE TRIALS`."""
+"""A worker on a study of a tiny model, in a process of its own: `python search_worker.py STORAGE TRIALS [wait]`.
+
+With `wait` it says that it is ready, and begins when it is sent a line.
+"""
 
 from __future__ import annotations
 
@@ -64,4 +67,7 @@ def worker(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     search, _ = worker(storage_of(sys.argv[1]))
+    if "wait" in sys.argv:
+        print("ready", flush=True)
+        sys.stdin.readline()
     search.run(int(sys.argv[2]), lambda found: print(len(found.tried), flush=True))

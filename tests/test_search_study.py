@@ -207,10 +207,11 @@ def test_a_storage_that_cannot_be_reached(url: str) -> None:
 
 
 @contextlib.contextmanager
-def start(storage: str, trials: int) -> Iterator[subprocess.Popen[str]]:
+def start(storage: str, trials: int, *more: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, str(TESTS / "search_worker.py"), storage, str(trials)],
+        [sys.executable, str(TESTS / "search_worker.py"), storage, str(trials), *more],
         cwd=TESTS,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -274,7 +275,7 @@ def server() -> Iterator[str]:
                 connection.autocommit = True
                 for name in ("killed", "two"):
                     connection.cursor().execute(f"CREATE DATABASE {name}")
-            yield f"postgresql://ssd@127.0.0.1:{port}"
+            yield f"postgresql+psycopg2://ssd@127.0.0.1:{port}"
         finally:
             program("pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
     finally:
@@ -311,7 +312,14 @@ def test_killed_workers_lose_nothing(request: pytest.FixtureRequest, kind: str) 
 @pytest.mark.parametrize("kind", STORAGES)
 def test_two_workers_on_one_study(request: pytest.FixtureRequest, kind: str) -> None:
     storage = storage_at(kind, "two", request)
-    with start(storage, 30) as one, start(storage, 30) as other:
+    with start(storage, 30, "wait") as one, start(storage, 30, "wait") as other:
+        for process in (one, other):
+            assert process.stdout is not None and process.stdin is not None
+            assert process.stdout.readline() == "ready\n", process.stderr and process.stderr.read()
+        for process in (one, other):
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
         ends_well(one)
         ends_well(other)
     found = check_counted_once(storage, 30)

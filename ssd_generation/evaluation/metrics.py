@@ -115,7 +115,7 @@ def load_rouge() -> Any:
     import evaluate
     from rouge_score import rouge_scorer
 
-    class Rouge(evaluate.Metric):  # type: ignore[misc]
+    class Rouge(evaluate.Metric):
         def _info(self) -> Any:
             text = datasets.Value("string")
             return evaluate.MetricInfo(
@@ -157,7 +157,7 @@ def load_pass_at_k() -> Any:
     import datasets
     import evaluate
 
-    class PassAtK(evaluate.Metric):  # type: ignore[misc]
+    class PassAtK(evaluate.Metric):
         def _info(self) -> Any:
             number = datasets.Value("int64")
             return evaluate.MetricInfo(
