@@ -25,6 +25,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from .config import SkipConfig
+from .passes import prompt_mode
 from .precision import copies_of
 from .skip_mode import SkipMode
 
@@ -153,7 +154,7 @@ def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -
     if isinstance(longest, int) and length > longest:
         raise ValueError(f"The text has {length} tokens, but the model's context has {longest}. Shorten the prompt.")
     cache = DynamicCache()  # without a config: layers with a sliding window keep all keys and values, too
-    with torch.inference_mode():
+    with torch.inference_mode(), prompt_mode(model, length - 1):
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True, **fewer)
     return VerifiedText(ids, prompt_length, cache)
@@ -207,7 +208,7 @@ def _logits(
     index: torch.Tensor,
 ) -> torch.Tensor:
     """The draft's logits `(Q, V)` for tokens `index` of the continuation; see `round_inputs`."""
-    with torch.inference_mode(), draft:
+    with torch.inference_mode(), prompt_mode(model, int(index.numel())), draft:
         output = model(**round_inputs(model, text, which, start, index), use_cache=True)
     return output.logits[0]  # type: ignore[no-any-return]
 

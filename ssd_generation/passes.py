@@ -150,6 +150,8 @@ def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any
     the time (on an AMD EPYC, 8960 × 1536: 2.7 times as fast at 16 rows, 1.6 at 64, 1.2 at 256, the same beyond). The
     model's own code runs all the same; what is exchanged is put back at the end.
 
+    Drafts are judged under it as well: skip mode goes inside.
+
     Args:
         model: the target model.
         rows: tokens in the pass, of all rows of the batch.

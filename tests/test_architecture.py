@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sublayers": {"config"},
     "precision": {"sublayers"},
     "skip_mode": {"sublayers", "cache"},
-    "acceptance": {"skip_mode", "precision"},
+    "acceptance": {"passes", "precision", "skip_mode"},
     "passes": {"program", "precision", "skip_mode", "cache"},
     "candidate_generator": {"passes", "cache", "drafting", "lookup", "statistics", "timing", "verification"},
     "decoding": {"acceptance", "candidate_generator", "verification"},

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, passes
+from ssd_generation.acceptance import judge, verify_text
 from tiny_models import prompt, tiny_model
 
 
@@ -74,6 +75,21 @@ def test_generation_uses_it_for_the_tokens_that_are_new(elsewhere: list[int], mo
     longer = torch.cat((first.sequences, prompt(5, seed=3)), dim=1)
     model.generate(longer, past_key_values=first.past_key_values, self_speculative=config, **options)
     assert asked[1:] == [9, 6], "the last token was not in the cache yet"
+
+
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_drafts_are_judged_by_it(elsewhere: list[int], monkeypatch: pytest.MonkeyPatch, precision: str | None) -> None:
+    model: Any = tiny_model(hidden_size=64, intermediate_size=96)
+    config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), precision=precision)
+    text = verify_text(model, prompt(40), 10)
+    assert elsewhere.count(39) == len([m for m in model.modules() if type(m) is nn.Linear]) - 1, "all but the head"
+    elsewhere.clear()
+    judged = judge(model, config, text, 4)
+    # What drafts from a copy has a kernel of its own.
+    assert bool(elsewhere) == (precision is None)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    monkeypatch.setattr(passes, "_is_intel", lambda: True)
+    assert judge(model, config, text, 4) == judged
 
 
 def test_where_it_stays_out_of_the_way(elsewhere: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
