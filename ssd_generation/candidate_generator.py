@@ -323,6 +323,8 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
                                 lengths[row] = depth + 1
                         if max(lengths) <= depth + 1:
                             break
+            if self.flat is not None:
+                self.flat.end_round()
         self.draft_passes += len(tokens)
         draft = Draft(
             tokens=torch.cat(tokens, dim=1) if tokens else last_token[:, :0],

@@ -217,6 +217,8 @@ class Passes:
     def _draft(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         logits = None if self.draft_flat is None else self.draft_flat.run(self.cache, ids, positions)
         if logits is not None:
+            assert self.draft_flat is not None
+            self.draft_flat.end_round()
             return logits
         with self.skip_mode:
             return self._run(ids, positions, DraftCache(self.cache, self.skipped))

@@ -204,6 +204,11 @@ class _RoomAttention:
         self.at, self.count = at, count
         self.mask.clear()
 
+    def let_go(self) -> None:
+        """Hold no tensor of a cache any longer: it may be about to grow, or to be dropped."""
+        self.key_rooms = self.value_rooms = []
+        self.mask.clear()
+
     def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
         """Additive, `(groups · n, slots)`: token i sees the slots before it and its own."""
         known = self.mask.get((groups, dtype))
@@ -341,9 +346,16 @@ class FlatPasses:
         with torch.inference_mode():
             logits = program.run(ids, positions, attention)
         if not self.is_draft:
+            attention.let_go()
             for layer in cache.layers:
                 layer.end += count
         return logits
+
+    def end_round(self) -> None:
+        """No further step of this round's draft: what is held of the cache is let go."""
+        attention: _RoomAttention | None = getattr(self._attention, "value", None)
+        if attention is not None:
+            attention.let_go()
 
     # ------------------------------------------------------------------------------------------------------------------
 

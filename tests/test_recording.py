@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils, modeling_utils
 from transformers.models.llama import modeling_llama
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, recording
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, cache, enable_self_speculative, recording
 from ssd_generation.passes import FlatPasses, flat_passes, why_not_recorded
 from ssd_generation.program import compile_recording
 from ssd_generation.recording import CannotRecord, record_pass, same_recording
@@ -549,3 +551,28 @@ def test_two_threads_that_record() -> None:
     leave.set()
     other_thread.join(60)
     assert found == ["the second one's"] and functions["sdpa"] is original
+
+
+def test_no_cache_outlives_its_call(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    """Nor its growth: what recorded passes have read is held by the cache alone."""
+    rooms: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    original = cache._new_room
+
+    def new_room(like: torch.Tensor, slots: int) -> torch.Tensor:
+        room = original(like, slots)
+        alive.append(sum(other() is not None for other in rooms))
+        rooms.append(weakref.ref(room))
+        return room
+
+    ids = prompt(9)
+    model.generate(ids, max_new_tokens=40, do_sample=False, self_speculative=CONFIG)  # type: ignore[operator]
+    # All is recorded now.
+    monkeypatch.setattr(cache, "_new_room", new_room)
+    monkeypatch.setattr(cache, "_MIN_SPARE", 1)
+    model.generate(ids, max_new_tokens=40, do_sample=False, self_speculative=CONFIG)  # type: ignore[operator]
+    gc.collect()
+    assert len(rooms) > 20 and flat_passes(model) is not None
+    assert not [room for room in rooms if room() is not None]
+    # Keys and values of two layers, and those of the one that is growing twice.
+    assert max(alive) <= 2 * 2 + 1
