@@ -34,7 +34,16 @@ if TYPE_CHECKING:
 
     from .config import SelfSpeculativeConfig
 
-__all__ = ["Acceptance", "VerifiedText", "agreements", "judge", "round_inputs", "verify_text", "why_not_judged"]
+__all__ = [
+    "Acceptance",
+    "VerifiedText",
+    "agreements",
+    "judge",
+    "judge_all",
+    "round_inputs",
+    "verify_text",
+    "why_not_judged",
+]
 
 _MOST_TOKENS = 256
 """Inputs of one judging pass; the logits of a large vocabulary take half a megabyte each."""
@@ -289,6 +298,20 @@ def judge(
     result = Acceptance(passes=passes, tokens=tokens)
     result.add_rounds(agreed)
     return result
+
+
+def judge_all(
+    model: PreTrainedModel,
+    config: SelfSpeculativeConfig,
+    texts: Sequence[VerifiedText],
+    depth: int = 4,
+    stride: int | None = None,
+) -> Acceptance:
+    """Acceptance by depth of a config's draft on several texts together; see `judge`."""
+    total = Acceptance()
+    for text in texts:
+        total.add(judge(model, config, text, depth, stride))
+    return total
 
 
 _REASONS: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and files of lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing", "write_whole"]
+__all__ = ["filled_lines", "replacing", "write_whole"]
 
 
 @contextmanager
@@ -34,3 +34,16 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def filled_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a text file that hold anything, numbered from 1.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 text: {error}.") from error
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

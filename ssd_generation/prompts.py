@@ -11,6 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import filled_lines
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
@@ -65,14 +67,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         raise ValueError(
             f"A prompt file is .jsonl (a JSON object per line) or .txt (a prompt per line), but got {str(path)!r}."
         )
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 text: {error}.") from error
     prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in filled_lines(file):
         if file.suffix == ".txt":
             prompts.append(Prompt(f"{file.stem}-{number}", file.stem, line.strip()))
             continue

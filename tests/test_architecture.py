@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendering": {"files"},
     "cache": set(),
     "recording": set(),
-    "prompts": set(),
+    "prompts": {"files"},
     "run_folder": {"files"},
     "program": {"recording"},
     "sublayers": {"config"},

@@ -10,6 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..files import filled_lines
+
 __all__ = ["Article", "built_in_articles", "read_articles"]
 
 _ARTICLE = ("article", "document")
@@ -56,14 +58,8 @@ def read_articles(path: str | os.PathLike[str]) -> list[Article]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise FileNotFoundError(f"There is no file of articles {str(path)!r}. {_FORMAT}")
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 text: {error}.") from error
     articles: dict[str, Article] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in filled_lines(file):
         try:
             article = _parse(json.loads(line), f"{file.stem}-{number}")
         except ValueError as error:  # JSON's own errors are ValueErrors too

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import optuna
 
-from ..acceptance import Acceptance, judge
+from ..acceptance import judge_all
 from ..config import SelfSpeculativeConfig
 from ..files import write_whole
 from ..precision import drop_copies
@@ -264,9 +264,7 @@ def _known_profile(name: str, storage: Any) -> CostProfile | None:
 
 def _judge_again(model: PreTrainedModel, worker: Search, best: Tried, texts: Calibration) -> dict[str, Any]:
     config = worker.space.config(best.choices)
-    acceptance = Acceptance()
-    for text in texts.texts:
-        acceptance.add(judge(model, config, text, worker.settings.depth, worker.settings.stride))
+    acceptance = judge_all(model, config, texts.texts, worker.settings.depth, worker.settings.stride)
     costs = worker.profile.costs(config, worker.context)
     speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
     return {
