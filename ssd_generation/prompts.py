@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BUILT_IN", "Prompt", "built_in_prompts", "digest", "encode_prompt", "load_prompts", "read_prompts"]
+__all__ = [
+    "BUILT_IN",
+    "HubRows",
+    "Prompt",
+    "built_in_prompts",
+    "digest",
+    "encode_prompt",
+    "hub_rows",
+    "load_prompts",
+    "read_prompts",
+]
 
 BUILT_IN = "built-in"
 _SUMMARISE = "Summarise the following article in three sentences.\n\n"
@@ -101,6 +112,56 @@ def _parse(entry: Any, stem: str) -> tuple[str, str]:
             raise ValueError(f"{key!r} holds no text, but {value!r:.80}.")
         return str(entry.get("category") or category), before + value.strip()
     raise ValueError(f"there is no prompt in it; its keys are {', '.join(map(str, entry)) or 'none'}.")
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """The first rows of a data set.
+
+    Attributes:
+        name: of the data set.
+        column: that was asked for; may be empty.
+        rows: at least one, each by column.
+    """
+
+    name: str
+    column: str
+    rows: list[dict[str, Any]]
+
+
+def hub_rows(source: str, count: int | None, split: str, advice: str) -> HubRows:
+    """The first rows of a data set of the Hub, read by `datasets`.
+
+    Args:
+        source: `ID`, `ID:CONFIG`, `ID@SPLIT` or `ID#COLUMN`, or all of these in that order.
+        count: so many; `None`: all.
+        split: unless the source names one.
+        advice: what to give instead, for the error's message.
+
+    Raises:
+        ImportError: `datasets` is not installed.
+        ValueError: the data set cannot be read, or has no rows.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{source!r} is no file, and reading it as a data set of the Hub needs `datasets`: pip install datasets"
+        ) from error
+    rest, _, column = source.partition("#")
+    rest, _, named = rest.partition("@")
+    name, _, subset = rest.partition(":")
+    try:
+        rows = datasets.load_dataset(name, subset or None, split=named or split, streaming=True)
+        first = list(rows if count is None else itertools.islice(rows, count))
+    except Exception as error:  # datasets and huggingface_hub raise dozens of kinds
+        raise ValueError(
+            f"{source!r} is no file, and could not be read as a data set of the Hub either ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no reason given'}). {advice}"
+        ) from error
+    if not first:
+        raise ValueError(f"The data set {source!r} has no rows.")
+    return HubRows(name, column, first)
 
 
 def load_prompts(

@@ -21,7 +21,7 @@ from typing import Any
 
 from .files import write_whole
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "read_rows"]
 
 CONFIG, ENVIRONMENT, ROWS = "config.json", "environment.json", "rows.jsonl"
 SUMMARY, TABLE, PLOT = "summary.json", "summary.md", "plot.png"
@@ -59,7 +59,10 @@ class RunFolder:
                 f"Another run is going on in {str(self.path)!r}. Wait for it, or choose another folder."
             ) from None
         try:
-            self.rows = self._read_rows()
+            file = self.path / ROWS
+            self.rows, size = _parse_rows(file)
+            if file.exists() and size < file.stat().st_size:
+                os.truncate(file, size)
             if not (self.path / CONFIG).exists():
                 self.write_json(CONFIG, self.arguments)
         except BaseException:
@@ -119,28 +122,6 @@ class RunFolder:
                 "or repeat the arguments to go on with that run."
             )
 
-    def _read_rows(self) -> list[dict[str, Any]]:
-        file = self.path / ROWS
-        if not file.exists():
-            return []
-        content = file.read_bytes()
-        # A row ends with its newline; behind the last one stands what a kill has left of a row.
-        whole = content[: content.rfind(b"\n") + 1]
-        rows = []
-        for number, line in enumerate(whole.decode("utf-8", errors="replace").splitlines(), start=1):
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("not an object")
-            except ValueError as error:
-                raise ValueError(
-                    f"{str(file)!r}, line {number} is damaged ({error}). Take that line out, or choose another folder."
-                ) from error
-            rows.append(row)
-        if len(whole) < len(content):
-            os.truncate(file, len(whole))
-        return rows
-
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row, on disk before this returns."""
         line = json.dumps(row, allow_nan=False)
@@ -161,3 +142,33 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Write a file of the folder, whole or not at all."""
         write_whole(self.path / name, text)
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a run's folder; none where it has none. Another process may be writing there.
+
+    Raises:
+        ValueError: a row cannot be read.
+    """
+    return _parse_rows(Path(path) / ROWS)[0]
+
+
+def _parse_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Rows, and how many bytes they take."""
+    if not file.exists():
+        return [], 0
+    content = file.read_bytes()
+    # A row ends with its newline; behind the last one stands what a kill has left of a row.
+    whole = content[: content.rfind(b"\n") + 1]
+    rows = []
+    for number, line in enumerate(whole.decode("utf-8", errors="replace").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            raise ValueError(
+                f"{str(file)!r}, line {number} is damaged ({error}). Take that line out, or choose another folder."
+            ) from error
+        rows.append(row)
+    return rows, len(whole)

@@ -58,8 +58,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comparison": {"generation"},
     "models": {"config"},
     "search": {"acceptance", "generation", "models", "prompts"},
-    "evaluation": {"generation"},
-    "benchmark": {"comparison", "generation", "models", "prompts", "run_folder"},
+    "side_by_side": {"comparison", "prompts", "run_folder"},
+    "evaluation": {"models", "side_by_side"},
+    "benchmark": {"models", "side_by_side"},
 }
 # The front doors may import every room. What the command line imports of ours at module level would be paid for
 # by every sub-command, so that has to stand inside a function.

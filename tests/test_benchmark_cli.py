@@ -15,24 +15,16 @@ from typing import Any
 import pytest
 
 import ssd_generation
-from ssd_generation.benchmark import calls, paired
-from ssd_generation.benchmark.calls import Caller
+from ssd_generation.benchmark import paired
 from ssd_generation.cli import main
 from ssd_generation.cli.benchmark_view import benchmark_view, live_progress
-from test_cli import Run, tiny_tokenizer
-from tiny_models import tiny_model
+from ssd_generation.side_by_side import calls
+from ssd_generation.side_by_side.calls import Caller
+from test_cli import Run
+from test_cli import folder as folder  # the fixture
 
 SKIP = ["--skip-attention", "1", "--skip-mlp", "2"]
 SHORT = ["--new-tokens", "8"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = tiny_tokenizer()
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture
@@ -236,8 +228,8 @@ def test_workers_end_with_their_owner(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from ssd_generation.benchmark.runner import Progress
     from ssd_generation.cli import console
+    from ssd_generation.side_by_side.runner import Progress
 
     file = io.StringIO()
     monkeypatch.setattr(console, "err", lambda: Console(file=file, force_terminal=True, width=100))
@@ -247,7 +239,7 @@ def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_in_a_log_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.benchmark.runner import Progress
+    from ssd_generation.side_by_side.runner import Progress
 
     now = iter([0.0, 1.0, 11.0, 11.0, 12.0])
     monkeypatch.setattr("ssd_generation.cli.benchmark_view.time", SimpleNamespace(monotonic=lambda: next(now)))

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.benchmark import runner
-from ssd_generation.benchmark.calls import Caller, TimedCall
-from ssd_generation.benchmark.runner import BenchmarkSettings, Progress, benchmark_arguments, run_benchmark
+from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
 from ssd_generation.prompts import Prompt
 from ssd_generation.run_folder import RunFolder
+from ssd_generation.side_by_side import environment, runner
+from ssd_generation.side_by_side.calls import Caller, TimedCall
+from ssd_generation.side_by_side.runner import Progress
 from test_cli import tiny_tokenizer
 from tiny_models import prompt as random_ids
 from tiny_models import tiny_model
@@ -376,6 +377,6 @@ def test_no_prompts(model: Any, tmp_path: Path) -> None:
 
 
 def test_commit_of_something_that_is_no_checkout(tmp_path: Path) -> None:
-    assert runner._commit(tmp_path) is None
+    assert environment._commit(tmp_path) is None
     (tmp_path / ".git").mkdir()
-    assert runner._commit(tmp_path) is None
+    assert environment._commit(tmp_path) is None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 
 from search_worker import calibration, cost_profile
 from ssd_generation.costs import describe_machine
-from ssd_generation.search.methods import METHODS, SearchMethod, compare_methods, table
+from ssd_generation.models import load_model
+from ssd_generation.search.methods import METHODS, SearchMethod, compare_methods, main, table
+from test_cli import folder as folder  # the fixture
 from tiny_models import tiny_model
 
 
@@ -44,6 +47,25 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(names) and lines[2].startswith("| skip-only (")
     assert all(line.count("|") == lines[0].count("|") for line in lines)
     assert "| – |" in lines[2] and "| – |" not in lines[-1]
+
+
+def test_the_command_runs_all_methods_that_it_names(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = load_model(folder)
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "out").mkdir()
+    in_low_bits = {
+        "attention": {"keep": (0.08,), "int8": (0.05,), "int4": (0.04,)},
+        **{part: {"keep": 0.16, "int8": 0.1, "int4": 0.08} for part in ("mlp", "head", "overhead")},
+    }
+    cost_profile(measured_on=describe_machine(model), **in_low_bits).save(tmp_path / "out" / "profile.json")
+    few = ["--trials", "2", "--num-prompts", "1", "--held-out", "1", "--new-tokens", "4", "--no-timing"]
+    monkeypatch.setattr(sys, "argv", ["methods", "--model", folder, "-o", str(tmp_path / "out"), *few])
+    main()
+    shown = capfd.readouterr().out
+    assert all(f"| {name} (" in shown for name in METHODS if name != "paper")
+    assert (tmp_path / "out" / "methods.md").read_text() in shown
 
 
 def test_an_unknown_method(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from typing import Any
 
 from ..prompts import Prompt
 from ..run_folder import RunFolder
-from . import calls
-from .calls import load_average
-from .report import ratios_so_far, summarise_pairs
-from .runner import BenchmarkSettings, Observer, Progress, start_session, write_summary
+from ..side_by_side import calls
+from ..side_by_side.calls import load_average
+from ..side_by_side.environment import start_session
+from ..side_by_side.figures import ratios_so_far, summarise_pairs
+from ..side_by_side.runner import Observer, Progress, write_summary
+from .runner import BenchmarkSettings
 
 __all__ = ["check_checkout", "run_paired"]
 
@@ -270,4 +272,5 @@ class _PairedRun:
         summary = summarise_pairs(self.folder.rows, self.folder.arguments, environment)
         calls_done = len({(r["prompt"], r["method"], r["repeat"]) for r in self.folder.rows if r["kind"] == "pair"})
         rows = (len(self.settings.methods) - len(self.failed)) * len(self.prompts) * self.settings.repeats
-        return write_summary(self.folder, {**summary, "complete": complete, "rows_done": calls_done, "rows": rows})
+        summary |= {"complete": complete, "rows_done": calls_done, "rows": rows}
+        return write_summary(self.folder, summary, "Benchmark")

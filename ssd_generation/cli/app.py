@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import benchmark, generate, inspect, presets, profile, search
+from . import benchmark, evaluate, generate, inspect, presets, profile, search
 
 # Typer joins the lines of the first paragraph only; the others are kept as they are.
 HELP = """Self-speculative decoding: a language model drafts for itself.
@@ -23,6 +23,7 @@ text), then checks them all in one pass. No second model, no training, the same 
   ssd search demo                             what is best left out, on this machine
   ssd profile demo                            what drafting costs, part by part
   ssd benchmark --limit-per-category 1        beside its peers, on many kinds of prompts
+  ssd evaluate summarisation --limit 8        is it still as good?
 """
 
 app = typer.Typer(
@@ -54,6 +55,8 @@ def ssd(
 
 app.command(help=generate.HELP)(generate.generate)
 app.command(help=benchmark.HELP)(benchmark.benchmark)
+app.command(help=evaluate.HELP)(evaluate.evaluate)
+app.command(help=evaluate.REPORT_HELP)(evaluate.report)
 app.command(help=search.HELP)(search.search)
 app.command(help=profile.HELP)(profile.profile)
 app.command(help=inspect.HELP)(inspect.inspect)

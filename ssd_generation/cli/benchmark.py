@@ -12,12 +12,17 @@ import typer
 from .options import (
     DEMO,
     DEMO_PRESET,
+    WHAT_TO_COMPARE,
+    AssistantOption,
     ConfigNameOption,
     ConfigOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
+    MethodsOption,
+    ModelOption,
+    OutputOption,
     SkipAttentionOption,
     SkipMlpOption,
     ThreadsOption,
@@ -50,65 +55,40 @@ Results go to a folder as they are made; the same command with the same folder g
   early-exit-N     transformers' assisted decoding by the model's own first N layers
 """
 
-_MODEL = "Model"
-_WHAT = "What to compare"
 _HOW = "How to run"
-_RESULTS = "Results"
 
 
 def benchmark(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            help="A Hub id, a folder, a .gguf file, or `demo`: SmolLM2-135M-Instruct, fetched once (93 MB) and kept.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = DEMO,
+    model: ModelOption = DEMO,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     device_map: DeviceMapOption = None,
     threads: ThreadsOption = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="With commas between them; plain decoding is always there. Default: auto, auto-free, config and paper "
-            "where there is a config, plain-loop, prompt-lookup-2, -3 and -10, assistant where there is one.",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
-    assistant: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL", help="A small model of the same vocabulary, for `assistant`.", rich_help_panel=_WHAT
-        ),
-    ] = None,
+    methods: MethodsOption = None,
+    assistant: AssistantOption = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE",
             help="A .jsonl file (MT-bench, XSum, GSM8K, or prompt and category) or a .txt file of one prompt per line; "
             "may be repeated. `built-in` or none: the mixed set of the package.",
-            rich_help_panel=_WHAT,
+            rich_help_panel=WHAT_TO_COMPARE,
         ),
     ] = None,
     category: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only this category; may be repeated.", rich_help_panel=_WHAT),
+        typer.Option(metavar="NAME", help="Only this category; may be repeated.", rich_help_panel=WHAT_TO_COMPARE),
     ] = None,
     limit_per_category: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Only the first N prompts of each.", rich_help_panel=_WHAT),
+        typer.Option(min=1, metavar="N", help="Only the first N prompts of each.", rich_help_panel=WHAT_TO_COMPARE),
     ] = None,
     paired: Annotated[
         Path | None,
         typer.Option(
             metavar="CHECKOUT",
             help="Compare with another checkout of this library instead: each method by both, in turns.",
-            rich_help_panel=_WHAT,
+            rich_help_panel=WHAT_TO_COMPARE,
         ),
     ] = None,
     config: ConfigOption = None,
@@ -140,17 +120,7 @@ def benchmark(
     no_memory: Annotated[
         bool, typer.Option("--no-memory", help="Do not measure the peak memory.", rich_help_panel=_HOW)
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FOLDER",
-            help="Where the results go. Default: a new folder, named by the model and the time. A folder of an "
-            "interrupted run: go on with it.",
-            rich_help_panel=_RESULTS,
-        ),
-    ] = None,
+    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods, or two checkouts."""
@@ -159,12 +129,12 @@ def benchmark(
     # In a --json run nothing but the document may reach stdout.
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with quiet_libraries(), elsewhere:
-        from ..benchmark.methods import check_methods, default_methods
         from ..benchmark.paired import check_checkout
         from ..benchmark.runner import BenchmarkSettings, benchmark_arguments
         from ..config import SelfSpeculativeConfig
         from ..prompts import load_prompts
         from ..run_folder import RunFolder
+        from ..side_by_side.methods import check_methods, default_methods
         from .options import default_folder, requested_config
 
         # What can be refused is refused before anything slow begins.

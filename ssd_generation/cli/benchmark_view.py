@@ -1,4 +1,4 @@
-"""What `ssd benchmark` shows: how far it is, and the tables at the end."""
+"""What `ssd benchmark`, `ssd evaluate` and `ssd report` show: how far a run is, and the tables at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ..benchmark.runner import Progress
+    from ..side_by_side.runner import Progress
 
 _PATIENCE = 10.0  # seconds between two lines in a log file
 
@@ -85,7 +85,7 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
         summary: of the run.
         width: of the terminal; a table by category that is wider is cut into several.
     """
-    from ..benchmark.report import conditions, problems
+    from ..side_by_side.report import conditions, problems
 
     parts: list[RenderableType] = [_overview(summary)]
     parts.append(Text("Ratio by category: median, below it the least and the greatest."))
@@ -97,8 +97,49 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
     return Group(*parts)
 
 
+def evaluation_view(summary: Mapping[str, Any], width: int) -> RenderableType:
+    """The tables of a finished evaluation: what the answers are worth, then speed as in a benchmark.
+
+    Args:
+        summary: of the run.
+        width: of the terminal.
+    """
+    from ..evaluation.report import quality_notes, quality_table
+
+    parts: list[RenderableType] = []
+    if summary["quality"]:
+        header, lines = quality_table(summary)
+        table = _table([title.replace(" ", "\n", 1) for title in header])
+        for line in lines:
+            table.add_row(*(cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line))
+        parts.append(table)
+    parts += [Text(note) for note in quality_notes(summary)]
+    parts += [Text()] * bool(parts)
+    return Group(*parts, benchmark_view(summary, width))
+
+
+def runs_view(summaries: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    """The table of several runs.
+
+    Args:
+        summaries: by name of the run.
+    """
+    from ..evaluation.report import runs_table
+
+    header, lines = runs_table(summaries)
+    table = _table([title.replace(" ", "\n", 1) for title in header])
+    before = None
+    for line in lines:
+        if before not in (None, line[0]):
+            table.add_section()
+        cells = [cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line[2:]]
+        table.add_row(*(["", ""] if line[0] == before else line[:2]), *cells)
+        before = line[0]
+    return table
+
+
 def _overview(summary: Mapping[str, Any]) -> Table:
-    from ..benchmark.report import overview
+    from ..side_by_side.report import overview
 
     header, lines = overview(summary)
     table = _table([_HEADERS.get(title, title) for title in header])
@@ -121,7 +162,7 @@ _HEADERS = {
 
 
 def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
-    from ..benchmark.report import categories_of
+    from ..side_by_side.report import categories_of
 
     first = max([len("method"), *map(len, summary["methods"])]) + 1
     chunks: list[list[str]] = []

@@ -73,6 +73,43 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="CPU threads. Default: torch's.", rich_help_panel=_MODEL_PANEL),
 ]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="A Hub id, a folder, a .gguf file, or `demo`: SmolLM2-135M-Instruct, fetched once (93 MB) and kept.",
+        rich_help_panel=_MODEL_PANEL,
+    ),
+]
+WHAT_TO_COMPARE = "What to compare"
+MethodsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="With commas between them; plain decoding is always there. Default: auto, auto-free, config and paper "
+        "where there is a config, plain-loop, prompt-lookup-2, -3 and -10, assistant where there is one.",
+        rich_help_panel=WHAT_TO_COMPARE,
+    ),
+]
+AssistantOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL", help="A small model of the same vocabulary, for `assistant`.", rich_help_panel=WHAT_TO_COMPARE
+    ),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        help="Where the results go. Default: a new folder, named by the model and the time. A folder of an "
+        "interrupted run: go on with it.",
+        rich_help_panel="Results",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 

@@ -157,6 +157,15 @@ def search(
         int,
         typer.Option(min=0, metavar="N", help="Time so many of the best in generation; 0: none.", rich_help_panel=_HOW),
     ] = 1,
+    no_lookup: Annotated[
+        bool,
+        typer.Option(
+            "--no-lookup",
+            help="Leave prompt lookup out of the config that is written. It costs nothing, and is neither searched nor "
+            "timed.",
+            rich_help_panel=_RESULTS,
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -169,7 +178,7 @@ def search(
     from .console import err, out, print_json, quiet_libraries
 
     if from_study is not None:
-        _retarget(from_study, study, costs, output, as_json)
+        _retarget(from_study, study, costs, output, not no_lookup, as_json)
         return
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with quiet_libraries(), elsewhere:
@@ -223,6 +232,7 @@ def search(
                     profile=given,
                     configs=configs,
                     confirmed=confirm,
+                    lookup=not no_lookup,
                     observer=view,
                 )
         except KeyboardInterrupt:
@@ -253,19 +263,22 @@ def _plot(result: Any, folder: Path) -> str:
         return f"no plots: {error}"
 
 
-def _retarget(source: str, study: str | None, costs: Path | None, output: Path | None, as_json: bool) -> None:
+def _retarget(
+    source: str, study: str | None, costs: Path | None, output: Path | None, lookup: bool, as_json: bool
+) -> None:
     from .console import err, out, print_json, quiet_libraries
 
     if costs is None:
         raise ValueError("--from picks a draft for other costs: name them with --costs (see `ssd profile`).")
     with quiet_libraries():
+        from ..config import LookupConfig
         from ..search.profile import CostProfile
         from ..search.runner import retarget
         from ..search.study import found_config
 
         profile = CostProfile.load(costs)
         found, space, context = retarget(source, profile, study)
-        config = found_config(space, found[0], profile, context)
+        config = found_config(space, found[0], profile, context, lookup=LookupConfig() if lookup else None)
         if output is not None:
             config.save_pretrained(output)
     if as_json:

@@ -151,7 +151,11 @@ def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
         if parts:
             others = " that is kept" if config.skip and any(p.startswith("all") for p in parts) else ""
             lines.append(f"{name} copies of {', '.join(parts)}{others}")
-    return lines or ["keeps everything: nothing pays on this machine"]
+    if not lines:
+        lines.append("keeps everything: nothing pays on this machine")
+    if config.lookup is not None:
+        lines.append("and prompt lookup, which costs nothing")
+    return lines
 
 
 def result_view(result: SearchResult, num_layers: int) -> list[Any]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..files import filled_lines
+from ..prompts import hub_rows
 
-__all__ = ["Article", "built_in_articles", "read_articles"]
+__all__ = ["Article", "articles_of_the_hub", "built_in_articles", "read_articles"]
 
 _ARTICLE = ("article", "document")
 _REFERENCE = ("reference", "summary", "highlights")
@@ -70,6 +71,33 @@ def read_articles(path: str | os.PathLike[str]) -> list[Article]:
     if not articles:
         raise ValueError(f"{str(path)!r} holds no articles. {_FORMAT}")
     return list(articles.values())
+
+
+_KNOWN: Mapping[str, str] = {
+    "cnn_dailymail": "abisee/cnn_dailymail:3.0.0@test",
+    "cnndm": "abisee/cnn_dailymail:3.0.0@test",
+    "xsum": "EdinburghNLP/xsum@test",
+}
+
+
+def articles_of_the_hub(source: str, count: int | None = None) -> list[Article]:
+    """The articles of a data set of the Hub.
+
+    Args:
+        source: `cnn_dailymail`, `xsum`, or `ID`, `ID:CONFIG`, `ID@SPLIT` of another with the same columns. Unless it
+            names a split, it is the test split.
+        count: the first so many; `None`: all.
+
+    Raises:
+        ImportError: `datasets` is not installed.
+        ValueError: it cannot be read, or has other columns.
+    """
+    found = hub_rows(_KNOWN.get(source, source), count, "test", "Give a .jsonl file with articles and references.")
+    try:
+        articles = [_parse(row, f"{source}-{number}") for number, row in enumerate(found.rows)]
+    except ValueError as error:
+        raise ValueError(f"The data set {source!r}: {error} {_FORMAT}") from error
+    return articles
 
 
 def _parse(entry: Any, name: str) -> Article:

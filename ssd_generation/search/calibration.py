@@ -20,7 +20,7 @@ import torch
 from ..acceptance import VerifiedText, verify_text
 from ..files import write_whole
 from ..models import default_cache_dir
-from ..prompts import Prompt, encode_prompt, read_prompts
+from ..prompts import Prompt, encode_prompt, hub_rows, read_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,31 +100,15 @@ def calibration_prompts(source: str | None = None, count: int | None = None, ski
 
 
 def _from_hub(source: str, count: int) -> list[Prompt]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"{source!r} is no file, and reading it as a data set of the Hub needs `datasets`: pip install datasets"
-        ) from error
-    rest, _, column = source.partition("#")
-    rest, _, split = rest.partition("@")
-    name, _, subset = rest.partition(":")
-    try:
-        rows = datasets.load_dataset(name, subset or None, split=split or "train", streaming=True)
-        first = [row for _, row in zip(range(count), rows, strict=False)]
-    except Exception as error:  # datasets and huggingface_hub raise dozens of kinds
+    found = hub_rows(source, count, "train", "Give a .jsonl or .txt file.")
+    column = found.column or next((c for c in _COLUMNS if c in found.rows[0]), "")
+    if column not in found.rows[0]:
         raise ValueError(
-            f"{source!r} is no file, and could not be read as a data set of the Hub either ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no reason given'}). Give a .jsonl or .txt file."
-        ) from error
-    if not first:
-        raise ValueError(f"The data set {source!r} has no rows.")
-    column = column or next((c for c in _COLUMNS if c in first[0]), "")
-    if column not in first[0]:
-        raise ValueError(
-            f"The data set {source!r} has the columns {', '.join(first[0])}; name the one with the prompts: ID#COLUMN."
+            f"The data set {source!r} has the columns {', '.join(found.rows[0])}; name the one with the prompts: "
+            "ID#COLUMN."
         )
-    return [Prompt(f"{name}-{i}", name, str(row[column])) for i, row in enumerate(first) if str(row[column]).strip()]
+    texts = [str(row[column]) for row in found.rows]
+    return [Prompt(f"{found.name}-{i}", found.name, text) for i, text in enumerate(texts) if text.strip()]
 
 
 def describe_weights(model: PreTrainedModel) -> str:

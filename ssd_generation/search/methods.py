@@ -58,7 +58,7 @@ def _cold(**settings: Any) -> SearchSettings:
 METHODS: Mapping[str, SearchMethod] = {
     "default": SearchMethod("what `ssd search` does", SearchSettings(), skip_only=False),
     "skip-only": SearchMethod("the same, without low-bit copies", SearchSettings()),
-    "first tokens": SearchMethod("the same, judged by the first token of a round", SearchSettings(depth=1, stride=1)),
+    "first-tokens": SearchMethod("the same, judged by the first token of a round", SearchSettings(depth=1, stride=1)),
     "gp": SearchMethod("the same, Gaussian process", SearchSettings(sampler="gp")),
     "nsga2": SearchMethod("the same, NSGA-II on acceptance and cost", SearchSettings(sampler="nsga2")),
     "forward": SearchMethod("greedy forward selection", SearchSettings(sampler="forward", prune=False)),
@@ -67,7 +67,7 @@ METHODS: Mapping[str, SearchMethod] = {
     "paper": SearchMethod(
         "Draft & Verify: measured tokens per second, from nothing", _cold(objective="tokens-per-second"), share=2.5
     ),
-    "paper, judged": SearchMethod(
+    "paper-judged": SearchMethod(
         "the paper's number of trials from nothing, drafts judged instead of timed", _cold(), share=2.5
     ),
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import optuna
 
 from ..acceptance import judge_all
-from ..config import SelfSpeculativeConfig
+from ..config import LookupConfig, SelfSpeculativeConfig
 from ..files import write_whole
 from ..precision import drop_copies
 from ..speedup import theoretical_speedup
@@ -127,6 +127,7 @@ def search(
     profile: CostProfile | None = None,
     configs: Sequence[SelfSpeculativeConfig] = (),
     confirmed: int = 1,
+    lookup: bool = True,
     observer: SearchObserver | None = None,
 ) -> SearchResult:
     """Find what a model is best to leave out, and in which precision to keep the rest, while it drafts.
@@ -150,6 +151,8 @@ def search(
         profile: measured costs; `None`: those of the study, or measured now.
         configs: drafts to try first.
         confirmed: so many of the best drafts are timed in generation, beside plain decoding; 0: none.
+        lookup: let the config that is found draft by prompt lookup too, which costs nothing. Searched and timed is
+            without it.
         observer: told how far it is.
 
     Raises:
@@ -228,7 +231,8 @@ def search(
     if timed is not None:
         best = max(winners, key=lambda t: timed.median(f"trial {t.number}"))
     drop_copies(model)
-    result = SearchResult(best, worker.config_of(best), found, space, profile, held, timed, names, passes)
+    config = worker.config_of(best, lookup=LookupConfig() if lookup else None)
+    result = SearchResult(best, config, found, space, profile, held, timed, names, passes)
     if folder is not None:
         _write(folder, result)
     return result

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from ssd_generation import Costs
-from ssd_generation.benchmark.report import (
+from ssd_generation.side_by_side.figures import (
     engine_efficiency,
-    markdown,
-    plot_summary,
     ratios_so_far,
     spread,
     summarise,
     summarise_pairs,
 )
+from ssd_generation.side_by_side.report import markdown, plot_summary
 
 ARGUMENTS = {
     "methods": ["plain", "own", "broken"],
@@ -204,11 +203,11 @@ def test_calls_that_failed_are_left_out() -> None:
     summary = summarise(found, ARGUMENTS)
     assert summary["methods"]["own"]["calls"] == 3
     assert summary["methods"]["own"]["errors"] == ["RuntimeError: odd"]
-    assert "own: failed at times: RuntimeError: odd" in markdown(summary)
+    assert "own: failed at times: RuntimeError: odd" in markdown(summary, "Benchmark")
 
 
 def test_markdown_has_the_figures_and_the_failures() -> None:
-    page = markdown(summarise(rows(), ARGUMENTS, ENVIRONMENT, 10_000))
+    page = markdown(summarise(rows(), ARGUMENTS, ENVIRONMENT, 10_000), "Benchmark")
     assert "| own | 0.90 | 0.50 (b) |" in page and "| 2 of 3 | 67% | 2.00 |" in page
     assert "| own | 1.62 (1.25–2.00) | 0.50 |" in page
     assert "broken: cannot run here: ValueError: no" in page
@@ -221,7 +220,9 @@ def test_a_summary_is_json_and_can_be_empty() -> None:
     for found in (rows(), []):
         summary = summarise(found, ARGUMENTS, ENVIRONMENT, 10_000)
         assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-        assert markdown({**summary, "complete": False, "rows_done": 0, "rows": 9}).count("0 of 9 rows") == 1
+        assert (
+            markdown({**summary, "complete": False, "rows_done": 0, "rows": 9}, "Benchmark").count("0 of 9 rows") == 1
+        )
 
 
 def test_pairs() -> None:
@@ -237,7 +238,7 @@ def test_pairs() -> None:
     assert (own["calls"], own["identical"], own["errors"]) == (2, 1, ["here: no"])
     assert own["drafting"]["there"]["acceptance_rate"] == pytest.approx(2 / 3)
     assert ratios_so_far(found) == {"own": 1.25}
-    assert "faster than the other" in markdown(summary) and "1 of 2" in markdown(summary)
+    assert "faster than the other" in markdown(summary, "Benchmark") and "1 of 2" in markdown(summary, "Benchmark")
 
 
 def test_plot(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.benchmark.methods import (
+from ssd_generation.side_by_side.methods import (
     METHODS,
     check_methods,
     default_methods,

@@ -1,4 +1,4 @@
-"""What the rows of a run amount to: medians, a table, a plot. Pure functions of the rows."""
+"""What the rows of a run amount to: medians and their spread. Pure functions of the rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import statistics as averages
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..comparison import first_difference
@@ -14,7 +13,15 @@ from ..config import Costs
 from ..statistics import SpeculationStatistics
 from .methods import PLAIN
 
-__all__ = ["engine_efficiency", "markdown", "plot_summary", "ratios_so_far", "spread", "summarise", "summarise_pairs"]
+__all__ = [
+    "beside_plain",
+    "engine_efficiency",
+    "finished_calls",
+    "ratios_so_far",
+    "spread",
+    "summarise",
+    "summarise_pairs",
+]
 
 Row = Mapping[str, Any]
 
@@ -116,13 +123,14 @@ def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float
 # all rows
 
 
-def _calls(rows: Iterable[Row], kind: str = "call") -> list[Row]:
+def finished_calls(rows: Iterable[Row], kind: str = "call") -> list[Row]:
+    """The calls that went well."""
     return [row for row in rows if row["kind"] == kind and "error" not in row]
 
 
-def _beside_plain(rows: Iterable[Row]) -> dict[str, list[tuple[Row, Row]]]:
+def beside_plain(rows: Iterable[Row]) -> dict[str, list[tuple[Row, Row]]]:
     """Per method, its calls with the plain call of the same prompt, repeat and session."""
-    calls = _calls(rows)
+    calls = finished_calls(rows)
     plain = {_group(row): row for row in calls if row["method"] == PLAIN}
     pairs: dict[str, list[tuple[Row, Row]]] = defaultdict(list)
     for row in calls:
@@ -140,10 +148,10 @@ def ratios_so_far(rows: Iterable[Row]) -> dict[str, float]:
     rows = list(rows)
     found = {
         method: averages.median(_ratio(row, plain) for row, plain in pairs)
-        for method, pairs in _beside_plain(rows).items()
+        for method, pairs in beside_plain(rows).items()
     }
     pairs: dict[str, list[float]] = defaultdict(list)
-    for row in _calls(rows, "pair"):
+    for row in finished_calls(rows, "pair"):
         pairs[row["method"]].append(_ratio(row["here"], row["there"]))
     return {**found, **{method: averages.median(values) for method, values in pairs.items()}}
 
@@ -247,9 +255,9 @@ def summarise(
         environment: the machine.
         weight_bytes: of the model; memory is given as a share of it.
     """
-    pairs = _beside_plain(rows)
-    plain_calls = [row for row in _calls(rows) if row["method"] == PLAIN]
-    prompts = {(row["prompt"], row["category"]) for row in _calls(rows)}
+    pairs = beside_plain(rows)
+    plain_calls = [row for row in finished_calls(rows) if row["method"] == PLAIN]
+    prompts = {(row["prompt"], row["category"]) for row in finished_calls(rows)}
     margins = {(r["prompt"], r["method"], r["repeat"]): r for r in rows if r["kind"] == "difference"}
     memory = {row["method"]: row for row in rows if row["kind"] == "memory" and "error" not in row}
     configs = {row["method"]: row["config"] for row in rows if row["kind"] == "config"}
@@ -304,7 +312,7 @@ def summarise_pairs(
         arguments: of the run.
         environment: the machine.
     """
-    calls = _calls(rows, "pair")
+    calls = finished_calls(rows, "pair")
     methods: dict[str, Any] = {}
     for name in arguments["methods"]:
         own = [(row, row) for row in calls if row["method"] == name]
@@ -353,288 +361,3 @@ def _memory(own: Row | None, plain: Row | None, weight_bytes: int | None) -> dic
         "extra_bytes": total,
         "share_of_weights": total / weight_bytes if weight_bytes else None,
     }
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# in words
-
-
-_NONE = "–"
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    return _NONE if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None, digits: int = 0) -> str:
-    return _NONE if value is None else f"{value:.{digits}%}"
-
-
-def _share(part: int, whole: int) -> str:
-    return "all" if part == whole else f"{part} of {whole}"
-
-
-def _markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(header)} |",
-        f"|{'|'.join(['---'] * len(header))}|",
-        *(f"| {' | '.join(line)} |" for line in lines),
-    ]
-
-
-def category_cell(figures: Mapping[str, float] | None) -> str:
-    """Median, and least and greatest value: `1.31 (1.12–1.50)`."""
-    if figures is None:
-        return _NONE
-    if figures["n"] == 1:
-        return f"{figures['median']:.2f}"
-    return f"{figures['median']:.2f} ({figures['min']:.2f}–{figures['max']:.2f})"
-
-
-def categories_of(summary: Mapping[str, Any]) -> list[str]:
-    """Categories that have a figure, in order."""
-    found = dict.fromkeys(
-        category for entry in summary["methods"].values() for category in entry.get("ratio", {}).get("categories", {})
-    )
-    return [category for category in summary["prompts_per_category"] if category in found]
-
-
-def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the main table: one line per method that ran."""
-    paired = summary["kind"] == "paired"
-    header = ["method", "geometric mean", "worst category"]
-    header += ["identical text"] if paired else ["decoding only", "identical text"]
-    header += [] if paired else ["acceptance", "tokens per round", "engine efficiency", "extra memory"]
-    lines = []
-    for name, entry in summary["methods"].items():
-        ratio = entry.get("ratio")
-        if ratio is None:
-            continue
-        line = [
-            name,
-            _figure(ratio["geometric_mean"]),
-            f"{_figure(ratio['worst_median'])} ({ratio['worst_category']})",
-        ]
-        if paired:
-            lines.append([*line, _share(entry["identical"], entry["calls"])])
-            continue
-        text, drafting = entry.get("text"), entry["drafting"] or {}
-        efficiency, memory = entry["engine_efficiency"], entry["memory"]
-        lines.append(
-            [
-                *line,
-                _figure(entry["decode_ratio"]["geometric_mean"]),
-                _NONE if text is None else _share(text["identical"], text["calls"]),
-                _percent(drafting.get("acceptance_rate")),
-                _figure(drafting.get("tokens_per_round")),
-                _NONE if efficiency is None else _figure(efficiency["median"]),
-                _NONE if memory is None else memory_cell(memory),
-            ]
-        )
-    return header, lines
-
-
-def memory_cell(memory: Mapping[str, Any]) -> str:
-    """Extra memory in bytes and as a share of the weights."""
-    share = "" if memory["share_of_weights"] is None else f" ({memory['share_of_weights']:.1%})"
-    size = float(memory["extra_bytes"])
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}{share}"
-        size /= 1000
-    return f"{size:.3g} GB{share}"
-
-
-def conditions(summary: Mapping[str, Any]) -> list[str]:
-    """What was measured and on what, a sentence each."""
-    arguments, environment = summary["arguments"], summary["environment"] or {}
-    prompts = sum(summary["prompts_per_category"].values())
-    decoding = "sampling" if arguments["do_sample"] else "greedy"
-    lines = [
-        f"{prompts} prompts in {len(summary['prompts_per_category'])} categories, {arguments['repeats']} "
-        f"{'repeat' if arguments['repeats'] == 1 else 'repeats'}, {arguments['new_tokens']} new tokens (end of "
-        f"sequence off), {decoding}, methods interleaved prompt by prompt."
-    ]
-    if environment:
-        versions = environment["versions"]
-        place = environment["device"]
-        if "cpu" in environment:
-            place = f"{environment['cpu']}, {environment['threads']} of {environment['cpu_count']} CPUs"
-        commit = f" ({environment['commit'][:10]})" if environment.get("commit") else ""
-        lines.append(
-            f"{environment['model']} in {environment['dtype']} ({environment['attention_implementation']}) on {place}; "
-            f"torch {versions['torch']}, transformers {versions['transformers']}, ssd_generation "
-            f"{versions['ssd_generation']}{commit}."
-        )
-    if summary["kind"] == "paired":
-        lines.append("Ratios above 1 mean that this checkout is faster than the other.")
-    else:
-        lines.append(
-            "Ratios are tokens per second relative to plain decoding of the same prompt and repeat; above 1 is faster. "
-            "The geometric mean is that of the categories' medians."
-        )
-    return lines
-
-
-def problems(summary: Mapping[str, Any]) -> list[str]:
-    """Methods that failed, and texts that differ from plain decoding's."""
-    failures: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, entry in summary["methods"].items():
-        for error in entry["errors"]:
-            failures["failed at times" if entry["calls"] else "cannot run here", error].append(name)
-    lines = [f"{', '.join(names)}: {what}: {error}" for (what, error), names in failures.items()]
-    for name, entry in summary["methods"].items():
-        text = entry.get("text")
-        if text and text["differences"]:
-            first = text["differences"][0]
-            margin = text["largest_margin"]
-            known = "" if margin is None else f"; the largest logit margin is {margin:.3g}"
-            lines.append(
-                f"{name} differs from plain decoding in {len(text['differences'])} of {text['calls']} texts, first at "
-                f"token {first['token']} of {first['prompt']}{known}."
-            )
-    return lines
-
-
-def markdown(summary: Mapping[str, Any]) -> str:
-    """The summary as a page."""
-    header, lines = overview(summary)
-    page = ["# Benchmark", "", *conditions(summary), ""]
-    if not summary.get("complete", True):
-        page += [f"**Unfinished**: {summary['rows_done']} of {summary['rows']} rows.", ""]
-    page += [*_markdown_table(header, lines), ""]
-    categories = categories_of(summary)
-    if categories:
-        page += ["## By category", "", "Median ratio (least–greatest).", ""]
-        page += _markdown_table(
-            ["method", *categories],
-            (
-                [name, *(category_cell(entry["ratio"]["categories"].get(category)) for category in categories)]
-                for name, entry in summary["methods"].items()
-                if "ratio" in entry
-            ),
-        )
-        page.append("")
-    if summary["kind"] == "methods":
-        own = {name: entry["drafting"] for name, entry in summary["methods"].items() if entry.get("drafting")}
-        if own:
-            page += ["## Where the time goes", ""]
-            page += _markdown_table(
-                ["method", "prompt", "draft", "verify", "elsewhere", "drafted per round", "acceptance by depth"],
-                (
-                    [
-                        name,
-                        *(_percent(figures["share_of_time"][p], 1) for p in ("prompt", "draft", "verify", "elsewhere")),
-                        _figure(figures["drafted_per_round"]),
-                        " ".join(_figure(rate) for rate in figures["acceptance_by_depth"]) or _NONE,
-                    ]
-                    for name, figures in own.items()
-                ),
-            )
-            page.append("")
-    notes = problems(summary)
-    if notes:
-        page += ["## Notes", "", *(f"- {note}" for note in notes), ""]
-    return "\n".join(page)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# as a picture
-
-# Okabe and Ito's colours, which colour-blind people can tell apart, and a marker each.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-_MARKERS = "osD^vP*X<>"
-
-
-def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw the ratios by category: medians with quartiles (thick) and least and greatest value (thin).
-
-    Args:
-        summary: of `summarise` or `summarise_pairs`.
-        path: the PNG file.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import ScalarFormatter
-    except ImportError as error:
-        raise ImportError('The plot needs matplotlib: pip install "ssd_generation[plots]"') from error
-
-    categories = categories_of(summary)
-    methods = {name: entry["ratio"] for name, entry in summary["methods"].items() if entry.get("ratio")}
-    places = [*categories, "all"]
-    figure = Figure(figsize=(max(7.0, 1.6 + len(places) * (0.5 + 0.16 * len(methods))), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.axhline(1.0, color="0.3", linewidth=1, zorder=1)
-    step = 0.8 / max(len(methods), 1)
-    for i, (name, ratio) in enumerate(methods.items()):
-        style: dict[str, Any] = {"color": _COLOURS[i % len(_COLOURS)]}
-        offset = (i - (len(methods) - 1) / 2) * step
-        points = []
-        for x, category in enumerate(categories):
-            figures = ratio["categories"].get(category)
-            if figures is not None:
-                points.append((x + offset, figures["median"]))
-                axes.plot([x + offset] * 2, [figures["min"], figures["max"]], linewidth=1, alpha=0.6, zorder=2, **style)
-                axes.plot([x + offset] * 2, [figures["q1"], figures["q3"]], linewidth=3.5, alpha=0.6, zorder=2, **style)
-        points.append((len(categories) + offset, ratio["geometric_mean"]))
-        axes.scatter(
-            [x for x, _ in points],
-            [y for _, y in points],
-            marker=_MARKERS[i % len(_MARKERS)],
-            s=34,
-            edgecolors="white",
-            linewidths=0.6,
-            zorder=3,
-            label=name,
-            **style,
-        )
-    for x in range(len(places)):
-        if x % 2:
-            axes.axvspan(x - 0.5, x + 0.5, color="0.95", zorder=0)
-    axes.axvline(len(categories) - 0.5, color="0.6", linewidth=1, linestyle=":")
-    counts = summary["prompts_per_category"]
-    labels = [f"{_broken(category)}\n(n = {counts[category]})" for category in categories]
-    axes.set_xticks(range(len(places)), [*labels, "geometric\nmean"])
-    axes.set_xlim(-0.5, len(places) - 0.5)
-    axes.set_yscale("log", base=2)
-    shown = [
-        figures[key] for ratio in methods.values() for figures in ratio["categories"].values() for key in ("min", "max")
-    ]
-    low, high = min([0.9, *shown]) * 0.96, max([1.1, *shown]) * 1.04
-    axes.set_ylim(low, high)
-    steps = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20)
-    ticks = [tick for tick in steps if low <= tick <= high]
-    axes.set_yticks([tick for i, tick in enumerate(ticks) if len(ticks) <= 14 or not i % 2 or tick == 1])
-    axes.set_yticks([], minor=True)
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.grid(axis="y", color="0.88", linewidth=0.8, zorder=0)
-    axes.set_axisbelow(True)
-    other = "the other checkout" if summary["kind"] == "paired" else "plain decoding"
-    axes.set_ylabel(f"speed relative to {other}")
-    environment = summary["environment"] or {}
-    if environment:
-        axes.set_title(
-            f"{environment['model']}, {environment['dtype']}, {environment['device']}: median, quartiles (thick), "
-            "range (thin)",
-            fontsize=10,
-            loc="left",
-        )
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    if methods:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150, format="png")
-
-
-def _broken(category: str) -> str:
-    """A long label on two lines."""
-    for separator in ("-", " ", "_"):
-        if separator in category and len(category) > 10:
-            first, rest = category.split(separator, 1)
-            return f"{first}{separator if separator == '-' else ''}\n{rest}"
-    return category

@@ -220,10 +220,10 @@ class _Worker:
 
     def do_prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Requests of the methods, tokens of the prompts and the environment: asked of this checkout's worker only."""
-        from ssd_generation.benchmark.methods import make_methods, portable
-        from ssd_generation.benchmark.runner import benchmark_environment
         from ssd_generation.config import SelfSpeculativeConfig
         from ssd_generation.prompts import encode_prompt
+        from ssd_generation.side_by_side.environment import run_environment
+        from ssd_generation.side_by_side.methods import make_methods, portable
 
         assert self.caller is not None
         config = SelfSpeculativeConfig.from_dict(message["config"]) if message.get("config") else None
@@ -234,7 +234,7 @@ class _Worker:
                 encode_prompt(self.tokenizer, text, message["chat_template"])["input_ids"][0].tolist()
                 for text in message["texts"]
             ],
-            "environment": benchmark_environment(self.caller.model),
+            "environment": run_environment(self.caller.model),
         }
 
     def do_call(self, message: Mapping[str, Any]) -> dict[str, Any]:

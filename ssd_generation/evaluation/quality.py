@@ -1,0 +1,103 @@
+"""How good the answers of each method are, and whether they are as good as plain decoding's. Functions of the rows."""
+
+from __future__ import annotations
+
+import statistics as averages
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..side_by_side.figures import finished_calls
+from ..side_by_side.methods import PLAIN
+from .metrics import bootstrap, paired_difference, pass_at_k
+from .tasks import Task
+
+__all__ = ["quality_of", "verdicts_of"]
+
+Row = Mapping[str, Any]
+Key = tuple[str, str, int]
+
+
+def verdicts_of(rows: Iterable[Row]) -> dict[Key, Row]:
+    """What running the answers has shown, by prompt, method and repeat."""
+    return {(row["prompt"], row["method"], row["repeat"]): row for row in rows if row["kind"] == "verdict"}
+
+
+def quality_of(task: Task, rows: Sequence[Row], methods: Sequence[str], ks: Sequence[int] = (1,)) -> dict[str, Any]:
+    """What each method's answers are worth.
+
+    An answer is worth its metrics, 0 … 1; a question, the mean over its answers, or pass@k of them. Intervals are
+    bootstrapped over questions. A method is compared with plain decoding on the questions that both have answered.
+
+    Args:
+        task: that was asked.
+        rows: the lines of rows.jsonl.
+        methods: their names, plain decoding among them.
+        ks: of pass@k; those above the number of answers to a question are left out.
+
+    Returns:
+        By method and metric: `mean`, `low` and `high` (95 %), `questions`; of the others also `difference` to plain
+        with the same three, and `same`, the number of questions that are worth the same, of `compared`. Empty where
+        nothing can be judged.
+    """
+    worth = _pass_rates(task, rows, ks) if task.runs_code else _metrics(task, rows)
+    plain = worth.get(PLAIN, {})
+    found: dict[str, Any] = {}
+    for method in methods:
+        entry: dict[str, Any] = {}
+        for metric, by_question in worth.get(method, {}).items():
+            entry[metric] = {**asdict(bootstrap(list(by_question.values()))), "questions": len(by_question)}
+            both = [q for q in by_question if q in plain.get(metric, {})]
+            if method != PLAIN and both:
+                own, theirs = [by_question[q] for q in both], [plain[metric][q] for q in both]
+                entry[metric] |= {
+                    "difference": asdict(paired_difference(own, theirs)),
+                    "same": sum(a == b for a, b in zip(own, theirs, strict=True)),
+                    "compared": len(both),
+                }
+        if entry:
+            found[method] = entry
+    return found
+
+
+def _metrics(task: Task, rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """By method, metric and question."""
+    samples = {sample.id: sample for sample in task.samples}
+    calls = [row for row in _latest(rows) if row["prompt"] in samples]
+    scores = task.scores([(samples[row["prompt"]], task.answer(row["text"])) for row in calls])
+    answers: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for metric, values in scores.items():
+        for row, value in zip(calls, values, strict=True):
+            answers[row["method"]][metric][row["prompt"]].append(value)
+    return {
+        method: {
+            metric: {question: averages.fmean(values) for question, values in by_question.items()}
+            for metric, by_question in by_metric.items()
+        }
+        for method, by_metric in answers.items()
+    }
+
+
+def _pass_rates(task: Task, rows: Sequence[Row], ks: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
+    """By method, `pass@k` and question; of calls whose answers were run."""
+    verdicts = verdicts_of(rows)
+    outcomes: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for row in _latest(rows):
+        verdict = verdicts.get((row["prompt"], row["method"], row["repeat"]))
+        if verdict is not None:
+            outcomes[row["method"]][row["prompt"]].append(verdict["status"] == "passed")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for method, by_question in outcomes.items():
+        fewest = min(map(len, by_question.values()))
+        found[method] = {
+            f"pass@{k}": {question: pass_at_k(len(o), sum(o), k) for question, o in by_question.items()}
+            for k in ks
+            if k <= fewest
+        }
+    return found
+
+
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    """One call for each question, method and repeat: plain's may have been repeated after an interruption."""
+    return list({(row["prompt"], row["method"], row["repeat"]): row for row in finished_calls(rows)}.values())

@@ -1,0 +1,350 @@
+"""The evaluation: all methods answer the same questions, each until it has said what it has to say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..config import SelfSpeculativeConfig
+from ..run_folder import RunFolder, read_rows
+from ..side_by_side.calls import TimedCall
+from ..side_by_side.figures import finished_calls
+from ..side_by_side.methods import PLAIN
+from ..side_by_side.runner import Observer, Progress, RunSettings, SideBySide
+from .quality import quality_of, verdicts_of
+from .report import write_evaluation
+from .sandbox import DEFAULT_LIMITS, Limits, run_program, run_programs
+from .tasks import Task
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Alone",
+    "CodeExecution",
+    "EvaluationSettings",
+    "Processes",
+    "default_methods",
+    "evaluation_arguments",
+    "run_evaluation",
+]
+
+_SHORT = 16
+PARTS = "parts"
+
+
+@dataclass(frozen=True)
+class EvaluationSettings(RunSettings):
+    """How the methods are run, see `RunSettings`. `repeats` is the number of answers to each question.
+
+    Args:
+        new_tokens: of an answer, at the most.
+        top_p: of the sampling, above 0 and up to 1; `None` for the model's.
+        ks: of pass@k, each from 1 up to `repeats`.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    warm_up: int = 1
+    new_tokens: int = 128
+    top_p: float | None = None
+    ks: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        self.check_least(new_tokens=1)
+        super().__post_init__()
+        if self.repeats > 1 and not self.do_sample:
+            raise ValueError(
+                f"Without sampling, all {self.repeats} answers to a question would be the same. Ask for do_sample, or "
+                "for one answer."
+            )
+        if self.top_p is not None:
+            if not self.do_sample:
+                raise ValueError(f"top_p={self.top_p:g} has an effect only when sampling. Ask for do_sample.")
+            if not 0 < self.top_p <= 1:
+                raise ValueError(f"top_p is a share of the probability, above 0 and up to 1, but got {self.top_p:g}.")
+        wrong = [k for k in self.ks if not 1 <= k <= self.repeats]
+        if wrong or not self.ks:
+            raise ValueError(
+                f"pass@k needs 1 ≤ k ≤ the number of answers to a question ({self.repeats}), but got "
+                f"k={', '.join(map(str, wrong)) or 'none'}."
+            )
+
+    def options(self, pad_token_id: int | None) -> dict[str, Any]:
+        options = {**super().options(pad_token_id), "max_new_tokens": self.new_tokens}
+        return options if self.top_p is None else {**options, "top_p": self.top_p}
+
+
+def default_methods(has_config: bool, has_assistant: bool) -> tuple[str, ...]:
+    """What is compared unless asked otherwise."""
+    return (
+        PLAIN,
+        "auto",
+        *(("config", "paper") if has_config else ()),
+        "prompt-lookup-10",
+        *(("assistant",) if has_assistant else ()),
+    )
+
+
+def evaluation_arguments(
+    settings: EvaluationSettings, task: Task, config: SelfSpeculativeConfig | None, **about: Any
+) -> dict[str, Any]:
+    """What defines a run, for `RunFolder`.
+
+    Args:
+        settings: how the methods are run.
+        task: what they are asked.
+        config: of the methods that need one.
+        **about: the model and whatever else the results depend on.
+    """
+    return {
+        "format_version": 1,
+        "task": task.name,
+        **about,
+        **task.about,
+        **asdict(settings),
+        "methods": list(settings.methods),
+        "ks": list(settings.ks),
+        "questions": {"count": len(task.samples), "sha256": task.digest()},
+        "config": None if config is None else config.to_dict(),
+    }
+
+
+@dataclass(frozen=True)
+class CodeExecution:
+    """Leave to run the code that the model writes, in the sandbox of `sandbox.run_program`.
+
+    Args:
+        limits: of each program.
+        allow_weaker: also where the kernel holds programs only in part.
+    """
+
+    limits: Limits = DEFAULT_LIMITS
+    allow_weaker: bool = False
+
+
+class Processes(Protocol):
+    """Processes that share a run; accelerate's `PartialState` is one."""
+
+    @property
+    def process_index(self) -> int:
+        """Of this process; 0 is the one that writes the summary."""
+
+    @property
+    def num_processes(self) -> int:
+        """How many there are."""
+
+    def wait_for_everyone(self) -> None:
+        """Until all processes have come here."""
+
+
+class Alone:
+    """One process."""
+
+    process_index = 0
+    num_processes = 1
+
+    def wait_for_everyone(self) -> None: ...
+
+
+def run_evaluation(
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    path: str | os.PathLike[str],
+    settings: EvaluationSettings,
+    *,
+    about: Mapping[str, Any] | None = None,
+    config: SelfSpeculativeConfig | None = None,
+    assistant: Any = None,
+    code: CodeExecution | None = None,
+    processes: Processes | None = None,
+    observe: Observer | None = None,
+) -> dict[str, Any] | None:
+    """Let all methods answer all questions, see `SideBySide`, and judge the answers.
+
+    Several processes take turns at the questions; each writes rows of its own, which the first one puts together. How
+    many there were does not matter when the run goes on later.
+
+    Args:
+        model: the target model; it is enabled.
+        tokenizer: its tokenizer.
+        task: what is asked.
+        path: folder of the results; what stands there must be the same run.
+        settings: how to run.
+        about: what else the results depend on; by default the model's name.
+        config: of the methods that need one.
+        assistant: model of the method "assistant".
+        code: run the code that the model writes, see `sandbox`. Without it, code is kept and not judged; the same run
+            may go on with it later.
+        processes: that share this run; `None`: this one alone.
+        observe: told before each call how far the run is.
+
+    Returns:
+        The summary, as in summary.json; `None` in all processes but the first.
+
+    Raises:
+        OSError, ValueError: as `RunFolder`.
+        RuntimeError: this system cannot hold a program as it should; said before anything is generated.
+        KeyboardInterrupt: passed on; what was measured is kept.
+    """
+    group = processes or Alone()
+    code = code if task.runs_code else None
+    if code is not None:
+        run_program("", code.limits, code.allow_weaker)  # whether it can be, before it takes hours to get there
+    path = Path(path).expanduser()
+    named = {"model": model.config.name_or_path} if about is None else about
+    arguments = evaluation_arguments(settings, task, config, **named)
+
+    def part(folder: RunFolder, earlier: Sequence[Mapping[str, Any]] = ()) -> Evaluation:
+        turn = group.process_index, group.num_processes
+        run = Evaluation(model, task.samples, folder, settings, config, assistant, observe, turn, earlier)
+        run.asks(task, tokenizer, code)
+        return run
+
+    if group.process_index > 0:
+        group.wait_for_everyone()  # until the first one has put together what there was
+        earlier = read_rows(path)
+        with RunFolder(path / PARTS / str(group.process_index), arguments) as folder:
+            part(folder, earlier).everything()
+        group.wait_for_everyone()
+        return None
+    with RunFolder(path, arguments) as folder:
+        _gather(folder)
+        group.wait_for_everyone()
+        run = part(folder)
+        if group.num_processes > 1:
+            run.everything()
+            group.wait_for_everyone()
+            _gather(folder)
+            run.part = (0, 1)  # from here on it stands for all
+        return run.run()
+
+
+def _gather(folder: RunFolder) -> None:
+    """Take over the rows that other processes have written."""
+    parts = sorted((folder.path / PARTS).glob("*")) if (folder.path / PARTS).is_dir() else []
+    known = {json.dumps(row, sort_keys=True) for row in folder.rows}
+    for part in parts:
+        for row in read_rows(part):
+            # A kill may have come between taking a row over and removing it there.
+            if json.dumps(row, sort_keys=True) not in known:
+                folder.append(row)
+        for file in part.iterdir():
+            file.unlink()
+        part.rmdir()
+    if parts:
+        (folder.path / PARTS).rmdir()
+
+
+class Evaluation(SideBySide):
+    """One session of an evaluation."""
+
+    def asks(self, task: Task, tokenizer: Any, code: CodeExecution | None) -> None:
+        """Say what is asked.
+
+        Args:
+            task: whose samples are the items.
+            tokenizer: of the model.
+            code: how the code that the model writes is run; `None`: it is not.
+        """
+        self.task = task
+        self.tokenizer = tokenizer
+        self.code = code
+
+    def inputs(self, index: int) -> dict[str, torch.Tensor]:
+        inputs = self.task.inputs(self.tokenizer, index)
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        wanted = inputs["input_ids"].shape[1] + self.options["max_new_tokens"]
+        if room is not None and wanted > room:
+            raise ValueError(
+                f"{self.items[index].id} has {inputs['input_ids'].shape[1]} tokens, which leaves no room for "
+                f"{self.options['max_new_tokens']} new ones in the model's {room}."
+            )
+        return {key: value.to(self.model.device) for key, value in inputs.items()}
+
+    def short_options(self) -> dict[str, Any]:
+        return {**self.options, "max_new_tokens": min(_SHORT, self.options["max_new_tokens"])}
+
+    def noted(self, index: int, call: TimedCall) -> dict[str, Any]:
+        ids = call.token_ids
+        ends = self.model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        # Assisted decoding may say more than its end of sequence: what is behind it counts for nobody.
+        ids = ids[: next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))]
+        return {"token_ids": ids, "text": self.tokenizer.decode(ids, skip_special_tokens=True)}
+
+    def everything(self) -> None:
+        super().everything()
+        if self.code is not None and self.part == (0, 1):
+            self._run_code()
+
+    def write(self, summary: dict[str, Any]) -> dict[str, Any]:
+        names = [method.name for method in self.methods]
+        ks = self.folder.arguments["ks"]
+        summary["quality"] = quality_of(self.task, self.rows, names, ks)
+        summary["failed_rows"] = [
+            {key: row[key] for key in ("prompt", "method", "repeat", "error")}
+            for row in self.rows
+            if row["kind"] == "call" and "error" in row
+        ]
+        summary["code"] = _code_summary(self.task, self.rows)
+        return write_evaluation(self.folder, summary, self.rows)
+
+    def _run_code(self) -> None:
+        """Run the answers that have not been run, equal programs once."""
+        assert self.code is not None
+        places = {sample.id: index for index, sample in enumerate(self.task.samples)}
+        done = verdicts_of(self.rows)
+        known = {row["program"]: row for row in done.values()}
+        programs: dict[str, str] = {}
+        waiting: dict[str, list[tuple[str, str, int]]] = {}
+        answers = {(row["prompt"], row["method"], row["repeat"]): row["text"] for row in finished_calls(self.rows)}
+        for key, text in answers.items():
+            if key not in done:
+                program = self.task.program(places[key[0]], text)
+                name = hashlib.sha256(program.encode("utf-8", "surrogatepass")).hexdigest()
+                programs[name] = program
+                waiting.setdefault(name, []).append(key)
+        settled = 0
+
+        def settle(name: str, outcome: Mapping[str, Any]) -> None:
+            nonlocal settled
+            settled += 1
+            if self.observe is not None:
+                self.observe(Progress(settled, len(waiting), "running the answers", {}))
+            for prompt, method, repeat in waiting[name]:
+                row = {"kind": "verdict", "prompt": prompt, "method": method, "repeat": repeat, "program": name}
+                self.folder.append(row | {key: outcome[key] for key in ("status", "detail", "seconds")})
+
+        for name in programs:
+            if name in known:
+                settle(name, known[name])
+        new = [name for name in programs if name not in known]
+        run_programs(
+            [programs[name] for name in new],
+            self.code.limits,
+            self.code.allow_weaker,
+            # More would take the time that each is given from the others.
+            workers=min(2, os.cpu_count() or 1),
+            observe=lambda i, outcome: settle(new[i], asdict(outcome)),
+        )
+
+
+def _code_summary(task: Task, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How the programs ended, by method; `None` for tasks without any."""
+    if not task.runs_code:
+        return None
+    verdicts = verdicts_of(rows)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for (_, method, _), row in verdicts.items():
+        counts[method][row["status"]] += 1
+    answered = {(row["prompt"], row["method"], row["repeat"]) for row in finished_calls(rows)}
+    return {"outcomes": counts, "not_run": len(answered - set(verdicts))}

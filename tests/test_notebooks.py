@@ -1,0 +1,128 @@
+"""The notebooks: what is kept of their last run is fit to be read, and each still runs from top to bottom."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
+
+# What makes a notebook long, or needs a model that is not here; a notebook reads what it knows of these.
+SMALL = {
+    "SSD_NOTEBOOK_MODEL": "demo",
+    "SSD_NOTEBOOK_REPEATS": "1",
+    "SSD_NOTEBOOK_SAMPLES": "500",
+    "SSD_NOTEBOOK_TOKENS": "8",
+    "SSD_NOTEBOOK_TRIALS": "4",
+}
+
+# A folder of the machine that it ran on.
+PLACE = re.compile(r"/(?:root|home|work|Users|tmp)/|[A-Z]:\\")
+
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+
+
+def cells(path: Path, kind: str) -> list[dict[str, Any]]:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind and "".join(cell["source"]).strip()]
+
+
+def outputs(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each output, behind the first line of its cell."""
+    for cell in cells(path, "code"):
+        for output in cell["outputs"]:
+            yield "".join(cell["source"]).partition("\n")[0], output
+
+
+def texts(output: dict[str, Any]) -> str:
+    """All that a reader may be shown of an output, pictures left out."""
+    parts = [output.get("text", ""), *(v for k, v in output.get("data", {}).items() if not k.startswith("image/"))]
+    return "\n".join("".join(part) if isinstance(part, list) else str(part) for part in parts)
+
+
+# --- What is kept of the last run -----------------------------------------------------------------
+
+
+@each
+def test_was_run_once_from_top_to_bottom(path: Path) -> None:
+    code = cells(path, "code")
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), (
+        "restart the kernel, run all cells and save"
+    )
+    assert any(cell["outputs"] for cell in code)
+
+
+@each
+def test_outputs_are_fit_to_be_read(path: Path) -> None:
+    for first_line, output in outputs(path):
+        where = f"{path.name}, the cell that begins with {first_line!r}"
+        assert output["output_type"] != "error", f"{where} ended with an error"
+        assert output.get("name") != "stderr", f"{where} warns: {texts(output)[:500]}"
+        assert "application/vnd.jupyter.widget-view+json" not in output.get("data", {}), f"{where} shows a widget"
+        assert "\r" not in texts(output), f"{where} shows a progress bar"
+        assert PLACE.search(texts(output)) is None, f"{where} names a folder of this machine: {texts(output)[:500]}"
+
+
+@each
+def test_any_python_3_kernel_will_do(path: Path) -> None:
+    metadata = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+    assert metadata == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+
+
+@each
+def test_prose_is_english_under_one_title(path: Path) -> None:
+    prose = ["".join(cell["source"]) for cell in cells(path, "markdown")]
+    assert prose[0].startswith("# ")
+    without_code = re.sub(r"```.*?```", "", "\n".join(prose), flags=re.DOTALL)
+    assert len(re.findall(r"^# ", without_code, flags=re.MULTILINE)) == 1
+    # Greek letters stand in formulas; emoji are "other symbols".
+    strange = {
+        character
+        for character in without_code
+        if not character.isascii()
+        and (
+            unicodedata.category(character) == "So"
+            or (character.isalpha() and not unicodedata.name(character).startswith("GREEK"))
+        )
+    }
+    assert strange == set()
+
+
+@each
+def test_follows_the_format(path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(nbformat.read(path, as_version=4))
+
+
+# --- It still runs --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@each
+def test_runs_with_small_values(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    for name, value in SMALL.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own draws into the notebook
+    # The kernel's history and settings, in no one's home.
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    client = nbclient.NotebookClient(
+        nbformat.read(path, as_version=4),
+        kernel_name="python3",
+        timeout=600,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()  # raises CellExecutionError with the cell and its error
