@@ -25,6 +25,7 @@ from .config import Costs, SelfSpeculativeConfig
 from .files import write_whole
 from .models import default_cache_dir
 from .passes import draft_of, flat_passes, why_not_recorded
+from .sublayers import mesh_of
 from .timing import Stopwatch
 from .verification import argmax
 
@@ -151,7 +152,7 @@ def _measure(
                 if repeat < _REPEATS:
                     bar.update()
             spent = time.perf_counter() - started
-            if spent > (_SECONDS / 4 if repeat + 1 >= _REPEATS else _SECONDS):
+            if _agreed(model, spent > (_SECONDS / 4 if repeat + 1 >= _REPEATS else _SECONDS)):
                 break
     least = {length: min(values) for length, values in times.items()}
     spread = statistics.median(statistics.median(values) / least[length] for length, values in times.items())
@@ -338,17 +339,28 @@ def kept(
     if not again and key in memory:
         return memory[key]
     path = default_cache_dir() / "costs" / f"{key}.json"
-    result = None if again else _read(path, use)
+    result = _agreed(model, None if again else _read(path, use))
     if result is None:
         measured = measure()
-        result = _settled(measured)
-        if isinstance(measured, Unsteady):
+        result, is_unsteady = _agreed(model, (_settled(measured), isinstance(measured, Unsteady)))
+        if is_unsteady:
             _UNSTEADY.add(model)
             logger.info("The machine is busy: what was measured holds for this process only.")
         else:
             _write(path, {"described": described, "result": result})
     memory[key] = result
     return result
+
+
+def _agreed(model: nn.Module, answer: Any) -> Any:
+    """The answer of the first of the processes that compute one model together: they have to draft alike."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return answer
+    group = mesh.get_group(mesh.ndim - 1)
+    answers = [answer]
+    torch.distributed.broadcast_object_list(answers, torch.distributed.get_global_rank(group, 0), group)
+    return answers[0]
 
 
 def _read(path: Path, use: Callable[[Any], Any] | None) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .sublayers import locate_sublayers
+from .sublayers import locate_sublayers, mesh_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -209,6 +209,11 @@ def check_precision(model: PreTrainedModel) -> None:
         raise ValueError(
             f"The weights of {type(model).__name__} are quantised already{named}: low-bit copies of them would save "
             "little and cost memory. Draft by skipping sub-layers or prompt lookup, without `precision`."
+        )
+    if mesh_of(model) is not None:
+        raise ValueError(
+            f"The weights of {type(model).__name__} are spread over processes (tensor parallel), where no low-bit "
+            "copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup run there too."
         )
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"}:

@@ -473,12 +473,17 @@ def test_two_processes_of_accelerate_give_the_same_summary(
         for key, value in os.environ.items()
         if not key.startswith("ACCELERATE_") and key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "PYTHONWARNINGS")
     } | {"OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     summaries = []
-    for name, start in (("two", [*launch, "-m"]), ("one", [sys.executable, "-m"])):
+    ways: dict[str, tuple[list[str], list[str]]] = {
+        "one": ([sys.executable], []),
+        "two": (launch, []),
+        "two together": (launch, ["--tensor-parallel"]),
+    }
+    for name, (start, more) in ways.items():
         done = subprocess.run(
-            [*start, "ssd_generation", *common, "-o", name],
+            [*start, "-m", "ssd_generation", *common, *more, "-o", name],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -488,7 +493,9 @@ def test_two_processes_of_accelerate_give_the_same_summary(
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("above 1 is faster") == 1  # one of them speaks
         summaries.append(without_times(json.loads((tmp_path / name / "summary.json").read_text())))
-    assert summaries[0] == summaries[1]
+    assert {row["process"] for row in read_rows(tmp_path / "two") if row["kind"] == "call"} == {0, 1}
+    assert summaries[1] == summaries[0]
+    assert summaries[2] == summaries[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ ends them. Results go to a folder as they are made; the same command with the sa
   ssd evaluate summarisation -m MODEL --data cnn_dailymail --limit 100 --style paper
   ssd evaluate code -m Qwen/Qwen2.5-Coder-1.5B-Instruct --allow-code-execution
   ssd evaluate code --do-sample --temperature 0.6 --top-p 0.95 --answers 10 --k 1,10
-  accelerate launch -m ssd_generation evaluate chat -m MODEL --data questions.jsonl -o results
+  accelerate launch --num_processes 4 -m ssd_generation evaluate chat --data questions.jsonl -o results
   ssd report results other-results
 
 `ssd benchmark --help` tells what the methods are.
@@ -75,6 +75,15 @@ def evaluate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     device_map: DeviceMapOption = None,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel",
+            help="Spread the model over all processes, which then answer every question together: for models larger "
+            "than one device. Under torchrun or accelerate launch.",
+            rich_help_panel="Model",
+        ),
+    ] = False,
     threads: ThreadsOption = None,
     data: Annotated[
         list[str] | None,
@@ -175,6 +184,8 @@ def evaluate(
     is_first = group is None or group.process_index == 0
     if group is not None and output is None:
         raise ValueError("Several processes share a run by its folder: name it with --output.")
+    if tensor_parallel and group is None:
+        raise ValueError("--tensor-parallel needs several processes: start it with torchrun or accelerate launch.")
     # In a --json run nothing but the document may reach stdout.
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with quiet_libraries(), elsewhere:
@@ -216,13 +227,13 @@ def evaluate(
         settings_for(new_tokens or 1)
         code = CodeExecution(Limits(seconds=code_seconds), allow_weaker_sandbox) if allow_code_execution else None
         set_threads(threads)
-        if device is None and device_map is None and group is not None:
+        if device is None and device_map is None and group is not None and not tensor_parallel:
             device = str(getattr(group, "device", "cpu"))
-        target, tokenizer = load(model, dtype, device, device_map)
+        target, tokenizer = load(model, dtype, device, device_map, tensor_parallel)
         asked = make_task(task, tokenizer, data or (), style=style, shots=shots, limit=limit)
         small = None
         if assistant is not None:
-            small, other = load(assistant, dtype, device, device_map)
+            small, other = load(assistant, dtype, device, device_map, tensor_parallel)
             _check_vocabularies(tokenizer, other, assistant)
         settings = settings_for(new_tokens or asked.new_tokens)
         about: dict[str, Any] = {
@@ -231,6 +242,7 @@ def evaluate(
             "dtype": dtype,
             "device": device if group is None else None,  # differs from process to process
             "device_map": device_map,
+            "tensor_parallel": tensor_parallel,
             "threads": threads,
         }
         path = (default_folder("evaluate", model) if output is None else output).expanduser()
@@ -249,6 +261,7 @@ def evaluate(
                     assistant=small,
                     code=code,
                     processes=group,
+                    together=tensor_parallel,
                     observe=observe,
                 )
         except KeyboardInterrupt:

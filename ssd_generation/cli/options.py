@@ -283,7 +283,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def load(
-    name: str, dtype: str, device: str | None, device_map: str | None
+    name: str, dtype: str, device: str | None, device_map: str | None, tensor_parallel: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model onto its device, with something to look at meanwhile.
 
@@ -299,6 +299,12 @@ def load(
 
     if device is not None and device_map is not None:
         raise ValueError("--device and --device-map both say where the model goes. Leave one of them out.")
+    if tensor_parallel:
+        if device is not None or device_map is not None:
+            raise ValueError(
+                "--tensor-parallel says where the model goes: over all processes. Leave --device and --device-map out."
+            )
+        return load_model(name, dtype=dtype, tp_plan="auto")
     where: torch.device | None = None
     if device_map is None:
         if device is None:

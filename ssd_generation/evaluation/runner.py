@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -166,6 +167,7 @@ def run_evaluation(
     assistant: Any = None,
     code: CodeExecution | None = None,
     processes: Processes | None = None,
+    together: bool = False,
     observe: Observer | None = None,
 ) -> dict[str, Any] | None:
     """Let all methods answer all questions, see `SideBySide`, and judge the answers.
@@ -185,6 +187,7 @@ def run_evaluation(
         code: run the code that the model writes, see `sandbox`. Without it, code is kept and not judged; the same run
             may go on with it later.
         processes: that share this run; `None`: this one alone.
+        together: they compute one model together (tensor parallel), and so answer every question together.
         observe: told before each call how far the run is.
 
     Returns:
@@ -204,7 +207,7 @@ def run_evaluation(
     arguments = evaluation_arguments(settings, task, config, **named)
 
     def part(folder: RunFolder, earlier: Sequence[Mapping[str, Any]] = ()) -> Evaluation:
-        turn = group.process_index, group.num_processes
+        turn = (0, 1) if together else (group.process_index, group.num_processes)
         run = Evaluation(model, task.samples, folder, settings, config, assistant, observe, turn, earlier)
         run.asks(task, tokenizer, code)
         return run
@@ -212,16 +215,20 @@ def run_evaluation(
     if group.process_index > 0:
         group.wait_for_everyone()  # until the first one has put together what there was
         earlier = read_rows(path)
+        if together:
+            with tempfile.TemporaryDirectory() as nowhere, RunFolder(nowhere, arguments) as folder:
+                part(folder, earlier).measure()
+            return None
         with RunFolder(path / PARTS / str(group.process_index), arguments) as folder:
-            part(folder, earlier).everything()
+            part(folder, earlier).measure()
         group.wait_for_everyone()
         return None
     with RunFolder(path, arguments) as folder:
         _gather(folder)
         group.wait_for_everyone()
         run = part(folder)
-        if group.num_processes > 1:
-            run.everything()
+        if group.num_processes > 1 and not together:
+            run.measure()
             group.wait_for_everyone()
             _gather(folder)
             run.part = (0, 1)  # from here on it stands for all
@@ -279,11 +286,16 @@ class Evaluation(SideBySide):
         ends = set(ends if isinstance(ends, list) else [ends])
         # Assisted decoding may say more than its end of sequence: what is behind it counts for nobody.
         ids = ids[: next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))]
-        return {"token_ids": ids, "text": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return {"token_ids": ids, "text": text, "process": self.part[0]}
+
+    def measure(self) -> None:
+        """What each of several processes does."""
+        super().everything()
 
     def everything(self) -> None:
-        super().everything()
-        if self.code is not None and self.part == (0, 1):
+        self.measure()
+        if self.code is not None:
             self._run_code()
 
     def write(self, summary: dict[str, Any]) -> dict[str, Any]:

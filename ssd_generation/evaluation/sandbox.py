@@ -20,7 +20,7 @@ need of. On Linux (x86-64 or ARM64) the kernel sees to it:
 
 Calls are allowed by a list and not refused by one. A list of what is refused has a hole for each call forgotten and for
 each that a later kernel brings (io_uring was one); a gap in a list of what is allowed is a program that fails with
-"Operation not permitted", and the tests look for it. Such a list is short here because nothing is written: some eighty
+"Operation not permitted", and the tests look for it. Such a list is short here because nothing is written: some ninety
 calls. Landlock is needed beside it because a filter of calls sees numbers only, not paths.
 
 What is not covered:
@@ -33,6 +33,7 @@ What is not covered:
   has run to its end: printing, `sys.exit(0)` or `os._exit(0)` are no success. But a program that goes to look for the
   secret in the frames above its own finds it, and one whose results claim to equal everything needs no secret. The
   same holds for HumanEval's own harness. It is a measure of models, not of adversaries.
+- An empty folder stays behind when the parent is killed.
 - Programs that need what is refused: writing files (`os.devnull` too), sockets (`asyncio` makes one), subprocesses.
 
 Elsewhere (macOS, other processors, Linux before 5.13 or with these facilities off) nothing runs unless the caller
@@ -374,13 +375,15 @@ import sys
 sys.path[:] = [path for path in sys.path if path]
 sys.path.append(sys.argv[1])
 import _inside
-del sys.path[-1]
+del sys.path[-1], sys.argv[1:]
 _inside.main()
 """
 
 
 def run_program(source: str, limits: Limits = DEFAULT_LIMITS, allow_weaker: bool = False) -> Outcome:
     """Run a program by itself; see the head of this module for what holds it.
+
+    It sees the same each time: hash seed, time zone and language are fixed. Its random numbers are its own affair.
 
     Args:
         source: the whole program. It passes if it runs to its end.

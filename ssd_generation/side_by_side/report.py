@@ -137,7 +137,8 @@ def conditions(summary: Mapping[str, Any]) -> list[str]:
         place = environment["device"]
         if "cpu" in environment:
             place = f"{environment['cpu']}, {environment['threads']} of {environment['cpu_count']} CPUs"
-        commit = f" ({environment['commit'][:10]})" if environment.get("commit") else ""
+        commit, dirty, _ = (environment.get("commit") or "").partition("-dirty")
+        commit = f" ({commit[:10]}{dirty})" if commit else ""
         lines.append(
             f"{environment['model']} in {environment['dtype']} ({environment['attention_implementation']}) on {place}; "
             f"torch {versions['torch']}, transformers {versions['transformers']}, ssd_generation "
