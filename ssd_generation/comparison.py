@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import Costs, Provenance, SelfSpeculativeConfig
-from .costs import cpu_name
+from .machine import cpu_name
 from .precision import copies_of, copy_bytes
 from .skip_mode import draft_mode
 from .statistics import SpeculationStatistics

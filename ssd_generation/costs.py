@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import platform
 import statistics
 import time
 import weakref
@@ -23,6 +21,7 @@ from transformers.utils import logging as hf_logging
 from .cache import DraftCache, SpareRoomLayer, add_spare_room
 from .config import Costs, SelfSpeculativeConfig
 from .files import write_whole
+from .machine import cpu_name
 from .models import default_cache_dir
 from .passes import draft_of, flat_passes, why_not_recorded
 from .sublayers import mesh_of
@@ -32,7 +31,7 @@ from .verification import argmax
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Passes", "costs_of", "cpu_name", "describe_machine", "kept", "measure_costs", "was_unsteady"]
+__all__ = ["Passes", "costs_of", "describe_machine", "kept", "measure_costs", "was_unsteady"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +60,6 @@ def describe_machine(model: PreTrainedModel) -> str:
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     dtype = str(model.dtype).removeprefix("torch.")
     return f"{device.type} ({name}), {dtype}, {attention}, torch {torch.__version__}"
-
-
-def cpu_name() -> str:
-    """The processor, as the system calls it."""
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                key, _, value = line.partition(":")
-                if key.strip() in ("model name", "Model", "Hardware") and value.strip():
-                    return value.strip()
-    return platform.processor() or platform.machine()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,7 @@ modules, same weights, no hooks, nothing patched. Where a pass cannot be recorde
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-import os
-import platform
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .cache import SpareRoomLayer, add_spare_room
 from .config import SkipConfig
+from .machine import is_intel
 from .precision import LowBitCopies, LowBitCopy, copies_of
 from .program import (
     Program,
@@ -111,17 +109,6 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
 # kernels
 
 
-@functools.cache
-def _is_intel() -> bool:
-    """Whether the processor is Intel's; MKL has other, slower paths for those of others."""
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("vendor_id"):
-                    return "GenuineIntel" in line
-    return "GenuineIntel" in platform.processor()
-
-
 def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Callable[..., Any] | None:
     """A faster kernel than `F.linear` for `rows` rows of float32 activations on the CPU; `None` where there is none.
 
@@ -129,7 +116,7 @@ def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: in
     the plain weight streams it once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC
     1.0 to 1.8 times as fast at one row, up to 3 times at three).
     """
-    if rows < (4 if _is_intel() else 1):
+    if rows < (4 if is_intel() else 1):
         return None
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
         return None
@@ -156,7 +143,7 @@ def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any
         model: the target model.
         rows: tokens in the pass, of all rows of the batch.
     """
-    if rows > _MANY_ROWS or _is_intel() or why_not_recorded(model) is not None:
+    if rows > _MANY_ROWS or is_intel() or why_not_recorded(model) is not None:
         return nullcontext()
     kernels = [
         (module, linear_of_few_rows(module.weight, module.bias, rows))

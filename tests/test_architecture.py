@@ -31,6 +31,7 @@ PACKAGE = ROOT / "ssd_generation"
 # import in turn. A new room is added where it belongs.
 MAY_IMPORT: dict[str, set[str]] = {
     "files": set(),
+    "machine": set(),
     "config": {"files"},
     "verification": set(),
     "drafting": set(),
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "precision": {"sublayers"},
     "skip_mode": {"sublayers", "cache"},
     "acceptance": {"passes", "precision", "skip_mode"},
-    "passes": {"program", "precision", "skip_mode", "cache"},
+    "passes": {"machine", "program", "precision", "skip_mode", "cache"},
     "candidate_generator": {"passes", "cache", "drafting", "lookup", "statistics", "timing", "verification"},
     "decoding": {"acceptance", "candidate_generator", "verification"},
     "costs": {"models", "passes", "timing", "verification"},

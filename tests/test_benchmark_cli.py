@@ -242,7 +242,7 @@ def test_progress_in_a_log_file(capfd: pytest.CaptureFixture[str], monkeypatch: 
     from ssd_generation.side_by_side.runner import Progress
 
     now = iter([0.0, 1.0, 11.0, 11.0, 12.0])
-    monkeypatch.setattr("ssd_generation.cli.benchmark_view.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("ssd_generation.cli.console.time", SimpleNamespace(monotonic=lambda: next(now)))
     with live_progress() as observe:
         for done in range(3):
             observe(Progress(done, 10, f"step {done}", {"auto": 1.5} if done else {}))

@@ -149,13 +149,14 @@ def test_what_is_said_behind_the_end_counts_for_nobody(
 def test_a_question_that_is_too_long_costs_its_rows_alone(model: Any, tmp_path: Path) -> None:
     room = model.config.max_position_embeddings
     long = Sample("long", "x", "the rain " * room, reference="rain")
-    task = Task("summarisation", (*QUESTIONS.samples[:2], long), False, 6, metrics=("rouge1",))
-    summary = run(model, tmp_path / "r", task)
+    task = Task("summarisation", (long, *QUESTIONS.samples[:2]), False, 6, metrics=("rouge1",))
+    summary = run(model, tmp_path / "r", task, warm_up=1, memory=True)
+    assert all("extra_bytes" in summary["methods"][name]["memory"] for name in METHODS[1:])
     assert summary["complete"] and [row["prompt"] for row in summary["failed_rows"]] == ["long"] * 3
     assert "leaves no room for 6 new ones" in summary["failed_rows"][0]["error"]
     assert summary["quality"]["config"]["rouge1"]["questions"] == 2
     assert "3 rows failed" in (tmp_path / "r" / "summary.md").read_text()
-    again = run(model, tmp_path / "r", task)
+    again = run(model, tmp_path / "r", task, warm_up=1, memory=True)
     assert without_times(again) == without_times(summary)
 
 
@@ -340,6 +341,23 @@ def test_code_is_run_only_when_allowed(model: Any, tmp_path: Path, written: list
     assert "pass@1" in page and "1 not Python" in page
     run(model, tmp_path / "r", task, code=CodeExecution())
     assert len(ran) == 3
+
+
+def test_a_machine_that_cannot_hold_programs_is_told_before_anything_is_made(
+    ssd: Callable[..., Run], folder: str, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("The kernel of this machine cannot hold a program.")
+
+    monkeypatch.setattr(runner, "run_program", refuse)
+    monkeypatch.setattr(Caller, "call", lambda *args: pytest.fail("was asked"))
+    with pytest.raises(RuntimeError, match="cannot hold"):
+        run(model, tmp_path / "r", code_task(tmp_path), code=CodeExecution())
+    monkeypatch.setattr(sandbox, "run_program", refuse)
+    data = problems(tmp_path)
+    done = ssd("evaluate", "code", "-m", folder, "--data", data, "--allow-code-execution", "-o", "r")
+    assert done.status == 2 and "--allow-weaker-sandbox" in " ".join(done.err.split())
+    assert not (tmp_path / "r").exists()
 
 
 def test_pass_at_k_counts_the_answers_to_a_question() -> None:

@@ -29,7 +29,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return counted
 
-    monkeypatch.setattr(passes, "_is_intel", lambda: False)
+    monkeypatch.setattr(passes, "is_intel", lambda: False)
     monkeypatch.setattr(passes, "_LARGE", 1)
     monkeypatch.setattr(passes, "linear_of_few_rows", kernel_of)
     return seen
@@ -88,7 +88,7 @@ def test_drafts_are_judged_by_it(elsewhere: list[int], monkeypatch: pytest.Monke
     # What drafts from a copy has a kernel of its own.
     assert bool(elsewhere) == (precision is None)
     assert not any("forward" in module.__dict__ for module in model.modules())
-    monkeypatch.setattr(passes, "_is_intel", lambda: True)
+    monkeypatch.setattr(passes, "is_intel", lambda: True)
     assert judge(model, config, text, 4) == judged
 
 
@@ -110,5 +110,5 @@ def test_where_it_stays_out_of_the_way(elsewhere: list[int], monkeypatch: pytest
     monkeypatch.setattr(passes, "_LARGE", 10**9)
     assert runs() == 0, "small matrices"
     monkeypatch.setattr(passes, "_LARGE", 1)
-    monkeypatch.setattr(passes, "_is_intel", lambda: True)
+    monkeypatch.setattr(passes, "is_intel", lambda: True)
     assert runs() == 0

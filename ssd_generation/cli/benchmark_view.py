@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +14,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from ..side_by_side.runner import Progress
 
-_PATIENCE = 10.0  # seconds between two lines in a log file
-
 
 @contextlib.contextmanager
 def live_progress() -> Iterator[Callable[[Progress], None]]:
@@ -26,11 +22,12 @@ def live_progress() -> Iterator[Callable[[Progress], None]]:
     Yields:
         The observer to hand to a run.
     """
-    from .console import err
+    from .console import LogLines, err
 
     console = err()
     if not console.is_terminal:
-        yield _Lines().observe
+        lines = LogLines()
+        yield lambda progress: lines.say(_line(progress))
         return
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -57,19 +54,9 @@ def live_progress() -> Iterator[Callable[[Progress], None]]:
         yield observe
 
 
-class _Lines:
-    """Progress for a log file."""
-
-    def __init__(self) -> None:
-        self.said = time.monotonic()
-
-    def observe(self, progress: Progress) -> None:
-        if time.monotonic() - self.said < _PATIENCE:
-            return
-        self.said = time.monotonic()
-        ratios = _ratios(progress.ratios)
-        line = f"{progress.done}/{progress.total} {progress.step}{'; ' if ratios else ''}{ratios}"
-        print(line, file=sys.stderr, flush=True)
+def _line(progress: Progress) -> str:
+    ratios = _ratios(progress.ratios)
+    return f"{progress.done}/{progress.total} {progress.step}{'; ' if ratios else ''}{ratios}"
 
 
 def _ratios(ratios: Mapping[str, float]) -> str:

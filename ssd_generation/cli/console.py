@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Faults of what was asked for, or of the machine; anything else is a fault of this library and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError)
 _PATIENCE = 2.0  # seconds without a word
+_BETWEEN_LINES = 10.0  # seconds between two lines in a log file
 
 
 def out() -> Console:
@@ -144,7 +146,13 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
     """
     console = err()
     if not console.is_terminal:
-        yield _Lines(title, total).step
+        lines, done = LogLines(_PATIENCE), itertools.count()
+
+        def line(name: str) -> None:
+            of = f" {next(done)}/{total}" if total is not None else ""
+            lines.say(f"{title}{of}: {name}")
+
+        yield line
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -161,18 +169,19 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
         yield step
 
 
-class _Lines:
-    """Progress for a log file."""
+class LogLines:
+    """Progress where stderr is no terminal: a line now and then.
 
-    def __init__(self, title: str, total: int | None) -> None:
-        self.title = title
-        self.total = total
-        self.done = -1
+    Args:
+        patience: seconds without a word; `None`: ten.
+    """
+
+    def __init__(self, patience: float | None = None) -> None:
+        self.patience = _BETWEEN_LINES if patience is None else patience
         self.said = time.monotonic()
 
-    def step(self, name: str) -> None:
-        self.done += 1
-        if time.monotonic() - self.said >= _PATIENCE:
-            of = f" {self.done}/{self.total}" if self.total is not None else ""
-            print(f"{self.title}{of}: {name}", file=sys.stderr, flush=True)
+    def say(self, line: str, at_once: bool = False) -> None:
+        """Print the line, unless one was printed a moment ago."""
+        if at_once or time.monotonic() - self.said >= self.patience:
             self.said = time.monotonic()
+            print(line, file=sys.stderr, flush=True)

@@ -191,7 +191,7 @@ def evaluate(
     with quiet_libraries(), elsewhere:
         from ..config import SelfSpeculativeConfig
         from ..evaluation.runner import CodeExecution, EvaluationSettings, default_methods, run_evaluation
-        from ..evaluation.sandbox import Limits
+        from ..evaluation.sandbox import Limits, run_program
         from ..evaluation.tasks import TASKS, make_task
         from ..side_by_side.methods import check_methods
         from .benchmark_view import live_progress
@@ -225,7 +225,13 @@ def evaluate(
             )
 
         settings_for(new_tokens or 1)
-        code = CodeExecution(Limits(seconds=code_seconds), allow_weaker_sandbox) if allow_code_execution else None
+        code = None
+        if allow_code_execution and task == "code":
+            code = CodeExecution(Limits(seconds=code_seconds), allow_weaker_sandbox)
+            try:
+                run_program("", code.limits, code.allow_weaker)
+            except RuntimeError as error:
+                raise ValueError(f"{error} Here: --allow-weaker-sandbox, or no --allow-code-execution.") from error
         set_threads(threads)
         if device is None and device_map is None and group is not None and not tensor_parallel:
             device = str(getattr(group, "device", "cpu"))

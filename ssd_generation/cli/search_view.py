@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from ..search.runner import SearchResult
     from ..search.study import Found, Tried
 
-_PATIENCE = 10.0  # seconds between two lines in a log file
-
 
 @contextlib.contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
@@ -26,18 +23,12 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
     Yields:
         A function to tell what is being done, and how many of how many steps are done.
     """
-    from .console import err
+    from .console import LogLines, err
 
     console = err()
     if not console.is_terminal:
-        said = [time.monotonic()]
-
-        def line(text: str, done: int, total: int) -> None:
-            if time.monotonic() - said[0] >= _PATIENCE:
-                said[0] = time.monotonic()
-                print(f"{done}/{total} {text}", file=sys.stderr, flush=True)
-
-        yield line
+        lines = LogLines()
+        yield lambda text, done, total: lines.say(f"{done}/{total} {text}")
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -55,11 +46,11 @@ class View:
     """How far a search is, for people: a `SearchObserver`. Use it as a context manager."""
 
     def __init__(self) -> None:
-        from .console import err
+        from .console import LogLines, err
 
         self.console = err()
         self.live: Any = None
-        self.said = 0.0
+        self.lines = LogLines()
         self.started = time.monotonic()
         self.at_start: int | None = None
         self.name = ""
@@ -109,9 +100,8 @@ class View:
             if total:
                 parts.insert(0, ProgressBar(total=total, completed=done or 0, width=40))
             self.live.update(Group(*parts))
-        elif at_once or time.monotonic() - self.said >= _PATIENCE:
-            self.said = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+        else:
+            self.lines.say(text, at_once)
 
 
 def _duration(seconds: float) -> str:

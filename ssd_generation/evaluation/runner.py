@@ -201,7 +201,7 @@ def run_evaluation(
     group = processes or Alone()
     code = code if task.runs_code else None
     if code is not None:
-        run_program("", code.limits, code.allow_weaker)  # whether it can be, before it takes hours to get there
+        run_program("", code.limits, code.allow_weaker)  # whether it can be: said before hours of generating
     path = Path(path).expanduser()
     named = {"model": model.config.name_or_path} if about is None else about
     arguments = evaluation_arguments(settings, task, config, **named)

@@ -263,12 +263,18 @@ class SideBySide:
         if self.observe is not None:
             self.observe(Progress(self.done, self.total, step, ratios_so_far(self.rows)))
 
+    def _inputs_of_first(self) -> dict[str, torch.Tensor]:
+        """Those of the first item that has any: one that the model cannot take costs its own rows alone."""
+        for index in range(len(self.items) - 1):
+            with contextlib.suppress(ValueError):
+                return self.inputs(index)
+        return self.inputs(len(self.items) - 1)
+
     def _warm_up(self, method: Method) -> None:
         before = copy_bytes(self.model)
         try:
-            self.caller.call(
-                method.name, method.request, self.inputs(0), self.short_options(), self.settings.seed_of(0, 0)
-            )
+            inputs = self._inputs_of_first()
+            self.caller.call(method.name, method.request, inputs, self.short_options(), self.settings.seed_of(0, 0))
         except Exception as error:
             if method.name == PLAIN:
                 raise
@@ -315,9 +321,9 @@ class SideBySide:
         return None if costs is None else costs.to_dict()
 
     def _measure_memory(self, method: Method) -> None:
-        inputs = self.inputs(0)
-        row: dict[str, Any] = {"kind": "memory", "method": method.name, "prompt": self.items[0].id}
+        row: dict[str, Any] = {"kind": "memory", "method": method.name}
         try:
+            inputs = self._inputs_of_first()
             with self.caller.alone(method.name, learn=False):
                 row["peak_bytes"] = peak_bytes(
                     self.model,
@@ -340,7 +346,7 @@ class SideBySide:
         drop_copies(self.model)
         with self.caller.alone(method.name, learn=False):
             options = {**self.options, "max_new_tokens": 2}
-            self.model.generate(**self.inputs(0), **{**options, **self.caller.arguments(method.request)})
+            self.model.generate(**self._inputs_of_first(), **{**options, **self.caller.arguments(method.request)})
         return max(copy_bytes(self.model), self.copies.get(method.name, 0))
 
     def _measure_margins(self) -> None:
