@@ -25,8 +25,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from .config import SkipConfig
-from .passes import prompt_mode
-from .precision import copies_of
+from .passes import prompt_mode, skip_mode_of
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -291,8 +290,7 @@ def judge(
     Raises:
         ValueError: the config does not fit the model.
     """
-    copies = copies_of(model, config.skip, config.precision) if config.precision else None
-    draft = SkipMode(model, config.skip, () if copies is None else copies.forwards())
+    draft, _ = skip_mode_of(model, config)
     starts = range(0, len(text), depth if stride is None else stride)
     agreed, passes, tokens = agreements(model, draft, text, starts, depth)
     result = Acceptance(passes=passes, tokens=tokens)

@@ -13,8 +13,8 @@ from transformers.utils import logging as hf_logging
 
 from .config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from .costs import Unsteady, costs_of, describe_machine, kept, was_unsteady
+from .passes import skip_mode_of
 from .precision import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
-from .skip_mode import SkipMode
 from .speedup import theoretical_speedup
 
 if TYPE_CHECKING:
@@ -230,8 +230,7 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
             config = _candidate(name, _USUAL_AGREEMENT[name])
             agreed, seen = 0, 0
             if text is not None and choices is not None:
-                copies = copies_of(model, config.skip, config.precision)  # type: ignore[arg-type]
-                with SkipMode(model, config.skip, copies.forwards()):
+                with skip_mode_of(model, config)[0]:
                     same = _choices(model, text) == choices
                 agreed, seen = int(same.sum()), same.numel()
             usual = _USUAL_AGREEMENT[name]

@@ -50,6 +50,7 @@ __all__ = [
     "flat_passes",
     "linear_of_few_rows",
     "prompt_mode",
+    "skip_mode_of",
     "why_not_recorded",
 ]
 
@@ -471,9 +472,18 @@ def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[Ski
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
     """
-    copies = copies_of(model, config.skip, config.precision) if config.precision else None
-    skip_mode = SkipMode(model, config.skip, () if copies is None else copies.forwards())
+    skip_mode, copies = skip_mode_of(model, config)
     return skip_mode, draft_passes(model, config.skip, copies) if config.drafts_itself else None
+
+
+def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, LowBitCopies | None]:
+    """The skip mode of a config, with its low-bit copies in place, and these.
+
+    Raises:
+        ValueError: as `draft_of`.
+    """
+    copies = copies_of(model, config.skip, config.precision) if config.precision else None
+    return SkipMode(model, config.skip, () if copies is None else copies.forwards()), copies
 
 
 _TARGETS: weakref.WeakKeyDictionary[nn.Module, FlatPasses] = weakref.WeakKeyDictionary()
