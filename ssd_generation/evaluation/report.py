@@ -155,8 +155,9 @@ def plot_quality(summary: Mapping[str, Any], path: Path) -> None:
                 [100 * (p["mean"] - p["low"]) for _, p in points],
                 [100 * (p["high"] - p["mean"]) for _, p in points],
             ],
-            fmt=MARKERS[i % len(MARKERS)],
-            color="0.2" if name == PLAIN else COLOURS[i % len(COLOURS)],
+            # Plain decoding comes first; the others look as they do where speeds are drawn.
+            fmt="_" if name == PLAIN else MARKERS[(i - 1) % len(MARKERS)],
+            color="0.2" if name == PLAIN else COLOURS[(i - 1) % len(COLOURS)],
             markersize=6,
             capsize=3,
             linewidth=1.2,

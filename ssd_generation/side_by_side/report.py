@@ -264,7 +264,9 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     """
     categories = categories_of(summary)
     methods = {name: entry["ratio"] for name, entry in summary["methods"].items() if entry.get("ratio")}
-    places = [*categories, "all"]
+    # Of one category, the geometric mean is its median.
+    sums_up = len(categories) > 1
+    places = [*categories, *(["all"] if sums_up else [])]
     figure, axes = new_figure(max(7.0, 1.6 + len(places) * (0.5 + 0.16 * len(methods))), 4.8)
     from matplotlib.ticker import ScalarFormatter
 
@@ -280,7 +282,8 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
                 points.append((x + offset, figures["median"]))
                 axes.plot([x + offset] * 2, [figures["min"], figures["max"]], linewidth=1, alpha=0.6, zorder=2, **style)
                 axes.plot([x + offset] * 2, [figures["q1"], figures["q3"]], linewidth=3.5, alpha=0.6, zorder=2, **style)
-        points.append((len(categories) + offset, ratio["geometric_mean"]))
+        if sums_up:
+            points.append((len(categories) + offset, ratio["geometric_mean"]))
         axes.scatter(
             [x for x, _ in points],
             [y for _, y in points],
@@ -295,10 +298,11 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     for x in range(len(places)):
         if x % 2:
             axes.axvspan(x - 0.5, x + 0.5, color="0.95", zorder=0)
-    axes.axvline(len(categories) - 0.5, color="0.6", linewidth=1, linestyle=":")
+    if sums_up:
+        axes.axvline(len(categories) - 0.5, color="0.6", linewidth=1, linestyle=":")
     counts = summary["prompts_per_category"]
     labels = [f"{_broken(category)}\n(n = {counts[category]})" for category in categories]
-    axes.set_xticks(range(len(places)), [*labels, "geometric\nmean"])
+    axes.set_xticks(range(len(places)), [*labels, *(["geometric\nmean"] if sums_up else [])])
     axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_yscale("log", base=2)
     shown = [
@@ -316,8 +320,8 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     environment = summary["environment"] or {}
     if environment:
         axes.set_title(
-            f"{environment['model']}, {environment['dtype']}, {environment['device']}: median, quartiles (thick), "
-            "range (thin)",
+            f"{environment['model']}, {environment['dtype']}, {environment['device']}\n"
+            "median, quartiles (thick), range (thin)",
             fontsize=10,
             loc="left",
         )
