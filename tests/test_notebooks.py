@@ -15,6 +15,8 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.i
 
 # What makes a notebook long, or needs a model that is not here; a notebook reads what it knows of these.
 SMALL = {
+    "SSD_NOTEBOOK_ASSISTANT": "demo",
+    "SSD_NOTEBOOK_LIMIT": "1",
     "SSD_NOTEBOOK_MODEL": "demo",
     "SSD_NOTEBOOK_REPEATS": "1",
     "SSD_NOTEBOOK_SAMPLES": "500",
