@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -307,7 +307,7 @@ class Evaluation(SideBySide):
             for row in self.rows
             if row["kind"] == "call" and "error" in row
         ]
-        summary["code"] = _code_summary(self.task, self.rows)
+        summary["code"] = _code_summary(self.task, self.rows, names)
         return write_evaluation(self.folder, summary, self.rows)
 
     def _run_code(self) -> None:
@@ -350,13 +350,14 @@ class Evaluation(SideBySide):
         )
 
 
-def _code_summary(task: Task, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _code_summary(task: Task, rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Any] | None:
     """How the programs ended, by method; `None` for tasks without any."""
     if not task.runs_code:
         return None
     verdicts = verdicts_of(rows)
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    counts: dict[str, Counter[str]] = {name: Counter() for name in methods}
     for (_, method, _), row in verdicts.items():
         counts[method][row["status"]] += 1
+    counts = {name: outcomes for name, outcomes in counts.items() if outcomes}
     answered = {(row["prompt"], row["method"], row["repeat"]) for row in finished_calls(rows)}
     return {"outcomes": counts, "not_run": len(answered - set(verdicts))}
