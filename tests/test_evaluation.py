@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -492,7 +493,10 @@ def test_two_processes_of_accelerate_give_the_same_summary(
         if not key.startswith("ACCELERATE_") and key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "PYTHONWARNINGS")
     } | {"OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    with socket.socket() as free:  # accelerate 1.2 takes no 0 for "any"
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
     summaries = []
     ways: dict[str, tuple[list[str], list[str]]] = {
         "one": ([sys.executable], []),
