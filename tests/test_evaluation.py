@@ -479,12 +479,12 @@ def test_runs_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     assert list(read_summaries([tmp_path / "a/run", tmp_path / "b/run"])) == ["a/run", "b/run"]
 
 
-def test_two_processes_of_accelerate_give_the_same_summary(
-    model: Any,
-    folder: str,
-    tmp_path: Path,
-) -> None:
+def test_two_processes_of_accelerate_give_the_same_summary(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
+    # transformers 5.18 spreads a vocabulary of an even size only.
+    folder = str(tmp_path / "even")
+    tiny_model(vocab_size=2 * -(-len(TOKENIZER) // 2)).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
     data = articles(tmp_path)
     common = ["evaluate", "summarisation", "-m", folder, "--data", data, *SHORT, "--threads", "1"]
     environment = {
