@@ -303,7 +303,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     counts = summary["prompts_per_category"]
     labels = [f"{_broken(category)}\n(n = {counts[category]})" for category in categories]
     axes.set_xticks(range(len(places)), [*labels, *(["geometric\nmean"] if sums_up else [])])
-    axes.set_xlim(-0.5, len(places) - 0.5)
+    axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
     axes.set_yscale("log", base=2)
     shown = [
         figures[key] for ratio in methods.values() for figures in ratio["categories"].values() for key in ("min", "max")
