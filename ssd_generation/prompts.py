@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ __all__ = [
 BUILT_IN = "built-in"
 _SUMMARISE = "Summarise the following article in three sentences.\n\n"
 _FORMATS = (
-    "Each line is a JSON object with 'prompt' (and 'category'), with 'turns' (MT-bench; the first turn is taken), with "
+    "Each line is a JSON object with 'prompt' (and 'category'), with 'turns' (MT-bench), with "
     "'document' (an article to summarise) or with 'question' (GSM8K)."
 )
 
@@ -46,11 +46,13 @@ class Prompt:
         id: its name, unique in a run.
         category: the kind of task; medians are taken per category.
         text: what the user says.
+        later: what the user says after each answer; only `ssd evaluate chat` asks it.
     """
 
     id: str
     category: str
     text: str
+    later: tuple[str, ...] = ()
 
 
 def built_in_prompts() -> list[Prompt]:
@@ -84,17 +86,17 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
             prompts.append(Prompt(f"{file.stem}-{number}", file.stem, line.strip()))
             continue
         try:
-            category, text = _parse(json.loads(line), file.stem)
+            category, text, later = _parse(json.loads(line), file.stem)
         except ValueError as error:  # JSON's own errors are ValueErrors too
             raise ValueError(f"{path}, line {number}: {error} {_FORMATS}") from error
-        prompts.append(Prompt(f"{file.stem}-{number}", category, text))
+        prompts.append(Prompt(f"{file.stem}-{number}", category, text, later))
     if not prompts:
         raise ValueError(f"The prompt file {str(path)!r} is empty. {_FORMATS}")
     return prompts
 
 
-def _parse(entry: Any, stem: str) -> tuple[str, str]:
-    """Category and text of one line."""
+def _parse(entry: Any, stem: str) -> tuple[str, str, tuple[str, ...]]:
+    """Category, text and later turns of one line."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"a JSON object is needed, but got {type(entry).__name__}.")
     for key, category, before in (
@@ -106,11 +108,11 @@ def _parse(entry: Any, stem: str) -> tuple[str, str]:
         if key not in entry:
             continue
         value = entry[key]
-        if key == "turns" and isinstance(value, list) and value:
-            value = value[0]
-        if not isinstance(value, str) or not value.strip():
+        said = value if key == "turns" and isinstance(value, list) and value else [value]
+        if not all(isinstance(text, str) and text.strip() for text in said):
             raise ValueError(f"{key!r} holds no text, but {value!r:.80}.")
-        return str(entry.get("category") or category), before + value.strip()
+        first, *later = (text.strip() for text in said)
+        return str(entry.get("category") or category), before + first, tuple(later)
     raise ValueError(f"there is no prompt in it; its keys are {', '.join(map(str, entry)) or 'none'}.")
 
 
@@ -191,7 +193,7 @@ def load_prompts(
                 copies += 1
                 name = f"{prompt.id} ({copies})"
             taken.add(name)
-            found.setdefault(prompt.category, []).append(Prompt(name, prompt.category, prompt.text))
+            found.setdefault(prompt.category, []).append(replace(prompt, id=name))
     wanted = list(dict.fromkeys(categories)) or list(found)
     unknown = [category for category in wanted if category not in found]
     if unknown:
@@ -209,9 +211,18 @@ def digest(prompts: Sequence[Prompt]) -> str:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, use_chat_template: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    use_chat_template: bool = True,
+    before: Sequence[tuple[str, str]] = (),
 ) -> dict[str, torch.Tensor]:
     """The model's inputs: the text in the tokenizer's chat template where it has one, else as it is.
+
+    Args:
+        tokenizer: of the model.
+        text: what the user says.
+        use_chat_template: where there is one.
+        before: earlier turns, each what the user said and what the model answered; they need the template.
 
     Returns:
         `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
@@ -220,8 +231,14 @@ def encode_prompt(
         ValueError: the tokenizer makes nothing of the text.
     """
     if use_chat_template and getattr(tokenizer, "chat_template", None) is not None:
+        messages = []
+        for said, answered in before:
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
         encoded: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            [*messages, {"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
         )
     else:
         encoded = tokenizer(text, return_tensors="pt")

@@ -29,7 +29,7 @@ from ssd_generation.evaluation.report import (
     runs_table,
 )
 from ssd_generation.evaluation.runner import CodeExecution, EvaluationSettings, run_evaluation
-from ssd_generation.evaluation.tasks import Sample, Task
+from ssd_generation.evaluation.tasks import Sample, Task, make_task
 from ssd_generation.run_folder import read_rows
 from ssd_generation.side_by_side.calls import Caller, TimedCall
 from ssd_generation.side_by_side.runner import Progress
@@ -195,6 +195,78 @@ def test_a_folder_of_another_run_is_refused(model: Any, tmp_path: Path) -> None:
     other = Task("summarisation", QUESTIONS.samples[:3], False, 6, metrics=("rouge1",))
     with pytest.raises(ValueError, match="questions"):
         run(model, tmp_path / "r", other)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# conversations
+
+CHATTY = tiny_tokenizer()
+CHATTY.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+def conversations(tmp_path: Path) -> Task:
+    file = tmp_path / "turns.jsonl"
+    turns = (["the rain", "the river"], ["a river runs"], ["the fields", "rain", "a river"])
+    file.write_text("".join(json.dumps({"category": "x", "turns": said}) + "\n" for said in turns))
+    return make_task("chat", CHATTY, [str(file)])
+
+
+def test_later_turns_go_on_after_plain_decodings_answer(model: Any, tmp_path: Path) -> None:
+    task = conversations(tmp_path)
+    assert [s.id.partition(", ")[2] for s in task.samples] == ["", "turn 2", "", "", "turn 2", "turn 3"]
+    with pytest.raises(ValueError, match="turns-1, turn 2 goes on where turns-1 ended, but that has no answer"):
+        task.inputs(CHATTY, 1)
+    for settings in ({}, {"do_sample": True, "repeats": 2}):
+        folder = tmp_path / f"r{len(settings)}"
+        run_evaluation(model, CHATTY, task, folder, settings_of(**settings), config=CONFIG)
+        rows = [row for row in read_rows(folder) if row["kind"] == "call"]
+        assert not any("error" in row for row in rows)
+        assert len(rows) == len(task.samples) * len(METHODS) * settings.get("repeats", 1)
+        said = {row["prompt"]: row["text"] for row in rows if row["method"] == "plain" and row["repeat"] == 0}
+        whole = f"the fields {said['turns-3']} rain {said['turns-3, turn 2']} a river "
+        wanted = len(CHATTY(whole)["input_ids"])
+        lengths = {row["prompt_tokens"] for row in rows if row["prompt"] == "turns-3, turn 3"}
+        assert lengths == {wanted} and wanted > len(CHATTY("the fields rain a river ")["input_ids"])
+
+
+def test_without_a_chat_template_there_are_no_turns(tmp_path: Path) -> None:
+    file = tmp_path / "turns.jsonl"
+    file.write_text('{"turns": ["the rain", "the river"]}')
+    assert len(make_task("chat", TOKENIZER, [str(file)], style="paper").samples) == 1
+
+
+def test_a_turn_after_one_that_failed_is_reported(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Caller.call
+
+    def call(self: Caller, name: str, *args: Any) -> TimedCall:
+        if name == "plain" and len(read_rows(tmp_path / "r")) < 3:
+            raise RuntimeError("out of luck")
+        return real(self, name, *args)
+
+    monkeypatch.setattr(Caller, "call", call)
+    summary = run_evaluation(model, CHATTY, conversations(tmp_path), tmp_path / "r", settings_of(), config=CONFIG)
+    assert summary is not None
+    failed = {(row["prompt"], row["method"]): row["error"] for row in summary["failed_rows"]}
+    assert set(failed) == {("turns-1", "plain"), *(("turns-1, turn 2", name) for name in METHODS)}
+    assert "goes on where turns-1 ended" in failed["turns-1, turn 2", "config"]
+
+
+def test_a_conversation_stays_in_one_process(model: Any, tmp_path: Path) -> None:
+    task = conversations(tmp_path)
+    whole = run_evaluation(model, CHATTY, task, tmp_path / "one", settings_of(), config=CONFIG)
+
+    def part(index: int, waiting: list[Callable[[], Any]]) -> dict[str, Any] | None:
+        processes = Some(index, 2, waiting)
+        return run_evaluation(model, CHATTY, task, tmp_path / "two", settings_of(), config=CONFIG, processes=processes)
+
+    def other() -> None:
+        part(1, [])
+        found = {row["prompt"] for row in read_rows(tmp_path / "two" / "parts" / "1") if row["kind"] == "call"}
+        assert found == {"turns-2"}
+
+    shared = part(0, [lambda: None, other])
+    assert whole is not None and shared is not None
+    assert without_times(shared) == without_times(whole)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

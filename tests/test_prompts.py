@@ -43,7 +43,6 @@ def test_built_in_set_has_six_prompts_of_each_kind() -> None:
     [
         ({"prompt": " Hello "}, "file", "Hello"),
         ({"prompt": "Hello", "category": "greetings"}, "greetings", "Hello"),
-        ({"question_id": 81, "category": "writing", "turns": ["First", "Second"]}, "writing", "First"),
         ({"question": "What is 2 + 2?", "answer": "4"}, "arithmetic", "What is 2 + 2?"),
         (
             {"id": "1", "document": "A long text.", "summary": "Short."},
@@ -54,6 +53,13 @@ def test_built_in_set_has_six_prompts_of_each_kind() -> None:
 )
 def test_formats(entry: dict[str, Any], category: str, text: str, tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path / "file.jsonl", entry)) == [Prompt("file-1", category, text)]
+
+
+def test_later_turns_are_kept(tmp_path: Path) -> None:
+    entry = {"question_id": 81, "category": "writing", "turns": ["First", " Second "]}
+    file = write(tmp_path / "file.jsonl", entry)
+    assert read_prompts(file) == [Prompt("file-1", "writing", "First", ("Second",))]
+    assert load_prompts([file]) == read_prompts(file)
 
 
 def test_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
@@ -108,7 +114,8 @@ def test_chat_template() -> None:
         ("p.jsonl", '{"text": "a"}', "its keys are text"),
         ("p.jsonl", '{"prompt": " "}', "'prompt' holds no text, but ' '"),
         ("p.jsonl", '{"turns": []}', r"'turns' holds no text, but \[\]"),
-        ("p.jsonl", '{"turns": [3]}', "'turns' holds no text, but 3"),
+        ("p.jsonl", '{"turns": [3]}', r"'turns' holds no text, but \[3\]"),
+        ("p.jsonl", '{"turns": ["a", ""]}', r"'turns' holds no text, but \['a', ''\]"),
         ("p.txt", b"\xff\xfe\xff", "is not UTF-8"),
     ],
 )

@@ -239,7 +239,8 @@ def test_chat_takes_prompt_files(tmp_path: Path) -> None:
         {"question_id": 2, "category": "qa", "turns": ["Why?"], "reference": ["So."]},
     )
     task = make_task("chat", TOKENIZER, [spec])
-    assert [(sample.category, sample.prompt) for sample in task.samples] == [("writing", "Write."), ("qa", "Why?")]
+    asked = [(sample.category, sample.prompt, len(sample.earlier)) for sample in task.samples]
+    assert asked == [("writing", "Write.", 0), ("writing", "Again.", 1), ("qa", "Why?", 0)]
     assert task.metrics == () and task.scores([(task.samples[0], "text")]) == {}
     assert len({s.category for s in make_task("chat", TOKENIZER, limit=1).samples}) == 7
 

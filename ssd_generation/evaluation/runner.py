@@ -267,7 +267,7 @@ class Evaluation(SideBySide):
         self.code = code
 
     def inputs(self, index: int) -> dict[str, torch.Tensor]:
-        inputs = self.task.inputs(self.tokenizer, index)
+        inputs = self.task.inputs(self.tokenizer, index, self._answers(index))
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         wanted = inputs["input_ids"].shape[1] + self.options["max_new_tokens"]
         if room is not None and wanted > room:
@@ -276,6 +276,21 @@ class Evaluation(SideBySide):
                 f"{self.options['max_new_tokens']} new ones in the model's {room}."
             )
         return {key: value.to(self.model.device) for key, value in inputs.items()}
+
+    def _answers(self, index: int) -> dict[str, str]:
+        """Plain decoding's first answers to the turns before, on which all methods go on."""
+        earlier = self.task.samples[index].earlier
+        return {
+            row["prompt"]: row["text"]
+            for row in (finished_calls(self.rows) if earlier else ())
+            if row["prompt"] in earlier and row["method"] == PLAIN and row["repeat"] == 0
+        }
+
+    def _mine(self) -> Sequence[int]:
+        # A conversation stays in one process, since its turns need the answers to those before.
+        number = {name: n for n, name in enumerate(s.id for s in self.task.samples if not s.earlier)}
+        mine, of = self.part
+        return [i for i, s in enumerate(self.task.samples) if number[(*s.earlier, s.id)[0]] % of == mine]
 
     def short_options(self) -> dict[str, Any]:
         return {**self.options, "max_new_tokens": min(_SHORT, self.options["max_new_tokens"])}

@@ -37,6 +37,7 @@ class Sample:
         prompt: what the model reads.
         answer_start: what its answer begins with, which it reads too.
         reference: what the answer is compared with: a summary, a `Problem`, or nothing.
+        earlier: the turns before this one of its conversation: ids of samples, the first turn's first.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Sample:
     prompt: str
     answer_start: str = ""
     reference: Any = None
+    earlier: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,33 @@ class Task:
         text = json.dumps(
             [
                 [s.id, s.category, s.prompt, s.answer_start, s.reference.test if self.runs_code else s.reference]
+                + [list(s.earlier)] * bool(s.earlier)
                 for s in self.samples
             ]
         )
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def inputs(self, tokenizer: PreTrainedTokenizerBase, index: int) -> dict[str, torch.Tensor]:
-        """The model's inputs: `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`."""
+    def inputs(
+        self, tokenizer: PreTrainedTokenizerBase, index: int, answers: Mapping[str, str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The model's inputs: `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
+
+        Args:
+            tokenizer: of the model.
+            index: of the sample.
+            answers: to the turns before it, by their samples' ids.
+
+        Raises:
+            ValueError: an earlier turn has no answer.
+        """
         sample = self.samples[index]
         if not (self.is_chat and sample.answer_start):
-            return encode_prompt(tokenizer, sample.prompt, self.is_chat)
+            unanswered = [name for name in sample.earlier if name not in (answers or {})]
+            if unanswered:
+                raise ValueError(f"{sample.id} goes on where {unanswered[0]} ended, but that has no answer.")
+            said = {other.id: other.prompt for other in self.samples} if sample.earlier else {}
+            before = [(said[name], (answers or {})[name]) for name in sample.earlier]
+            return encode_prompt(tokenizer, sample.prompt, self.is_chat, before)
         messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.answer_start}]
         text: Any = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
         return dict(tokenizer(text, add_special_tokens=False, return_tensors="pt"))
@@ -246,9 +265,17 @@ def _code(data: list[str], is_chat: bool, shots: int | None, limit: int | None) 
 
 def _chat(data: list[str], is_chat: bool, shots: int | None, limit: int | None) -> Task:
     prompts: list[Prompt] = load_prompts(data, limit_per_category=limit)
+    samples = []
+    for prompt in prompts:
+        turns = [Sample(prompt.id, prompt.category, prompt.text)]
+        # Without a chat template there are no turns.
+        for text in prompt.later if is_chat else ():
+            name = f"{prompt.id}, turn {len(turns) + 1}"
+            turns.append(Sample(name, prompt.category, text, earlier=tuple(turn.id for turn in turns)))
+        samples += turns
     return Task(
         "chat",
-        tuple(Sample(prompt.id, prompt.category, prompt.text) for prompt in prompts),
+        tuple(samples),
         is_chat,
         new_tokens=128,
         about={"style": "chat" if is_chat else "paper"},
@@ -258,7 +285,8 @@ def _chat(data: list[str], is_chat: bool, shots: int | None, limit: int | None) 
 TASKS: Mapping[str, str] = {
     "summarisation": "articles with reference summaries, judged by ROUGE-1, -2 and -L",
     "code": "functions to write (HumanEval), judged by running their tests: pass@k",
-    "chat": "prompts of any kind, in files or the built-in mixed set; texts are compared with plain decoding's only",
+    "chat": "prompts of any kind, in files (MT-bench with its later turns) or the built-in mixed set; texts are "
+    "compared with plain decoding's only",
 }
 """Names and what they are."""
 

@@ -210,7 +210,7 @@ class SideBySide:
         """All rows, those that stand elsewhere included."""
         return [*self.earlier, *self.folder.rows]
 
-    def _mine(self) -> range:
+    def _mine(self) -> Sequence[int]:
         return range(self.part[0], len(self.items), self.part[1])
 
     def everything(self) -> None:
