@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,6 +297,12 @@ def test_plots(done: tuple[Path, Any], tmp_path: Path) -> None:
     assert all(0 <= loss <= 1 for loss in losses.values())
     axes = plot_progress({"a": done[1].found, "nothing yet": Found()})
     assert axes.get_xlabel() == "forward passes of the model"
+    # What does not pay is drawn where it is, not at 1.
+    whole = [t for t in done[1].found.tried if not t.pruned]
+    poor = Found(tuple(replace(t, speedup=0.5 + 0.1 * i) for i, t in enumerate(whole[:3])), (8, 8, 8))
+    axes = plot_progress({"poor": poor, "nothing yet": Found()})
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert drawn["poor (0.70×)"] == [0.5, 0.6, 0.7] and drawn["nothing yet (nothing yet)"] == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -153,21 +153,33 @@ def plot_progress(
     """
     plt = _pyplot()
     if ax is None:
-        _, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for name, found in searches.items():
-        spent, best = (before or {}).get(name, 0), 1.0
-        xs, ys = [max(spent, 1)], [best]
+        _, ax = plt.subplots(figsize=(8.5 if len(searches) > 1 else 7, 4.2), layout="constrained")
+    ax.axhline(1, color="0.3", lw=1, ls=":", zorder=1)
+    for i, (name, found) in enumerate(searches.items()):
+        spent, best = (before or {}).get(name, 0), float("-inf")
+        xs: list[int] = []
+        ys: list[float] = []
+        better = []
         for t, passes in zip(found.tried, found.passes, strict=True):
             spent += passes
-            best = max(best, t.speedup if not t.pruned else best)
-            xs.append(max(spent, 1))
-            ys.append(best)
-        ax.step(xs, ys, where="post", label=f"{name} ({best:.2f}×)", lw=1.6)
+            if not t.pruned and t.speedup > best:
+                best = t.speedup
+                better.append(len(xs))
+            if better:
+                xs.append(max(spent, 1))
+                ys.append(best)
+        # A mark at each step up, so that lines that end on the same value can be told apart.
+        label = f"{name} ({best:.2f}×)" if better else f"{name} (nothing yet)"
+        marker = "os^Dv*PXph"[i % 10]
+        ax.step(xs, ys, where="post", label=label, lw=1.4, marker=marker, markevery=better, ms=5, zorder=3 - i * 0.01)
     ax.set_xscale("log")
     ax.set_xlabel("forward passes of the model")
-    ax.set_ylabel("best theoretical speed-up so far")
+    ax.set_ylabel("best theoretical speed-up so far\n(dotted: plain decoding)")
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
+    if len(searches) > 1:
+        ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    else:
+        ax.legend(fontsize=8)
     return _saved(ax, path)
 
 
