@@ -38,7 +38,7 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
         for other, spent in row["passes_to_reach"].items():
             # What the paper's search chose by the clock need not be what promises most.
             assert name == "paper" or (spent is None) == (row["speedup"] < rows[other]["speedup"]), (name, other)
-    assert best["passes_to_reach"] and all(best["passes_to_reach"].values())
+    assert list(best["passes_to_reach"]) == names and all(best["passes_to_reach"].values())
 
     # Again: all is there already.
     again, _ = compare_methods(*arguments, timed=False)
@@ -47,6 +47,11 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(names) and lines[2].startswith("| skip-only (")
     assert all(line.count("|") == lines[0].count("|") for line in lines)
     assert "| – |" in lines[2] and "| – |" not in lines[-1]
+    reached = [line.split("|")[4].strip() for line in lines]
+    assert reached[0] == "until as good as paper"
+    wanted = [again[name]["passes_to_reach"]["paper"] for name in names[:-1]]
+    assert reached[2:5] == ["never" if spent is None else str(spent) for spent in wanted]
+    assert "until as good" not in table({"random": again["random"]})
 
 
 def test_the_command_runs_all_methods_that_it_names(

@@ -151,7 +151,12 @@ def evaluate(
         int, typer.Option(min=0, metavar="N", help="Calls of each method that are not counted.", rich_help_panel=_HOW)
     ] = 1,
     no_memory: Annotated[
-        bool, typer.Option("--no-memory", help="Do not measure the peak memory.", rich_help_panel=_HOW)
+        bool,
+        typer.Option(
+            "--no-memory",
+            help="Do not measure the peak memory, by a call of its own: 16 tokens of the first answer.",
+            rich_help_panel=_HOW,
+        ),
     ] = False,
     allow_code_execution: Annotated[
         bool,

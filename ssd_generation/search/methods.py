@@ -143,9 +143,7 @@ def compare_methods(
             "held_out_speedup": theoretical_speedup(again.by_depth(PRIOR), costs)[0],
             "held_out_acceptance": sum(again.accepted) / max(1, sum(again.tried)),
             "skip": config.skip.to_dict(),
-            "passes_to_reach": {
-                other: _passes_until(founds[name], row[0].speedup) for other, row in winners.items() if other != name
-            },
+            "passes_to_reach": {other: _passes_until(founds[name], row[0].speedup) for other, row in winners.items()},
         }
     if timed:
         result = confirm(model, configs, held_out, told)
@@ -172,18 +170,22 @@ def _passes_until(found: Found, speedup: float) -> int | None:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The methods in a Markdown table."""
-    lines = [
-        "| method | drafts | passes | promised | on texts held back | measured | draft step | acceptance |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """The methods in a Markdown table; with the paper's search among them, also how soon each is as good as that."""
+    paper = next((name for name in ("paper", "paper-judged") if name in rows), None)
+    head = ["method", "drafts", "passes", *([f"until as good as {paper}"] if paper else []), "promised"]
+    head += ["on texts held back", "measured", "draft step", "acceptance"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, row in rows.items():
         measured = "–"
         if "measured" in row:
             measured = f"{row['measured']:.2f} ({row['measured_from']:.2f}–{row['measured_to']:.2f})"
         promised = f"{row['speedup']:.2f} at {row['draft_length']}"
+        reached = ""
+        if paper is not None:
+            passes = row["passes_to_reach"].get(paper)
+            reached = f" {'never' if passes is None else passes} |"
         lines.append(
-            f"| {name} ({row['what']}) | {row['trials']} | {row['passes']} | {promised} "
+            f"| {name} ({row['what']}) | {row['trials']} | {row['passes']} |{reached} {promised} "
             f"| {row['held_out_speedup']:.2f} | {measured} | {row['draft_cost']:.2f} | {row['acceptance']:.3f} |"
         )
     return "\n".join(lines) + "\n"
