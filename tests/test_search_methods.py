@@ -70,7 +70,21 @@ def test_the_command_runs_all_methods_that_it_names(
     main()
     shown = capfd.readouterr().out
     assert all(f"| {name} (" in shown for name in METHODS if name != "paper")
-    assert (tmp_path / "out" / "methods.md").read_text() in shown
+    written = (tmp_path / "out" / "methods.md").read_text()
+    assert written in shown
+
+    # Two such runs on one page.
+    both = [str(tmp_path / "out"), str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["methods", "--beside", *both, "-o", str(tmp_path / "both")])
+    main()
+    page = (tmp_path / "both" / "methods.md").read_text()
+    assert page in capfd.readouterr().out
+    assert page.count(written) == 2 and page.count(f"## {Path(folder).name}\n") == 2
+    assert (tmp_path / "both" / "methods.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(tmp_path), "-o", str(tmp_path / "both")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "holds no finished comparison" in capfd.readouterr().err
 
 
 def test_an_unknown_method(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Ways of searching side by side: what each finds, and how many passes of the model it spends on that.
 
     python -m ssd_generation.search.methods [--model demo] -o FOLDER [--methods default,paper,…] [--trials 120]
+    python -m ssd_generation.search.methods --beside FOLDER… -o FOLDER
 
 All methods have the same texts and the same costs. The best draft of each meets texts that were held back, and is timed
 in generation, all of them in turns with plain decoding. Each method is a study in one SQLite file of the folder, so
-that the same command goes on after an interruption.
+that the same command goes on after an interruption. `--beside` puts such runs, of several models, on one page and in one
+picture.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import optuna
+
 from ..acceptance import judge_all
 from ..files import replacing, write_whole
 from ..models import load_model
@@ -24,14 +28,26 @@ from ..precision import drop_copies
 from ..speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from .confirm import confirm
+from .plots import plot_methods
 from .profile import CostProfile, measure_profile
 from .space import Space, space_of
-from .study import PRIOR, Found, Search, SearchSettings, Tried, found_config, mean_acceptance, open_study, storage_of
+from .study import (
+    PRIOR,
+    Found,
+    Search,
+    SearchSettings,
+    Tried,
+    found_config,
+    mean_acceptance,
+    open_study,
+    storage_of,
+    tried_in,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["METHODS", "SearchMethod", "compare_methods", "table"]
+__all__ = ["METHODS", "SearchMethod", "compare_methods", "put_together", "table"]
 
 
 @dataclass(frozen=True)
@@ -191,6 +207,40 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def put_together(folders: Sequence[Path], output: Path) -> str:
+    """Runs for several models on one page (methods.md), and in one picture (methods.png).
+
+    Args:
+        folders: that earlier runs have written.
+        output: folder of the page and the picture.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: a folder holds no finished run.
+    """
+    pages, founds = [], {}
+    for folder in folders:
+        file, studies = folder / "methods.json", folder / "studies.db"
+        if not (file.is_file() and studies.is_file()):
+            raise ValueError(f"{str(folder)!r} holds no finished comparison of methods: {file.name} is missing there.")
+        said = json.loads(file.read_text(encoding="utf-8"))
+        storage = storage_of(str(studies))
+        names = {name: optuna.load_study(study_name=name, storage=storage) for name in said["methods"]}
+        texts = said["texts"]
+        pages.append(
+            f"## {said['model']}\n\n{said['measured_on']}; chosen on {texts['chosen_on']} texts of "
+            f"{texts['new_tokens']} tokens, {texts['held_back']} held back\n\n{table(said['methods'])}"
+        )
+        founds[said["model"]] = {name: tried_in(study) for name, study in names.items()}
+    written = "# Ways of searching\n\n" + "\n".join(pages)
+    write_whole(output / "methods.md", written)
+    with replacing(output / "methods.png") as path:
+        plot_methods(founds, path)
+    return written
+
+
 def main() -> None:
     """Search by all methods, and write the comparison."""
     parser = argparse.ArgumentParser(prog="python -m ssd_generation.search.methods", description=__doc__)
@@ -203,6 +253,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
+    parser.add_argument("--beside", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
     arguments = parser.parse_args()
 
     def told(text: str) -> None:
@@ -212,6 +263,12 @@ def main() -> None:
 
     folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
+    if arguments.beside:
+        try:
+            print(put_together(arguments.beside, folder))
+        except ValueError as error:
+            parser.error(str(error))
+        return
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     # What is not in the first prompts is held back.
     texts, held_out = (
@@ -236,13 +293,18 @@ def main() -> None:
         told=told,
     )
     written = table(rows)
-    write_whole(folder / "methods.json", json.dumps({"measured_on": profile.measured_on, "methods": rows}, indent=2))
+    name = Path(model.config.name_or_path or arguments.model).name
+    said = {
+        "model": name,
+        "measured_on": profile.measured_on,
+        "texts": {"chosen_on": len(texts), "held_back": len(held_out), "new_tokens": arguments.new_tokens},
+        "methods": rows,
+    }
+    write_whole(folder / "methods.json", json.dumps(said, indent=2))
     write_whole(folder / "methods.md", written)
     try:
-        from .plots import plot_progress
-
         with replacing(folder / "methods.png") as path:
-            plot_progress(founds, path)
+            plot_methods({name: founds}, path)
     except ImportError as error:
         print(f"\n{error}", file=sys.stderr)
     print(f"\n{profile.measured_on}; {len(texts)} texts, {len(held_out)} held back\n\n{written}")

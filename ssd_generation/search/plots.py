@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .profile import CostProfile
     from .space import Space
 
-__all__ = ["plot_frontier", "plot_map", "plot_progress"]
+__all__ = ["plot_frontier", "plot_map", "plot_methods", "plot_progress"]
 
 _COLOURS = {
     "given": "tab:gray",
@@ -135,7 +135,11 @@ def _equal_speedups(ax: Any, profile: CostProfile) -> None:
 
 
 def plot_progress(
-    searches: Mapping[str, Found], path: Path | None = None, ax: Any = None, before: Mapping[str, int] | None = None
+    searches: Mapping[str, Found],
+    path: Path | None = None,
+    ax: Any = None,
+    before: Mapping[str, int] | None = None,
+    names: Sequence[str] = (),
 ) -> Any:
     """The best theoretical speed-up so far against forward passes spent, a line for each search.
 
@@ -144,6 +148,7 @@ def plot_progress(
         path: where to save it; `None`: nowhere.
         ax: axes to draw on; `None`: new ones.
         before: passes spent before the first trial, by name.
+        names: of all searches there are, by which a search looks alike in several pictures; by default those drawn.
 
     Returns:
         The axes.
@@ -155,7 +160,9 @@ def plot_progress(
     if ax is None:
         _, ax = plt.subplots(figsize=(8.5 if len(searches) > 1 else 7, 4.2), layout="constrained")
     ax.axhline(1, color="0.3", lw=1, ls=":", zorder=1)
-    for i, (name, found) in enumerate(searches.items()):
+    places = {name: i for i, name in enumerate(dict.fromkeys([*names, *searches]))}
+    for name, found in searches.items():
+        i = places[name]
         spent, best = (before or {}).get(name, 0), float("-inf")
         xs: list[int] = []
         ys: list[float] = []
@@ -171,7 +178,8 @@ def plot_progress(
         # A mark at each step up, so that lines that end on the same value can be told apart.
         label = f"{name} ({best:.2f}×)" if better else f"{name} (nothing yet)"
         marker = "os^Dv*PXph"[i % 10]
-        ax.step(xs, ys, where="post", label=label, lw=1.4, marker=marker, markevery=better, ms=5, zorder=3 - i * 0.01)
+        style = {"color": f"C{i}", "marker": marker, "markevery": better, "ms": 5, "lw": 1.4, "zorder": 3 - i * 0.01}
+        ax.step(xs, ys, where="post", label=label, **style)
     ax.set_xscale("log")
     ax.set_xlabel("forward passes of the model")
     ax.set_ylabel("best theoretical speed-up so far\n(dotted: plain decoding)")
@@ -181,6 +189,29 @@ def plot_progress(
     else:
         ax.legend(fontsize=8)
     return _saved(ax, path)
+
+
+def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
+    """What several ways of searching have come to, see `plot_progress`, a panel for each model.
+
+    Args:
+        founds: by model and method.
+        path: where to save it.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    plt = _pyplot()
+    _, axes = plt.subplots(1, len(founds), figsize=(2 + 4.6 * len(founds), 4), layout="constrained", squeeze=False)
+    names = list(dict.fromkeys(name for found in founds.values() for name in found))
+    for ax, (model, found) in zip(axes[0], founds.items(), strict=True):
+        plot_progress(found, ax=ax, names=names)
+        ax.set_title(model, fontsize=10)
+        if len(founds) > 1:
+            ax.legend(fontsize=7.5, loc="best")
+        if ax is not axes[0][0]:
+            ax.set_ylabel("")
+    _saved(axes[0][0], path)
 
 
 def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path | None = None, ax: Any = None) -> Any:
