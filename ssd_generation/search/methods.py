@@ -5,8 +5,8 @@
 
 All methods have the same texts and the same costs. The best draft of each meets texts that were held back, and is timed
 in generation, all of them in turns with plain decoding. Each method is a study in one SQLite file of the folder, so
-that the same command goes on after an interruption. `--beside` puts such runs, of several models, on one page and in one
-picture.
+that the same command goes on after an interruption. `--beside` puts such runs, of several models, on one page and in
+one picture.
 """
 
 from __future__ import annotations
