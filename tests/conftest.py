@@ -26,9 +26,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Tiny models are slower on two threads than on one, and many times slower beside other work; a real one is faster.
+# Tiny models are slower on two threads than on one, and many times slower beside other work, as when pytest-xdist runs
+# tests side by side; a real one by itself is faster.
 THREADS = 1
-THREADS_OF_SLOW_TESTS = min(2, os.cpu_count() or 1)
+THREADS_OF_SLOW_TESTS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
 
 # The same examples on every run, and no clock: a first call into torch or a busy machine is not a failure.
 settings.register_profile(
