@@ -18,7 +18,7 @@ from ssd_generation.prompts import Prompt
 from ssd_generation.search import calibration as calibration_module
 from ssd_generation.search.calibration import calibrate, calibration_prompts, describe_weights
 from ssd_generation.search.confirm import confirm, generated_acceptance
-from ssd_generation.search.plots import plot_progress, sensitivities
+from ssd_generation.search.plots import plot_all, plot_map, plot_progress, sensitivities
 from ssd_generation.search.profile import CostProfile, measure_profile
 from ssd_generation.search.runner import search
 from ssd_generation.search.study import Found
@@ -285,9 +285,7 @@ def test_going_on_uses_the_costs_of_the_study(done: tuple[Path, Any], profile: C
 
 
 def test_plots(done: tuple[Path, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from ssd_generation.search.plots import plot_all
-
+    matplotlib = pytest.importorskip("matplotlib")
     paths = plot_all(done[1].found, done[1].profile, done[1].space, tmp_path)
     assert [p.name for p in paths] == ["frontier.png", "progress.png", "map.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
@@ -297,10 +295,18 @@ def test_plots(done: tuple[Path, Any], tmp_path: Path) -> None:
     assert all(0 <= loss <= 1 for loss in losses.values())
     axes = plot_progress({"a": done[1].found, "nothing yet": Found()})
     assert axes.get_xlabel() == "forward passes of the model"
+    # A notebook shows what pyplot knows of; what goes to a file is not its business.
+    pyplot, backend = pytest.importorskip("matplotlib.pyplot"), matplotlib.get_backend()
+    assert axes.figure.number in pyplot.get_fignums() and plot_map(done[1].found, done[1].space).figure.number
+    known = pyplot.get_fignums()
+    plot_all(done[1].found, done[1].profile, done[1].space, tmp_path)
+    assert pyplot.get_fignums() == known and matplotlib.get_backend() == backend
+    pyplot.close("all")
     # What does not pay is drawn where it is, not at 1.
     whole = [t for t in done[1].found.tried if not t.pruned]
     poor = Found(tuple(replace(t, speedup=0.5 + 0.1 * i) for i, t in enumerate(whole[:3])), (8, 8, 8))
     axes = plot_progress({"poor": poor, "nothing yet": Found()})
+    pyplot.close("all")
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert drawn["poor (0.70×)"] == [0.5, 0.6, 0.7] and drawn["nothing yet (nothing yet)"] == []
 

@@ -40,15 +40,19 @@ _NAMES = {
 }
 
 
-def _pyplot() -> Any:
+def _axes(path: Path | None, width: float, height: float, columns: int = 1) -> list[Any]:
+    """New axes side by side, of a figure that pyplot shows (in a notebook, say) unless it goes to a file."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("Plots need matplotlib: pip install 'ssd_generation[plots]'") from error
-    matplotlib.use("Agg", force=False)
-    from matplotlib import pyplot
+    if path is None:
+        from matplotlib import pyplot
 
-    return pyplot
+        figure = pyplot.figure(figsize=(width, height), layout="constrained")
+    else:
+        figure = Figure(figsize=(width, height), layout="constrained")
+    return [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
 
 
 def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, ax: Any = None) -> Any:
@@ -68,9 +72,8 @@ def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    plt = _pyplot()
     if ax is None:
-        _, ax = plt.subplots(figsize=(7, 4.6), layout="constrained")
+        [ax] = _axes(path, 7, 4.6)
     whole = [t for t in found.tried if not t.pruned]
     by_origin: dict[str, list[Tried]] = {}
     for t in whole:
@@ -156,9 +159,8 @@ def plot_progress(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    plt = _pyplot()
     if ax is None:
-        _, ax = plt.subplots(figsize=(8.5 if len(searches) > 1 else 7, 4.2), layout="constrained")
+        [ax] = _axes(path, 8.5 if len(searches) > 1 else 7, 4.2)
     ax.axhline(1, color="0.3", lw=1, ls=":", zorder=1)
     places = {name: i for i, name in enumerate(dict.fromkeys([*names, *searches]))}
     for name, found in searches.items():
@@ -201,17 +203,16 @@ def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    plt = _pyplot()
-    _, axes = plt.subplots(1, len(founds), figsize=(2 + 4.6 * len(founds), 4), layout="constrained", squeeze=False)
+    axes = _axes(path, 2 + 4.6 * len(founds), 4, len(founds))
     names = list(dict.fromkeys(name for found in founds.values() for name in found))
-    for ax, (model, found) in zip(axes[0], founds.items(), strict=True):
+    for ax, (model, found) in zip(axes, founds.items(), strict=True):
         plot_progress(found, ax=ax, names=names)
         ax.set_title(model, fontsize=10)
         if len(founds) > 1:
             ax.legend(fontsize=7.5, loc="best")
-        if ax is not axes[0][0]:
+        if ax is not axes[0]:
             ax.set_ylabel("")
-    _saved(axes[0][0], path)
+    _saved(axes[0], path)
 
 
 def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path | None = None, ax: Any = None) -> Any:
@@ -230,15 +231,16 @@ def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path
     Raises:
         ImportError: matplotlib is not installed.
     """
-    plt = _pyplot()
     chosen = chosen or (found.best() or [None])[0]  # type: ignore[list-item]
     loss = sensitivities(found, space)
     kinds = [kind for kind in ("attention", "mlp") if any(n.startswith(kind) for n in space.choices)]
     layers = 1 + max(int(name.partition(".")[2]) for name in space.choices if "." in name)
     if ax is None:
-        _, ax = plt.subplots(figsize=(max(6.0, 0.32 * layers + 1.6), 2.3), layout="constrained")
+        [ax] = _axes(path, max(6.0, 0.32 * layers + 1.6), 2.3)
+    from matplotlib import colormaps
+
     values = [[loss.get(f"{kind}.{layer}", float("nan")) for layer in range(layers)] for kind in kinds]
-    colours = plt.get_cmap("viridis_r").with_extremes(bad="0.9")
+    colours = colormaps["viridis_r"].with_extremes(bad="0.9")
     image = ax.imshow(values, aspect="auto", cmap=colours, vmin=0.0, vmax=1.0)
     marks = {SKIP: "×", "int8": "8", "int4": "4", KEEP: ""}
     for row, kind in enumerate(kinds):
@@ -287,7 +289,6 @@ def sensitivities(found: Found, space: Space) -> dict[str, float]:
 def _saved(ax: Any, path: Path | None) -> Any:
     if path is not None:
         ax.figure.savefig(path, dpi=130, format="png")
-        _pyplot().close(ax.figure)
     return ax
 
 
