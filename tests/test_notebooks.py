@@ -51,16 +51,7 @@ def texts(output: dict[str, Any]) -> str:
 # --- What is kept of the last run -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.xfail(reason="still to be run with its plots", strict=True))
-        if path.stem == "search"
-        else path
-        for path in NOTEBOOKS
-    ],
-    ids=[path.stem for path in NOTEBOOKS],
-)
+@each
 def test_was_run_once_from_top_to_bottom(path: Path) -> None:
     code = cells(path, "code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), (
