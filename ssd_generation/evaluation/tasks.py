@@ -96,11 +96,12 @@ class Task:
         """
         sample = self.samples[index]
         if not (self.is_chat and sample.answer_start):
-            unanswered = [name for name in sample.earlier if name not in (answers or {})]
-            if unanswered:
-                raise ValueError(f"{sample.id} goes on where {unanswered[0]} ended, but that has no answer.")
+            answers = answers or {}
             said = {other.id: other.prompt for other in self.samples} if sample.earlier else {}
-            before = [(said[name], (answers or {})[name]) for name in sample.earlier]
+            for name in sample.earlier:
+                if name not in answers:
+                    raise ValueError(f"{sample.id} goes on where {name} ended, but that has no answer.")
+            before = [(said[name], answers[name]) for name in sample.earlier]
             return encode_prompt(tokenizer, sample.prompt, self.is_chat, before)
         messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.answer_start}]
         text: Any = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)

@@ -218,6 +218,7 @@ def put_together(folders: Sequence[Path], output: Path) -> str:
         The page.
 
     Raises:
+        ImportError: matplotlib is not installed; the page is written then.
         ValueError: a folder holds no finished run.
     """
     pages, founds = [], {}
@@ -266,7 +267,7 @@ def main() -> None:
     if arguments.beside:
         try:
             print(put_together(arguments.beside, folder))
-        except ValueError as error:
+        except (ImportError, ValueError) as error:
             parser.error(str(error))
         return
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
