@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from search_worker import calibration, cost_profile
 from ssd_generation.costs import describe_machine
 from ssd_generation.models import load_model
+from ssd_generation.search import methods
 from ssd_generation.search.methods import METHODS, SearchMethod, compare_methods, main, table
 from test_cli import folder as folder  # the fixture
 from tiny_models import tiny_model
@@ -54,9 +56,9 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
     assert "until as good" not in table({"random": again["random"]})
 
 
-def test_the_command_runs_all_methods_that_it_names(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def run(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The folder of a finished run of the command."""
     model, _ = load_model(folder)
     monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
     (tmp_path / "out").mkdir()
@@ -68,23 +70,49 @@ def test_the_command_runs_all_methods_that_it_names(
     few = ["--trials", "2", "--num-prompts", "1", "--held-out", "1", "--new-tokens", "4", "--no-timing"]
     monkeypatch.setattr(sys, "argv", ["methods", "--model", folder, "-o", str(tmp_path / "out"), *few])
     main()
-    shown = capfd.readouterr().out
-    assert all(f"| {name} (" in shown for name in METHODS if name != "paper")
-    written = (tmp_path / "out" / "methods.md").read_text()
-    assert written in shown
+    assert (tmp_path / "out" / "methods.md").read_text() in capsys.readouterr().out
+    return tmp_path / "out"
 
-    # Two such runs on one page.
-    both = [str(tmp_path / "out"), str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["methods", "--beside", *both, "-o", str(tmp_path / "both")])
+
+def test_the_command_runs_all_methods_that_can_run(run: Path) -> None:
+    written = (run / "methods.md").read_text()
+    left_out = {"paper"} if importlib.util.find_spec("scipy") else {"paper", "gp"}
+    assert {name for name in METHODS if f"| {name} (" in written} == set(METHODS) - left_out
+    assert (run / "methods.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_runs_on_one_page(
+    run: Path, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    output = run.parent / "both"
+    monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(run), str(run), "-o", str(output)])
     main()
-    page = (tmp_path / "both" / "methods.md").read_text()
-    assert page in capfd.readouterr().out
-    assert page.count(written) == 2 and page.count(f"## {Path(folder).name}\n") == 2
-    assert (tmp_path / "both" / "methods.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(tmp_path), "-o", str(tmp_path / "both")])
+    page = (output / "methods.md").read_text()
+    assert page in capsys.readouterr().out
+    assert page.count((run / "methods.md").read_text()) == 2 and page.count(f"## {Path(folder).name}\n") == 2
+    assert (output / "methods.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(run.parent), "-o", str(output)])
     with pytest.raises(SystemExit):
         main()
-    assert "holds no finished comparison" in capfd.readouterr().err
+    assert "holds no finished comparison" in capsys.readouterr().err
+
+
+def test_a_method_that_cannot_run_is_told_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def says(*more: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["methods", "--model", "nowhere", "-o", str(tmp_path), *more])
+        with pytest.raises(SystemExit):
+            main()
+        return capfd.readouterr().err
+
+    assert "no search method 'best'" in says("--methods", "default,best")
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert "pip install 'ssd_generation[gp]'" in says("--methods", "default,gp")
+    monkeypatch.setattr(methods, "load_model", lambda *_, **__: sys.exit("was to load it"))
+    assert "left out" not in says("--methods", "default")
+    assert "pip install 'ssd_generation[gp]' (left out)" in says()
 
 
 def test_an_unknown_method(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from .study import (
     Search,
     SearchSettings,
     Tried,
+    check_sampler,
     found_config,
     mean_acceptance,
     open_study,
@@ -120,11 +121,10 @@ def compare_methods(
         passes it took to be as good as the best of each other method; and everything that was tried.
 
     Raises:
+        ImportError: a package that one of the methods needs is not installed.
         ValueError: an unknown method.
     """
-    unknown = [name for name in methods if name not in METHODS]
-    if unknown:
-        raise ValueError(f"There is no search method {unknown[0]!r}. Choose from {', '.join(METHODS)}.")
+    _check(methods)
     founds: dict[str, Found] = {}
     winners: dict[str, tuple[Tried, Space]] = {}
     for name in methods:
@@ -173,6 +173,14 @@ def compare_methods(
             }
     drop_copies(model)
     return rows, founds
+
+
+def _check(methods: Sequence[str]) -> None:
+    unknown = [name for name in methods if name not in METHODS]
+    if unknown:
+        raise ValueError(f"There is no search method {unknown[0]!r}. Choose from {', '.join(METHODS)}.")
+    for name in methods:
+        check_sampler(METHODS[name].settings.sampler)
 
 
 def _passes_until(found: Found, speedup: float) -> int | None:
@@ -242,13 +250,30 @@ def put_together(folders: Sequence[Path], output: Path) -> str:
     return written
 
 
+def _methods_named(named: str | None) -> list[str]:
+    """Those of the command line, or the default ones that can run here."""
+    if named is not None:
+        methods = named.split(",")
+        _check(methods)
+        return methods
+    methods = [name for name in METHODS if name != "paper"]
+    try:
+        check_sampler("gp")
+    except ImportError as error:
+        print(f"{error} (left out)", file=sys.stderr)
+        methods.remove("gp")
+    return methods
+
+
 def main() -> None:
     """Search by all methods, and write the comparison."""
     parser = argparse.ArgumentParser(prog="python -m ssd_generation.search.methods", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("-o", "--output", required=True, type=Path)
-    parser.add_argument("--methods", default=",".join(name for name in METHODS if name != "paper"))
+    parser.add_argument(
+        "--methods", help=f"of {','.join(METHODS)} (default: all but paper, and gp only where scipy is installed)"
+    )
     parser.add_argument("--trials", type=int, default=120)
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--held-out", type=int, default=6)
@@ -270,6 +295,10 @@ def main() -> None:
         except (ImportError, ValueError) as error:
             parser.error(str(error))
         return
+    try:
+        methods = _methods_named(arguments.methods)
+    except (ImportError, ValueError) as error:
+        parser.error(str(error))
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     # What is not in the first prompts is held back.
     texts, held_out = (
@@ -288,7 +317,7 @@ def main() -> None:
         held_out,
         profile,
         str(folder / "studies.db"),
-        arguments.methods.split(","),
+        methods,
         arguments.trials,
         timed=not arguments.no_timing,
         told=told,

@@ -121,6 +121,19 @@ class SearchSettings:
         return ["maximize", "minimize"] if self.sampler == "nsga2" else ["maximize"]
 
 
+def check_sampler(sampler: str) -> None:
+    """That the packages of a sampler are installed.
+
+    Raises:
+        ImportError: one is not.
+    """
+    if sampler == "gp":
+        try:
+            import scipy  # noqa: F401
+        except ImportError as error:
+            raise ImportError("The sampler gp needs scipy: pip install 'ssd_generation[gp]'") from error
+
+
 @dataclass(frozen=True)
 class Tried:
     """A draft that was judged.
@@ -416,8 +429,7 @@ class Search:
         self.settings = settings
         self.given = [space.from_config(config) for config in configs]
         self.context = calibration.context()
-        with _quiet():
-            self._sampler()  # what it lacks is better known now
+        check_sampler(settings.sampler)  # what it lacks is better known now
 
     def run(self, trials: int, observe: Callable[[Found], None] | None = None) -> Found:
         """Work until the study has so many trials, those of other workers and of earlier runs counted.
@@ -541,10 +553,6 @@ class Search:
         seed = random.Random(f"{self.settings.seed} {len(ended)}").randrange(2**31)
         kind = self.settings.sampler
         if kind == "gp":
-            try:
-                import scipy  # noqa: F401
-            except ImportError as error:
-                raise ImportError("The sampler gp needs scipy: pip install 'ssd_generation[gp]'") from error
             return optuna.samplers.GPSampler(seed=seed, deterministic_objective=True)
         if kind == "nsga2":
             return optuna.samplers.NSGAIISampler(seed=seed, population_size=24)
