@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation import SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from search_worker import calibration
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.acceptance import verify_text
+from ssd_generation.passes import FlatPasses
 from ssd_generation.prompts import Prompt
 from ssd_generation.search import calibration as calibration_module
 from ssd_generation.search.calibration import calibrate, calibration_prompts, describe_weights
@@ -194,6 +196,25 @@ def test_data_sets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # generation
+
+
+def test_nothing_is_recorded_while_generation_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    texts = calibration(model, texts=2)
+    events: list[str] = []
+    make = FlatPasses._make
+
+    def making(passes: FlatPasses, model: Any, length: int) -> Any:
+        if not passes.is_draft:
+            events.append("recorded")
+        return make(passes, model, length)
+
+    monkeypatch.setattr(FlatPasses, "_make", making)
+    drafting = DraftingConfig(policy="fixed", max_draft_length=3)
+    configs = {"a": SelfSpeculativeConfig(SkipConfig([1]), drafting=drafting), "b": SelfSpeculativeConfig()}
+    confirm(model, configs, texts, events.append)
+    assert events.count("recorded") == 13  # lengths 1 to 12 + 1
+    assert events[13:] == [event for event in events if event != "recorded"] and len(events) == 13 + 3 * 3
 
 
 def test_timed_generation_is_that_of_the_texts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 from ..acceptance import Acceptance
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..generation import enable_self_speculative
+from ..passes import flat_passes
 from .calibration import generate_greedily
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def confirm(
         progress: told what is being generated.
     """
     enable_self_speculative(model)
+    _record_ahead(model, configs.values())
     ratios: dict[str, list[float]] = {name: [] for name in configs}
     drafted, accepted, identical = (dict.fromkeys(configs, 0) for _ in range(3))
     for index, text in enumerate(calibration.texts):
@@ -98,6 +100,17 @@ def confirm(
             identical[name] += torch.equal(outputs[name], outputs[PLAIN])
     rate = {name: accepted[name] / drafted[name] if drafted[name] else None for name in configs}
     return Confirmed(ratios, rate, identical)
+
+
+def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
+    """Record the verifying passes of every length now: one takes as long as several tokens of a short text."""
+    passes = flat_passes(model)
+    if passes is not None:
+        longest = max(
+            (c.drafting.max_draft_length + (c.lookup.max_tokens if c.lookup else 0) for c in configs), default=0
+        )
+        for length in range(1, longest + 2):
+            passes.program(length)
 
 
 def _generate(
