@@ -14,16 +14,17 @@ import torch
 
 from search_worker import calibration
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.acceptance import verify_text
+from ssd_generation.acceptance import judge_all, verify_text
 from ssd_generation.passes import FlatPasses
 from ssd_generation.prompts import Prompt
 from ssd_generation.search import calibration as calibration_module
+from ssd_generation.search import profile as profile_module
 from ssd_generation.search.calibration import calibrate, calibration_prompts, describe_weights
 from ssd_generation.search.confirm import confirm, generated_acceptance
 from ssd_generation.search.plots import plot_all, plot_map, plot_progress, sensitivities
 from ssd_generation.search.profile import CostProfile, measure_profile
 from ssd_generation.search.runner import search
-from ssd_generation.search.study import Found
+from ssd_generation.search.study import PRIOR, Found, SearchSettings
 from test_cli import Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture
 from test_cli import ssd as ssd  # the fixture
@@ -59,6 +60,42 @@ def test_a_profile_has_every_part(profile: CostProfile, tmp_path: Path) -> None:
     assert profile.shares == {"attention": (1.0,) * LAYERS, "mlp": (1.0,) * LAYERS}
     profile.save(tmp_path / "p.json")
     assert CostProfile.load(tmp_path / "p.json") == profile
+
+
+def test_a_machine_that_slows_down_between_parts_makes_none_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = [1.0]
+
+    class Pretend:
+        """Passes that take what they are said to, times how slow the machine is."""
+
+        def __init__(self, model: Any, config: SelfSpeculativeConfig | None, context: int, cache: Any = None) -> None:
+            self.config, self.context, self.cache = config, context, "cache"
+
+        def once(self, length: int) -> float:
+            if length:
+                return slower[0] * (0.9 + 0.1 * length)
+            assert self.config is not None
+            kept = {kind: LAYERS - len(getattr(self.config.skip, kind)) for kind in ("attention", "mlp")}
+            low = 0.5 if self.config.precision else 1.0
+            attention = 0.06 * kept["attention"] * (2.0 if self.context > 16 else 1.0)
+            return slower[0] * (0.1 + low * (attention + 0.09 * kept["mlp"]))
+
+    def slow_down(what: str, done: int, parts: int) -> None:
+        slower[0] = 1.0 + done
+
+    monkeypatch.setattr(profile_module, "Passes", Pretend)
+    monkeypatch.setattr(profile_module._Profiler, "_head", lambda self: 0.05)
+    profile = measure_profile(model_of(), ["int8"], contexts=(16, 64), longest_verify=4, repeats=1, progress=slow_down)
+    plain = profile.plain_step[0]
+    assert plain == 2.5  # 1, 2, 3 and 4 seconds
+    assert profile.plain_step[1] / plain == pytest.approx(1.0 + 0.06 * LAYERS)
+    assert [seconds / plain for _, seconds in profile.verify] == pytest.approx([1.0, 1.1, 1.2, 1.3])
+    assert [seconds / plain for seconds in profile.attention["keep"]] == pytest.approx([0.06, 0.12])
+    for precision, cost in (("keep", 0.09), ("int8", 0.045)):
+        assert profile.mlp[precision] / plain == pytest.approx(cost)
+        assert (profile.head[precision] + profile.overhead[precision]) / plain == pytest.approx(0.1)
+    assert profile.attention["int8"][0] / plain == pytest.approx(0.03)
+    assert list(profile.checked.values()) == pytest.approx([1.0, 1.0])
 
 
 def test_a_draft_step_is_the_sum_of_its_parts() -> None:
@@ -271,6 +308,15 @@ def test_everything_is_written(done: tuple[Path, Any]) -> None:
     origins = [t.origin for t in result.found.tried]
     assert origins[:3] == ["uniform"] * 3
     assert set(origins[3:11]) == {"single"}
+
+
+def test_the_config_expects_what_was_accepted_on_texts_that_it_was_not_chosen_on(done: tuple[Path, Any]) -> None:
+    model, settings = model_of(), SearchSettings()
+    held_back = calibrate(model, TOKENIZER, calibration_prompts(None, 1, skip=2), 8)
+    again = judge_all(model, done[1].config, held_back.texts, settings.depth, settings.stride)
+    assert list(done[1].config.drafting.acceptance) == pytest.approx(again.by_depth(PRIOR), abs=1e-4)
+    assert list(done[1].config.drafting.acceptance) != pytest.approx(done[1].best.acceptance.by_depth(PRIOR), abs=1e-4)
+    assert done[1].held_out["acceptance"] == sum(again.accepted) / sum(again.tried)
 
 
 def test_the_config_generates(done: tuple[Path, Any]) -> None:

@@ -38,6 +38,7 @@ CONTEXTS = (64, 512, 2048)
 """Tokens in the cache at which attention is measured."""
 
 _VERSION = 1
+_PLAIN = "a plain step"
 _SECONDS = 4.0
 """Passes are repeated this long, once the least number is reached."""
 
@@ -219,7 +220,10 @@ def measure_profile(
     repeats: int = 5,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> CostProfile:
-    """Measure a cost profile of a model where it is. The passes of a part take turns; the least times count.
+    """Measure a cost profile of a model where it is.
+
+    The passes of a part take turns with a plain step, and the least times count, relative to that of the plain step: a
+    machine that is slower while one part is measured than while another is does not make that part dearer.
 
     Args:
         model: the target model.
@@ -264,11 +268,13 @@ class _Profiler:
         self.parts = 1 + len(self.contexts) + len(self.precisions)
         self.done = 0
         self.spreads: list[float] = []
+        self.plain: list[float] = []  # seconds, in each part
 
     def _time(self, what: str, passes: Mapping[str, tuple[Passes, int]]) -> dict[str, float]:
-        """Least seconds of each pass, a pass over so many tokens (0: a draft step)."""
+        """Least time of each pass, a pass over so many tokens (0: a draft step), in plain steps of that while."""
         self.told(what, self.done, self.parts)
         self.done += 1
+        passes = {_PLAIN: (self.whole, 1), **passes}
         for which, length in passes.values():
             which.once(length)  # recording, first touch
         times: dict[str, list[float]] = {name: [] for name in passes}
@@ -280,12 +286,14 @@ class _Profiler:
             for name, (which, length) in passes.items():
                 times[name].append(which.once(length))
         self.spreads += [statistics.median(values) / min(values) for values in times.values()]
-        return {name: min(values) for name, values in times.items()}
+        least = {name: min(values) for name, values in times.items()}
+        self.plain.append(least.pop(_PLAIN))
+        return {name: seconds / self.plain[-1] for name, seconds in least.items()}
 
     def _parts(
         self, what: str, context: int, precision: PrecisionConfig | None, cache: Any = None
-    ) -> tuple[dict[str, float], float, float, float, Any]:
-        """Times of draft steps, and from them what an attention and an MLP sub-layer take, and what is left.
+    ) -> tuple[dict[str, float], float, float, float]:
+        """What draft steps take, and from that what an attention and an MLP sub-layer take, and what is left.
 
         By least squares over steps with and without either kind, relative to their times.
         """
@@ -306,10 +314,10 @@ class _Profiler:
         rows = [
             [1.0, *(self._kept(kind, getattr(skip, kind)) for kind in ("attention", "mlp"))] for skip in skips.values()
         ]
-        seconds = np.array([times[name] for name in skips])
-        solved = np.linalg.lstsq(np.array(rows) / seconds[:, None], np.ones(len(skips)), rcond=None)[0]
+        taken = np.array([times[name] for name in skips])
+        solved = np.linalg.lstsq(np.array(rows) / taken[:, None], np.ones(len(skips)), rcond=None)[0]
         rest, attention, mlp = (max(float(value), 0.0) for value in solved)
-        return times, attention, mlp, rest, cache
+        return times, attention, mlp, rest
 
     def _kept(self, kind: str, skipped: Sequence[int]) -> float:
         return sum(share for layer, share in enumerate(self._shares(kind)) if layer not in skipped)
@@ -320,29 +328,31 @@ class _Profiler:
 
     def measure(self) -> CostProfile:
         with torch.inference_mode():
-            return self._measure()
+            self.whole = Passes(self.model, None, self.contexts[0])
+            profile = self._measure()
+        return _times(profile, statistics.median(self.plain))
 
     def _measure(self) -> CostProfile:
+        """In plain steps."""
         steps, attention = [], []
         for context in self.contexts:
             what = f"a draft step behind {context} tokens"
-            times, each, mlp_here, rest_here, cache_here = self._parts(what, context, None)
+            cache = self.whole.cache if context == self.contexts[0] else None
+            times, each, mlp_here, rest_here = self._parts(what, context, None, cache)
             steps.append(times["whole"])
             attention.append(each)
             if context == self.contexts[0]:
-                mixed, mlp, rest, cache = times["mixed"], mlp_here, rest_here, cache_here
-        verify_passes = Passes(self.model, None, self.contexts[0], cache)
-        verify = self._time("verify passes", {str(n): (verify_passes, n) for n in self.lengths})
-        plain = verify["1"]
+                mixed, mlp, rest = times["mixed"], mlp_here, rest_here
+        verify = self._time("verify passes", {str(n): (self.whole, n) for n in self.lengths if n > 1})
         head = min(self._head(), rest)
         profile = CostProfile(
             contexts=self.contexts,
-            plain_step=tuple(plain + max(step - steps[0], 0.0) for step in steps),
-            attention={KEEP: tuple(max(seconds, attention[0]) for seconds in attention)},
+            plain_step=tuple(1.0 + max(step - steps[0], 0.0) for step in steps),
+            attention={KEEP: tuple(max(cost, attention[0]) for cost in attention)},
             mlp={KEEP: mlp},
             head={KEEP: head},
             overhead={KEEP: rest - head},
-            verify=tuple((n, max(verify[str(n)], plain)) for n in self.lengths),
+            verify=tuple((n, max(verify.get(str(n), 1.0), 1.0)) for n in self.lengths),
             spread=1.0,
             checked={},
             measured_on=describe_machine(self.model),
@@ -352,10 +362,10 @@ class _Profiler:
         )
         checked = {"skipped": profile.draft_step(SelfSpeculativeConfig(self._mixed())) / mixed}
         for name in self.precisions:
-            profile, checked[name] = self._with_low_bits(name, profile, cache)
+            profile, checked[name] = self._with_low_bits(name, profile)
         return dataclasses.replace(profile, checked=checked, spread=statistics.median(self.spreads))
 
-    def _with_low_bits(self, name: str, profile: CostProfile, cache: Any) -> tuple[CostProfile, float]:
+    def _with_low_bits(self, name: str, profile: CostProfile) -> tuple[CostProfile, float]:
         """The profile with one precision added, and predicted over measured time of a draft that also skips.
 
         What a sub-layer takes in low bits is measured within a draft that is all in low bits: there, the activations
@@ -364,11 +374,11 @@ class _Profiler:
         everything = PrecisionConfig(default=name, head=name)
         before = copy_bytes(self.model)
         copies_of(self.model, SkipConfig(), everything)  # of everything first, so that all share them
-        times, attention, mlp, rest, _ = self._parts(f"{name} copies", self.contexts[0], everything, cache)
+        times, attention, mlp, rest = self._parts(f"{name} copies", self.contexts[0], everything, self.whole.cache)
         if before == 0:
             drop_copies(self.model)
         head = min(max(profile.head[KEEP] - (times["head"] - times["whole"]), 0.0), rest)
-        grown = [seconds - profile.attention[KEEP][0] for seconds in profile.attention[KEEP]]
+        grown = [cost - profile.attention[KEEP][0] for cost in profile.attention[KEEP]]
         added = dataclasses.replace(
             profile,
             attention={**profile.attention, name: tuple(attention + more for more in grown)},
@@ -403,7 +413,7 @@ class _Profiler:
         return tuple(size / mean for size in sizes)
 
     def _head(self) -> float:
-        """Seconds of the LM head on one token, its weights coming from memory as in a step."""
+        """What the LM head takes for one token, its weights coming from memory as in a step, in plain steps."""
         head = self.model.get_output_embeddings()
         if head is None:
             return 0.0
@@ -423,7 +433,21 @@ class _Profiler:
             return time.perf_counter() - started
 
         once()
-        return min(once() for _ in range(self.repeats))
+        pairs = [(once(), self.whole.once(1)) for _ in range(self.repeats)]
+        return min(seconds for seconds, _ in pairs) / min(plain for _, plain in pairs)
+
+
+def _times(profile: CostProfile, seconds: float) -> CostProfile:
+    """In seconds, what is given in plain steps of so many."""
+    return dataclasses.replace(
+        profile,
+        plain_step=tuple(cost * seconds for cost in profile.plain_step),
+        attention={name: tuple(cost * seconds for cost in costs) for name, costs in profile.attention.items()},
+        mlp={name: cost * seconds for name, cost in profile.mlp.items()},
+        head={name: cost * seconds for name, cost in profile.head.items()},
+        overhead={name: cost * seconds for name, cost in profile.overhead.items()},
+        verify=tuple((n, cost * seconds) for n, cost in profile.verify),
+    )
 
 
 def _wait(device: torch.device) -> None:

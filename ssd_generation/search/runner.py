@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import optuna
 
-from ..acceptance import judge_all
+from ..acceptance import Acceptance, judge_all
 from ..config import LookupConfig, SelfSpeculativeConfig
 from ..files import write_whole
 from ..precision import drop_copies
 from ..speedup import theoretical_speedup
-from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
+from .calibration import calibrate, calibration_prompts, describe_weights
 from .confirm import Confirmed, confirm
 from .profile import CostProfile, measure_profile
 from .space import Space, space_of
@@ -59,7 +59,8 @@ class SearchResult:
 
     Attributes:
         best: the draft with the best value on the calibration texts.
-        config: its config, for `generate(self_speculative=…)`.
+        config: its config, for `generate(self_speculative=…)`; what it expects to be accepted at first is what was on
+            texts that it was not chosen on, where there are any.
         found: everything that was tried.
         space: what was searched.
         profile: the costs it was searched with.
@@ -207,13 +208,16 @@ def search(
             "Every draft was given up early: none promises more than plain decoding. Try more trials, or allow low-bit "
             "copies with a draft memory."
         )
-    held = None
+    again: dict[int, Acceptance] = {}
     others_texts = None
     if others:
         observer.stage("Judging the best on texts held back")
         others_texts = calibrate(model, tokenizer, others, new_tokens, use_chat_template, told)
-        held = _judge_again(model, worker, winners[0], others_texts)
-        passes["held out"] = others_texts.passes + held["passes"]
+        for winner in winners:
+            again[winner.number] = judge_all(
+                model, space.config(winner.choices), others_texts.texts, settings.depth, settings.stride
+            )
+        passes["held out"] = others_texts.passes + sum(acceptance.passes for acceptance in again.values())
     names: dict[str, SelfSpeculativeConfig] = {}
     timed = None
     if confirmed:
@@ -231,7 +235,10 @@ def search(
     if timed is not None:
         best = max(winners, key=lambda t: timed.median(f"trial {t.number}"))
     drop_copies(model)
-    config = worker.config_of(best, lookup=LookupConfig() if lookup else None)
+    # Those that it was chosen on flatter it.
+    unseen = again.get(best.number)
+    config = worker.config_of(best, unseen, lookup=LookupConfig() if lookup else None)
+    held = None if unseen is None or others_texts is None else _held_out(worker, best, unseen, len(others_texts))
     result = SearchResult(best, config, found, space, profile, held, timed, names, passes)
     if folder is not None:
         _write(folder, result)
@@ -266,16 +273,14 @@ def _known_profile(name: str, storage: Any) -> CostProfile | None:
     return None if stored is None else CostProfile.from_dict(stored)
 
 
-def _judge_again(model: PreTrainedModel, worker: Search, best: Tried, texts: Calibration) -> dict[str, Any]:
-    config = worker.space.config(best.choices)
-    acceptance = judge_all(model, config, texts.texts, worker.settings.depth, worker.settings.stride)
-    costs = worker.profile.costs(config, worker.context)
+def _held_out(worker: Search, best: Tried, acceptance: Acceptance, texts: int) -> dict[str, Any]:
+    costs = worker.profile.costs(worker.space.config(best.choices), worker.context)
     speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
     return {
         "speedup": speedup,
         "draft_length": length,
         "acceptance": sum(acceptance.accepted) / max(1, sum(acceptance.tried)),
-        "texts": len(texts),
+        "texts": texts,
         "passes": acceptance.passes,
         "chosen_on": {
             "speedup": best.speedup,

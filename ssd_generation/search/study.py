@@ -648,14 +648,15 @@ class Search:
 
     # -- what comes out ------------------------------------------------------------------------------------------------
 
-    def config_of(self, tried: Tried, **others: Any) -> SelfSpeculativeConfig:
+    def config_of(self, tried: Tried, acceptance: Acceptance | None = None, **others: Any) -> SelfSpeculativeConfig:
         """The config of a draft, with its acceptance, its costs on this machine, and where it came from.
 
         Args:
             tried: the draft.
+            acceptance: what drafting starts from; `None`: as on the texts that the draft was judged on.
             others: further fields of the config.
         """
-        return found_config(self.space, tried, self.profile, self.context, self.model, **others)
+        return found_config(self.space, tried, self.profile, self.context, self.model, acceptance, **others)
 
 
 def found_config(
@@ -664,17 +665,18 @@ def found_config(
     profile: CostProfile,
     context: int,
     model: PreTrainedModel | None = None,
+    acceptance: Acceptance | None = None,
     **others: Any,
 ) -> SelfSpeculativeConfig:
     """The config of a draft that was tried, with its acceptance as what drafting starts from, and costs."""
     config = space.config(tried.choices)
-    acceptance = [round(min(max(rate, 0.0), 1.0), 4) for rate in tried.acceptance.by_depth(PRIOR)]
+    rates = [round(min(max(rate, 0.0), 1.0), 4) for rate in (acceptance or tried.acceptance).by_depth(PRIOR)]
     provenance = None
     if model is not None:
         provenance = dataclasses.replace(Provenance.from_model(model), source="ssd search")
     return dataclasses.replace(
         config,
-        drafting=DraftingConfig(acceptance=acceptance),
+        drafting=DraftingConfig(acceptance=rates),
         costs=profile.costs(config, context),
         provenance=provenance,
         **others,
