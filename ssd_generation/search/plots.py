@@ -141,7 +141,6 @@ def plot_progress(
     searches: Mapping[str, Found],
     path: Path | None = None,
     ax: Any = None,
-    before: Mapping[str, int] | None = None,
     names: Sequence[str] = (),
 ) -> Any:
     """The best theoretical speed-up so far against forward passes spent, a line for each search.
@@ -150,7 +149,6 @@ def plot_progress(
         searches: by name.
         path: where to save it; `None`: nowhere.
         ax: axes to draw on; `None`: new ones.
-        before: passes spent before the first trial, by name.
         names: of all searches there are, by which a search looks alike in several pictures; by default those drawn.
 
     Returns:
@@ -165,7 +163,7 @@ def plot_progress(
     places = {name: i for i, name in enumerate(dict.fromkeys([*names, *searches]))}
     for name, found in searches.items():
         i = places[name]
-        spent, best = (before or {}).get(name, 0), float("-inf")
+        spent, best = 0, float("-inf")
         xs: list[int] = []
         ys: list[float] = []
         better = []
