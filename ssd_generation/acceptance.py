@@ -8,6 +8,12 @@ under which the token at depth d of a round sees the target's keys and values up
 draft's own for the d tokens since. That is exact for greedy decoding, at every depth, for as many rounds as one likes;
 nothing is decoded.
 
+Where rounds start matters: behind the token with which the target ended the round before, hence most often where the
+text is hard to guess. With an answer for each token of the text, the rounds of a generation are replayed. Cheapest is
+to ask for each token as the first of a round alone, as many inputs as the text has tokens: deeper ones, which see a few
+keys and values of the draft's own, then count as right where they are so as a first token. With rounds at places of
+their own (at every fourth token, or at each) predictions are further off, see search/estimators.py.
+
 (A pass with the draft's keys and values for the whole past, as in SWIFT, arXiv 2410.06916, is the case of a single
 round as long as the text.)
 """
@@ -39,6 +45,8 @@ __all__ = [
     "agreements",
     "judge",
     "judge_all",
+    "judge_first",
+    "replay",
     "round_inputs",
     "verify_text",
     "why_not_judged",
@@ -275,24 +283,72 @@ def judge(
     config: SelfSpeculativeConfig,
     text: VerifiedText,
     depth: int = 4,
-    stride: int | None = None,
+    exact_depth: int = 1,
 ) -> Acceptance:
-    """Acceptance by depth of a config's draft on one text.
+    """Acceptance by depth of a config's draft on one text, in the rounds in which generation would draft.
 
     Args:
         model: the target model.
         config: what the draft leaves out, and its precision.
         text: the target's text.
         depth: tokens of a round, ≥ 1.
-        stride: a round starts at every so many tokens. `None`: rounds follow one another, so that the pass has as many
-            inputs as the continuation has tokens; 1: a round starts at each token, at `depth` times the cost.
+        exact_depth: so many tokens of a round are judged behind just what generation would have there, and those deeper
+            as if they were the last of these; 1 to `depth`. The pass has so many inputs for each token of the text.
+
+    Raises:
+        ValueError: the config does not fit the model, or a depth is out of range.
+    """
+    if not 1 <= exact_depth <= depth:
+        raise ValueError(
+            f"Rounds of at least one token are judged exactly up to one of these, but got depth={depth} and "
+            f"exact_depth={exact_depth}."
+        )
+    draft, _ = skip_mode_of(model, config)
+    # The pass over the prompt gives the first token: the first round drafts the second.
+    agreed, passes, tokens = agreements(model, draft, text, range(1, len(text)), exact_depth)
+    result = Acceptance(passes=passes, tokens=tokens)
+    result.add_rounds(replay(agreed, depth))
+    return result
+
+
+def replay(agreed: torch.Tensor, depth: int) -> torch.Tensor:
+    """The rounds of a generation, from what the draft says at each token of the text.
+
+    Args:
+        agreed: `(N, E)`, see `agreements`: of a round that starts at each token. Beyond E tokens a round goes on as the
+            last of a later one.
+        depth: tokens of a round, ≥ E.
+
+    Returns:
+        `(rounds, depth)`, for `Acceptance.add_rounds`. The first round starts at the first token, each other one behind
+        the token with which the target ends the one before.
+    """
+    count, exact = agreed.shape
+    deeper = torch.full((count, depth - exact), -1, dtype=agreed.dtype, device=agreed.device)
+    for beyond in range(min(depth - exact, count - 1)):
+        deeper[: count - 1 - beyond, beyond] = agreed[beyond + 1 :, exact - 1]
+    rounds = torch.cat((agreed, deeper), dim=1)
+    accepted = rounds.clamp(min=0).cumprod(dim=1).sum(dim=1).tolist()
+    starts, at = [], 0
+    while at < count:
+        starts.append(at)
+        at += accepted[at] + 1
+    return rounds[starts]
+
+
+def judge_first(model: PreTrainedModel, config: SelfSpeculativeConfig, text: VerifiedText) -> Acceptance:
+    """Acceptance of the first token of a round, wherever in a text one may start.
+
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision.
+        text: the target's text.
 
     Raises:
         ValueError: the config does not fit the model.
     """
     draft, _ = skip_mode_of(model, config)
-    starts = range(0, len(text), depth if stride is None else stride)
-    agreed, passes, tokens = agreements(model, draft, text, starts, depth)
+    agreed, passes, tokens = agreements(model, draft, text, range(len(text)), 1)
     result = Acceptance(passes=passes, tokens=tokens)
     result.add_rounds(agreed)
     return result
@@ -303,12 +359,12 @@ def judge_all(
     config: SelfSpeculativeConfig,
     texts: Sequence[VerifiedText],
     depth: int = 4,
-    stride: int | None = None,
+    exact_depth: int = 1,
 ) -> Acceptance:
     """Acceptance by depth of a config's draft on several texts together; see `judge`."""
     total = Acceptance()
     for text in texts:
-        total.add(judge(model, config, text, depth, stride))
+        total.add(judge(model, config, text, depth, exact_depth))
     return total
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.acceptance import Acceptance, agreements, judge, verify_text, why_not_judged
+from ssd_generation.acceptance import Acceptance, agreements, judge, judge_first, replay, verify_text, why_not_judged
 from ssd_generation.skip_mode import SkipMode
 from tiny_models import FAMILIES, VOCAB, prompt, tiny_model
 
@@ -76,17 +76,54 @@ def test_many_rounds_take_several_passes_and_come_to_the_same() -> None:
     assert torch.equal(repeated, at_once.repeat(4, 1))
 
 
-def test_rounds_behind_one_another_are_a_part_of_all_rounds() -> None:
-    model = tiny_model("qwen3")
-    text = verify_text(model, continuation(model), 20)
-    config = SelfSpeculativeConfig(SKIPS[1])
-    every, _, _ = agreements(model, SkipMode(model, SKIPS[1]), text, range(len(text)), 4)
-    expected = Acceptance()
-    expected.add_rounds(every[::4])
-    judged = judge(model, config, text, depth=4)
-    assert (judged.tried, judged.accepted) == (expected.tried, expected.accepted)
-    assert (judged.passes, judged.tokens) == (1, NEW)
-    assert judge(model, config, text, depth=4, stride=1).tried[0] == NEW
+def test_what_is_judged_is_what_generation_accepts() -> None:
+    model = enable_self_speculative(tiny_model("qwen3"))
+    whole = continuation(model)
+    text = verify_text(model, whole, 20)
+    config = SelfSpeculativeConfig(SKIPS[1], DraftingConfig(policy="fixed", max_draft_length=DEPTH))
+    judged = judge(model, config, text, DEPTH, exact_depth=DEPTH)
+    ids = whole[:, :20]
+    mask = torch.ones_like(ids)
+    # A generation that goes on beyond the text drafts all of it in rounds of full length.
+    model.generate(ids, attention_mask=mask, max_new_tokens=NEW + 9, do_sample=False, self_speculative=config)
+    counted, at = Acceptance(), 1
+    for accepted in model.last_speculation.round_accepted[0]:
+        row = [1] * accepted + [0] * (accepted < DEPTH) + [-1] * (DEPTH - accepted - 1)
+        inside = max(NEW - at, 0)
+        counted.add_rounds(torch.tensor([row[:inside] + [-1] * (DEPTH - inside)]))
+        at += accepted + 1
+        if at >= NEW:
+            break
+    assert (judged.tried, judged.accepted) == (counted.tried, counted.accepted)
+    assert 0 < sum(judged.accepted) < sum(judged.tried)
+    assert (judged.passes, judged.tokens) == (1, DEPTH * (NEW - 1) - DEPTH * (DEPTH - 1) // 2)
+    cheap = judge(model, config, text, DEPTH)
+    assert (cheap.passes, cheap.tokens) == (1, NEW - 1)
+    assert cheap.tried[0] > 0 and judge_first(model, config, text).tried == [NEW]
+    with pytest.raises(ValueError, match="depth=2 and exact_depth=3"):
+        judge(model, config, text, 2, 3)
+
+
+@given(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=30), st.integers(1, 5))
+def test_replayed_rounds_follow_one_another(right: list[int], depth: int) -> None:
+    rounds, at = [], 0
+    while at < len(right):
+        row = [right[at + d] if at + d < len(right) else -1 for d in range(depth)]
+        rounds.append(row)
+        at += next((d for d, r in enumerate(row) if r != 1), depth) + 1
+    first = torch.tensor(right)[:, None]
+    assert replay(first, depth).tolist() == rounds
+    # The same from rounds that are known further, whatever that is.
+    for exact in range(1, depth + 1):
+        known = torch.tensor([[*right, *[-1] * depth][at : at + exact] for at in range(len(right))])
+        assert replay(known, depth).tolist() == rounds
+
+
+def test_a_text_of_one_token_has_no_rounds() -> None:
+    model = tiny_model()
+    text = verify_text(model, continuation(model)[:, :21], 20)
+    judged = judge(model, SelfSpeculativeConfig(), text, depth=2)
+    assert (sum(judged.tried), judged.passes) == (0, 0) and judged.by_depth(1.0) == [0.5, 0.5]
 
 
 def test_nothing_left_out_is_always_accepted() -> None:
@@ -99,9 +136,11 @@ def test_nothing_left_out_is_always_accepted() -> None:
 def test_low_bit_copies_are_judged_too() -> None:
     model = tiny_model(hidden_size=64, intermediate_size=64)
     text = verify_text(model, continuation(model), 20)
-    judged = judge(model, SelfSpeculativeConfig(precision="int8"), text, depth=4, stride=1)
+    judged = judge(model, SelfSpeculativeConfig(precision="int8"), text, depth=4, exact_depth=4)
     assert 0.5 < judged.first() <= 1.0
-    assert judge(model, SelfSpeculativeConfig(precision="int4"), text, depth=4, stride=1).accepted != judged.accepted
+    assert (
+        judge(model, SelfSpeculativeConfig(precision="int4"), text, depth=4, exact_depth=4).accepted != judged.accepted
+    )
 
 
 @given(

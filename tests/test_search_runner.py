@@ -313,7 +313,7 @@ def test_everything_is_written(done: tuple[Path, Any]) -> None:
 def test_the_config_expects_what_was_accepted_on_texts_that_it_was_not_chosen_on(done: tuple[Path, Any]) -> None:
     model, settings = model_of(), SearchSettings()
     held_back = calibrate(model, TOKENIZER, calibration_prompts(None, 1, skip=2), 8)
-    again = judge_all(model, done[1].config, held_back.texts, settings.depth, settings.stride)
+    again = judge_all(model, done[1].config, held_back.texts, settings.depth, settings.depth)
     assert list(done[1].config.drafting.acceptance) == pytest.approx(again.by_depth(PRIOR), abs=1e-4)
     assert list(done[1].config.drafting.acceptance) != pytest.approx(done[1].best.acceptance.by_depth(PRIOR), abs=1e-4)
     assert done[1].held_out["acceptance"] == sum(again.accepted) / sum(again.tried)

@@ -172,7 +172,8 @@ def test_no_trials_is_no_search() -> None:
         ({"objective": "speed"}, "no objective 'speed'"),
         ({"sampler": "cma"}, "no sampler 'cma'"),
         ({"depth": 0}, "at least 1, but got 0"),
-        ({"stride": 0}, "at least 1, but got stride=0"),
+        ({"exact_depth": 0}, "1 to 6, but got 0"),
+        ({"depth": 2, "exact_depth": 3}, "1 to 2, but got 3"),
         ({"budget": 1.5}, "up to 1, but got 1.5"),
     ],
 )

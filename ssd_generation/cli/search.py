@@ -117,21 +117,20 @@ def search(
     no_prune: Annotated[
         bool, typer.Option("--no-prune", help="Judge every draft to the end.", rich_help_panel=_HOW)
     ] = False,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="A round starts at every so many tokens; with --depth 1 --stride 1 each token is judged as the first "
-            "of its round. Default: rounds follow one another.",
-            show_default=False,
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
     depth: Annotated[
         int,
         typer.Option(min=1, metavar="N", help="Tokens of a round in which drafts are judged.", rich_help_panel=_HOW),
     ] = 6,
+    exact_depth: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="So many of these are judged behind exactly what generation would have there, in passes so many times "
+            "as long; deeper ones as if they were the last of these.",
+            rich_help_panel=_HOW,
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampler.", rich_help_panel=_HOW)] = 0,
     storage: Annotated[
         str | None,
@@ -195,7 +194,7 @@ def search(
             warm_start=not no_warm_start,
             prune=not no_prune,
             depth=depth,
-            stride=stride,
+            exact_depth=exact_depth,
             budget=budget,
             seed=seed,
         )

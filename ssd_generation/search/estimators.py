@@ -3,7 +3,7 @@
     python -m ssd_generation.search.estimators [--model demo] [--sets 30] [--texts 6] [--new-tokens 32]
 
 Random skip sets of one to eight sub-layers (those at either end of the model seldom, since they are never accepted) are
-judged by four estimators, and measured in generation with drafts of a fixed length on the same prompts.
+judged by several estimators, and measured in generation with drafts of a fixed length on the same prompts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..acceptance import Acceptance, VerifiedText, agreements, judge
+from ..acceptance import Acceptance, VerifiedText, agreements, judge, judge_first
 from ..config import SelfSpeculativeConfig, SkipConfig
 from ..costs import describe_machine
 from ..models import load_model
-from ..skip_mode import SkipMode
+from ..passes import skip_mode_of
 from ..speedup import expected_tokens
 from ..sublayers import locate_sublayers
 from .calibration import Calibration, calibrate, calibration_prompts
@@ -29,16 +29,40 @@ from .confirm import generated_acceptance
 
 __all__ = ["ESTIMATORS", "compare_estimators", "random_skips"]
 
-ONE_ROUND = "one round for all"
-"""One parallel pass of the draft over the text, as in SWIFT: its own keys and values for the whole past."""
+Estimator = Callable[[Any, SelfSpeculativeConfig, VerifiedText, int], Acceptance]
 
-ESTIMATORS: Mapping[str, Callable[[int], tuple[int, int | None]]] = {
-    ONE_ROUND: lambda depth: (depth, None),  # see `_every_token`
-    "first tokens": lambda depth: (1, 1),
-    "rounds in a row": lambda depth: (depth, None),
-    "a round at each token": lambda depth: (depth, 1),
+
+def _rounds_at(starts: Callable[[int, int], range]) -> Estimator:
+    """Rounds that start at given tokens of a text of so many, each judged exactly."""
+
+    def estimate(model: Any, config: SelfSpeculativeConfig, text: VerifiedText, depth: int) -> Acceptance:
+        return _judged(model, config, text, starts(len(text), depth), depth)
+
+    return estimate
+
+
+def _judged(
+    model: Any, config: SelfSpeculativeConfig, text: VerifiedText, starts: Sequence[int], depth: int
+) -> Acceptance:
+    draft, _ = skip_mode_of(model, config)
+    agreed, passes, tokens = agreements(model, draft, text, starts, depth)
+    result = Acceptance(passes=passes, tokens=tokens)
+    # A single round as long as the text: each token counts wherever it stands.
+    result.add_rounds(agreed.T if len(starts) == 1 < depth == len(text) else agreed)
+    return result
+
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    # One parallel pass of the draft over the text, as in SWIFT: its own keys and values for the whole past.
+    "one round for all": lambda model, config, text, depth: _judged(model, config, text, [0], len(text)),
+    "rounds in a row": _rounds_at(lambda count, depth: range(0, count, depth)),
+    "a round at each token": _rounds_at(lambda count, depth: range(count)),
+    "first tokens": lambda model, config, text, depth: judge_first(model, config, text),
+    "replayed, by 1": lambda model, config, text, depth: judge(model, config, text, depth, 1),
+    "replayed, by 2": lambda model, config, text, depth: judge(model, config, text, depth, min(2, depth)),
+    "replayed, exact": lambda model, config, text, depth: judge(model, config, text, depth, depth),
 }
-"""Depth and stride by which `judge` is called."""
+"""By name; the last argument is the draft length."""
 
 
 def random_skips(model: Any, count: int, seed: int = 0) -> list[SkipConfig]:
@@ -93,10 +117,7 @@ def compare_estimators(
             started = time.perf_counter()
             total = Acceptance()
             for text in calibration.texts:
-                if name == ONE_ROUND:
-                    total.add(_every_token(model, config, text))
-                else:
-                    total.add(judge(model, config, text, *ESTIMATORS[name](draft_length)))
+                total.add(ESTIMATORS[name](model, config, text, draft_length))
             costs[name].append((total.passes, total.tokens, time.perf_counter() - started))
             points[name].append(_tokens(total, draft_length))
         if told is not None:
@@ -130,14 +151,6 @@ def compare_estimators(
 
 def _tokens(acceptance: Acceptance, draft_length: int) -> float:
     return expected_tokens(acceptance.by_depth(1.0), draft_length) - 1.0
-
-
-def _every_token(model: Any, config: SelfSpeculativeConfig, text: VerifiedText) -> Acceptance:
-    """One round as long as the text, in which each token counts wherever it stands."""
-    agreed, passes, tokens = agreements(model, SkipMode(model, config.skip), text, [0], len(text))
-    result = Acceptance(passes=passes, tokens=tokens)
-    result.add_rounds(agreed.T)
-    return result
 
 
 def main() -> None:

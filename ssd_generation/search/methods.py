@@ -75,7 +75,7 @@ def _cold(**settings: Any) -> SearchSettings:
 METHODS: Mapping[str, SearchMethod] = {
     "default": SearchMethod("what `ssd search` does", SearchSettings(), skip_only=False),
     "skip-only": SearchMethod("the same, without low-bit copies", SearchSettings()),
-    "first-tokens": SearchMethod("the same, judged by the first token of a round", SearchSettings(depth=1, stride=1)),
+    "exact": SearchMethod("the same, whole rounds judged exactly", SearchSettings(exact_depth=SearchSettings().depth)),
     "gp": SearchMethod("the same, Gaussian process", SearchSettings(sampler="gp")),
     "nsga2": SearchMethod("the same, NSGA-II on acceptance and cost", SearchSettings(sampler="nsga2")),
     "forward": SearchMethod("greedy forward selection", SearchSettings(sampler="forward", prune=False)),
@@ -146,7 +146,7 @@ def compare_methods(
     configs = {}
     for name, (best, space) in winners.items():
         config = configs[name] = found_config(space, best, profile, texts.context(), model)
-        again = judge_all(model, config, held_out.texts, SearchSettings().depth, stride=1)
+        again = judge_all(model, config, held_out.texts, SearchSettings().depth, SearchSettings().depth)
         costs = profile.costs(config, texts.context())
         rows[name] = {
             "what": METHODS[name].what,

@@ -214,9 +214,8 @@ def search(
         observer.stage("Judging the best on texts held back")
         others_texts = calibrate(model, tokenizer, others, new_tokens, use_chat_template, told)
         for winner in winners:
-            again[winner.number] = judge_all(
-                model, space.config(winner.choices), others_texts.texts, settings.depth, settings.stride
-            )
+            config = space.config(winner.choices)
+            again[winner.number] = judge_all(model, config, others_texts.texts, settings.depth, settings.depth)
         passes["held out"] = others_texts.passes + sum(acceptance.passes for acceptance in again.values())
     names: dict[str, SelfSpeculativeConfig] = {}
     timed = None

@@ -83,8 +83,7 @@ class SearchSettings:
             sampler has its say.
         prune: give a draft up as soon as it is behind the best by more than chance.
         depth: tokens of a round in which drafts are judged, ≥ 1.
-        stride: a round starts at every so many tokens of a text, ≥ 1; `None`: rounds follow one another. With a depth
-            of 1 and a stride of 1 it is the acceptance of the first drafted token that is judged, at each token.
+        exact_depth: so many of these are judged exactly, at so many times the cost; 1 to `depth`, see `judge`.
         budget: for the objective "acceptance": the greatest cost of a draft step, relative to a plain one.
         seed: of sampler and proposals.
 
@@ -97,7 +96,7 @@ class SearchSettings:
     warm_start: bool = True
     prune: bool = True
     depth: int = 6
-    stride: int | None = None
+    exact_depth: int = 1
     budget: float = 0.6
     seed: int = 0
 
@@ -110,8 +109,8 @@ class SearchSettings:
                 raise ValueError(f"There is no {what} {value!r}. Choose from {', '.join(allowed)}.")
         if self.depth < 1:
             raise ValueError(f"Rounds need a depth of at least 1, but got {self.depth}.")
-        if self.stride is not None and self.stride < 1:
-            raise ValueError(f"Rounds start at every so many tokens, at least 1, but got stride={self.stride}.")
+        if not 1 <= self.exact_depth <= self.depth:
+            raise ValueError(f"Rounds are judged exactly up to token 1 to {self.depth}, but got {self.exact_depth}.")
         if not 0 < self.budget <= 1:
             raise ValueError(f"The budget is a share of a plain step, above 0 and up to 1, but got {self.budget}.")
 
@@ -325,7 +324,7 @@ def _of_values(settings: SearchSettings) -> dict[str, Any]:
     return {
         "objective": settings.objective,
         "depth": settings.depth,
-        **({} if settings.stride is None else {"stride": settings.stride}),
+        **({} if settings.objective == "tokens-per-second" else {"exact_depth": settings.exact_depth}),
         "values": len(settings.directions),
         **({"budget": settings.budget} if settings.objective == "acceptance" else {}),
     }
@@ -616,7 +615,7 @@ class Search:
         best = max((t.speedup for t in tried_in(self.study).tried if not t.pruned), default=0.0)
         acceptance = Acceptance()
         for index, text in enumerate(self.calibration.texts):
-            acceptance.add(judge(self.model, config, text, self.settings.depth, self.settings.stride))
+            acceptance.add(judge(self.model, config, text, self.settings.depth, self.settings.exact_depth))
             is_last = index == len(self.calibration.texts) - 1
             if (
                 self.settings.prune
