@@ -84,7 +84,7 @@ def test_a_machine_that_slows_down_between_parts_makes_none_dearer(monkeypatch: 
         slower[0] = 1.0 + done
 
     monkeypatch.setattr(profile_module, "Passes", Pretend)
-    monkeypatch.setattr(profile_module._Profiler, "_head", lambda self: 0.05)
+    monkeypatch.setattr(profile_module._Profiler, "_head", lambda self, copies=None: 0.02 if copies else 0.05)
     profile = measure_profile(model_of(), ["int8"], contexts=(16, 64), longest_verify=4, repeats=1, progress=slow_down)
     plain = profile.plain_step[0]
     assert plain == 2.5  # 1, 2, 3 and 4 seconds
@@ -93,6 +93,7 @@ def test_a_machine_that_slows_down_between_parts_makes_none_dearer(monkeypatch: 
     assert [seconds / plain for seconds in profile.attention["keep"]] == pytest.approx([0.06, 0.12])
     for precision, cost in (("keep", 0.09), ("int8", 0.045)):
         assert profile.mlp[precision] / plain == pytest.approx(cost)
+        assert profile.head[precision] / plain == pytest.approx(0.05 if precision == "keep" else 0.02)
         assert (profile.head[precision] + profile.overhead[precision]) / plain == pytest.approx(0.1)
     assert profile.attention["int8"][0] / plain == pytest.approx(0.03)
     assert list(profile.checked.values()) == pytest.approx([1.0, 1.0])

@@ -2,7 +2,8 @@
 
 A draft step is taken to be a sum: what is there in any case, the LM head, and each kept sub-layer in its precision.
 The parts come from differences between whole steps (all MLPs left out, all attention but one, both, all in low bits),
-so that what the machine makes of a sub-layer inside a step is measured, not a sub-layer on its own.
+so that what the machine makes of a sub-layer inside a step is measured, not a sub-layer on its own. The head alone is
+timed by itself, too: what is left of a step is split into it and the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, 
 from ..costs import LONGEST_VERIFIED, Passes, describe_machine
 from ..files import write_whole
 from ..passes import linear_of_few_rows
-from ..precision import check_precision, copies_of, copy_bytes, drop_copies
+from ..precision import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
 from ..sublayers import locate_sublayers
 from .space import KEEP
 
@@ -307,9 +308,6 @@ class _Profiler:
             passes = Passes(self.model, SelfSpeculativeConfig(skip, precision=precision), context, cache)
             cache = passes.cache
             variants[name] = (passes, 0)
-        if precision is not None:
-            headless = SelfSpeculativeConfig(precision=dataclasses.replace(precision, head=None))
-            variants["head"] = (Passes(self.model, headless, context, cache), 0)
         times = self._time(what, variants)
         rows = [
             [1.0, *(self._kept(kind, getattr(skip, kind)) for kind in ("attention", "mlp"))] for skip in skips.values()
@@ -373,11 +371,11 @@ class _Profiler:
         """
         everything = PrecisionConfig(default=name, head=name)
         before = copy_bytes(self.model)
-        copies_of(self.model, SkipConfig(), everything)  # of everything first, so that all share them
+        copies = copies_of(self.model, SkipConfig(), everything)  # of everything first, so that all share them
         times, attention, mlp, rest = self._parts(f"{name} copies", self.contexts[0], everything, self.whole.cache)
+        head = min(self._head(copies), rest)
         if before == 0:
             drop_copies(self.model)
-        head = min(max(profile.head[KEEP] - (times["head"] - times["whole"]), 0.0), rest)
         grown = [cost - profile.attention[KEEP][0] for cost in profile.attention[KEEP]]
         added = dataclasses.replace(
             profile,
@@ -412,13 +410,18 @@ class _Profiler:
         mean = sum(there) / len(there) if there else 1.0
         return tuple(size / mean for size in sizes)
 
-    def _head(self) -> float:
-        """What the LM head takes for one token, its weights coming from memory as in a step, in plain steps."""
+    def _head(self, copies: LowBitCopies | None = None) -> float:
+        """What the LM head takes for one token, its weights coming from memory as in a step, in plain steps.
+
+        By itself: as a difference of two steps, it would be lost in what these vary.
+        """
         head = self.model.get_output_embeddings()
         if head is None:
             return 0.0
         weight = head.weight
-        run = linear_of_few_rows(weight, getattr(head, "bias", None), 1) or head
+        run: Callable[[torch.Tensor], Any] = linear_of_few_rows(weight, getattr(head, "bias", None), 1) or head
+        if copies is not None and id(weight) in copies.by_weight:
+            run = copies.by_weight[id(weight)][0].whole
         hidden = torch.zeros((1, 1, weight.shape[1]), dtype=weight.dtype, device=weight.device)
         mlp = next(layer.mlp for layer in self.layout.layers if layer.mlp is not None)
         others = [p for module in mlp.modules for p in module.parameters()]
