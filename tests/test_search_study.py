@@ -20,6 +20,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.storages.journal import JournalFileSymlinkLock
 from optuna.trial import TrialState
 
 from search_worker import calibration, cost_profile, worker
@@ -291,6 +292,17 @@ def storage_at(kind: str, name: str, request: pytest.FixtureRequest) -> str:
     if kind == "postgresql":
         return f"{request.getfixturevalue('server')}/{name}"
     return f"sqlite:///{folder}/{name}.db" if kind == "sqlite" else f"journal:{folder}/{name}.log"
+
+
+def test_the_lock_of_a_killed_worker_does_not_hold_the_others_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JournalFileSymlinkLock.__init__, "__defaults__", (3,))  # seconds, not 30
+    journal = tmp_path / "study.log"
+    journal.touch()
+    (tmp_path / "study.log.lock").symlink_to(journal)
+    search, _ = worker(storage_of(f"journal:{journal}"), SearchSettings(depth=3))
+    assert len(search.run(2).tried) == 2
 
 
 @pytest.mark.parametrize("kind", STORAGES)
