@@ -294,6 +294,7 @@ def storage_at(kind: str, name: str, request: pytest.FixtureRequest) -> str:
     return f"sqlite:///{folder}/{name}.db" if kind == "sqlite" else f"journal:{folder}/{name}.log"
 
 
+@pytest.mark.filterwarnings("ignore:The existing lock file has not been released")
 def test_the_lock_of_a_killed_worker_does_not_hold_the_others_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
