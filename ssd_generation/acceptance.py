@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ __all__ = [
     "agreements",
     "judge",
     "judge_all",
-    "judge_first",
+    "judge_rounds",
     "replay",
     "round_inputs",
     "verify_text",
@@ -303,11 +303,35 @@ def judge(
             f"Rounds of at least one token are judged exactly up to one of these, but got depth={depth} and "
             f"exact_depth={exact_depth}."
         )
-    draft, _ = skip_mode_of(model, config)
     # The pass over the prompt gives the first token: the first round drafts the second.
-    agreed, passes, tokens = agreements(model, draft, text, range(1, len(text)), exact_depth)
+    return judge_rounds(model, config, text, range(1, len(text)), exact_depth, lambda agreed: replay(agreed, depth))
+
+
+def judge_rounds(
+    model: PreTrainedModel,
+    config: SelfSpeculativeConfig,
+    text: VerifiedText,
+    starts: Sequence[int],
+    depth: int,
+    arranged: Callable[[torch.Tensor], torch.Tensor] = lambda agreed: agreed,
+) -> Acceptance:
+    """Acceptance by depth of a config's draft on one text, in rounds that start at given tokens.
+
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision.
+        text: the target's text.
+        starts: where rounds start, see `agreements`.
+        depth: tokens of each round, ≥ 1.
+        arranged: makes of what `agreements` gives the rounds that are counted; by default they are these.
+
+    Raises:
+        ValueError: the config does not fit the model.
+    """
+    draft, _ = skip_mode_of(model, config)
+    agreed, passes, tokens = agreements(model, draft, text, starts, depth)
     result = Acceptance(passes=passes, tokens=tokens)
-    result.add_rounds(replay(agreed, depth))
+    result.add_rounds(arranged(agreed))
     return result
 
 
@@ -334,24 +358,6 @@ def replay(agreed: torch.Tensor, depth: int) -> torch.Tensor:
         starts.append(at)
         at += accepted[at] + 1
     return rounds[starts]
-
-
-def judge_first(model: PreTrainedModel, config: SelfSpeculativeConfig, text: VerifiedText) -> Acceptance:
-    """Acceptance of the first token of a round, wherever in a text one may start.
-
-    Args:
-        model: the target model.
-        config: what the draft leaves out, and its precision.
-        text: the target's text.
-
-    Raises:
-        ValueError: the config does not fit the model.
-    """
-    draft, _ = skip_mode_of(model, config)
-    agreed, passes, tokens = agreements(model, draft, text, range(len(text)), 1)
-    result = Acceptance(passes=passes, tokens=tokens)
-    result.add_rounds(agreed)
-    return result
 
 
 def judge_all(

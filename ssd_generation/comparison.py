@@ -471,9 +471,7 @@ def _extra_bytes(
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
         if tensor is not None
     )
-    drafted = config.drafting.max_draft_length if config.drafts_itself else 0
-    if config.lookup is not None and config.drafting.policy != "none":
-        drafted += config.lookup.max_tokens
+    drafted = config.longest_draft
     length = inputs["input_ids"].shape[1] + new_tokens
     spare = max(32, length // 32)
     scores = outputs.logits.shape[-1] * 4  # float32

@@ -807,6 +807,14 @@ class SelfSpeculativeConfig:
             return False
         return self.lookup is None or bool(self.skip) or bool(self.precision)
 
+    @property
+    def longest_draft(self) -> int:
+        """Tokens that a round can draft at the most, looked-up ones behind the model's own included."""
+        longest = self.drafting.max_draft_length if self.drafts_itself else 0
+        if self.lookup is not None and self.drafting.policy != "none":
+            longest += self.lookup.max_tokens
+        return longest
+
     def validate_for(self, num_layers: int, model_type: str | None = None) -> None:
         """Check the config against a model.
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .acceptance import VerifiedText, judge_first, round_inputs, why_not_judged
+from .acceptance import VerifiedText, judge_rounds, round_inputs, why_not_judged
 from .config import Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_machine
 from .speedup import speedup_within_chance
@@ -227,7 +227,7 @@ class Refinement:
         used, challenger = self._in_use, self._challenger
         runner = used if used.seen <= challenger.seen else challenger
         self.passes += 1
-        judged = judge_first(model, runner.config, text)
+        judged = judge_rounds(model, runner.config, text, range(len(text)), 1)
         runner.add(sum(judged.tried), sum(judged.accepted))
         if not challenger.windows:
             return False

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.acceptance import Acceptance, agreements, judge, judge_first, replay, verify_text, why_not_judged
+from ssd_generation.acceptance import Acceptance, agreements, judge, judge_rounds, replay, verify_text, why_not_judged
 from ssd_generation.skip_mode import SkipMode
 from tiny_models import FAMILIES, VOCAB, prompt, tiny_model
 
@@ -99,7 +99,7 @@ def test_what_is_judged_is_what_generation_accepts() -> None:
     assert (judged.passes, judged.tokens) == (1, DEPTH * (NEW - 1) - DEPTH * (DEPTH - 1) // 2)
     cheap = judge(model, config, text, DEPTH)
     assert (cheap.passes, cheap.tokens) == (1, NEW - 1)
-    assert cheap.tried[0] > 0 and judge_first(model, config, text).tried == [NEW]
+    assert cheap.tried[0] > 0 and judge_rounds(model, config, text, range(NEW), 1).tried == [NEW]
     with pytest.raises(ValueError, match="depth=2 and exact_depth=3"):
         judge(model, config, text, 2, 3)
 

@@ -106,10 +106,7 @@ def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfi
     """Record the verifying passes of every length now: one takes as long as several tokens of a short text."""
     passes = flat_passes(model)
     if passes is not None:
-        longest = max(
-            (c.drafting.max_draft_length + (c.lookup.max_tokens if c.lookup else 0) for c in configs), default=0
-        )
-        for length in range(1, longest + 2):
+        for length in range(1, max((config.longest_draft for config in configs), default=0) + 2):
             passes.program(length)
 
 

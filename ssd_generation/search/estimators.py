@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..acceptance import Acceptance, VerifiedText, agreements, judge, judge_first
+from ..acceptance import Acceptance, VerifiedText, judge, judge_rounds
 from ..config import SelfSpeculativeConfig, SkipConfig
 from ..costs import describe_machine
 from ..models import load_model
-from ..passes import skip_mode_of
 from ..speedup import expected_tokens
 from ..sublayers import locate_sublayers
 from .calibration import Calibration, calibrate, calibration_prompts
@@ -32,32 +31,19 @@ __all__ = ["ESTIMATORS", "compare_estimators", "random_skips"]
 Estimator = Callable[[Any, SelfSpeculativeConfig, VerifiedText, int], Acceptance]
 
 
-def _rounds_at(starts: Callable[[int, int], range]) -> Estimator:
-    """Rounds that start at given tokens of a text of so many, each judged exactly."""
-
-    def estimate(model: Any, config: SelfSpeculativeConfig, text: VerifiedText, depth: int) -> Acceptance:
-        return _judged(model, config, text, starts(len(text), depth), depth)
-
-    return estimate
-
-
-def _judged(
-    model: Any, config: SelfSpeculativeConfig, text: VerifiedText, starts: Sequence[int], depth: int
-) -> Acceptance:
-    draft, _ = skip_mode_of(model, config)
-    agreed, passes, tokens = agreements(model, draft, text, starts, depth)
-    result = Acceptance(passes=passes, tokens=tokens)
-    # A single round as long as the text: each token counts wherever it stands.
-    result.add_rounds(agreed.T if len(starts) == 1 < depth == len(text) else agreed)
-    return result
-
-
 ESTIMATORS: Mapping[str, Estimator] = {
     # One parallel pass of the draft over the text, as in SWIFT: its own keys and values for the whole past.
-    "one round for all": lambda model, config, text, depth: _judged(model, config, text, [0], len(text)),
-    "rounds in a row": _rounds_at(lambda count, depth: range(0, count, depth)),
-    "a round at each token": _rounds_at(lambda count, depth: range(count)),
-    "first tokens": lambda model, config, text, depth: judge_first(model, config, text),
+    # Each token counts wherever it stands.
+    "one round for all": lambda model, config, text, depth: judge_rounds(
+        model, config, text, [0], len(text), lambda agreed: agreed.T
+    ),
+    "rounds in a row": lambda model, config, text, depth: judge_rounds(
+        model, config, text, range(0, len(text), depth), depth
+    ),
+    "a round at each token": lambda model, config, text, depth: judge_rounds(
+        model, config, text, range(len(text)), depth
+    ),
+    "first tokens": lambda model, config, text, depth: judge_rounds(model, config, text, range(len(text)), 1),
     "replayed, by 1": lambda model, config, text, depth: judge(model, config, text, depth, 1),
     "replayed, by 2": lambda model, config, text, depth: judge(model, config, text, depth, min(2, depth)),
     "replayed, exact": lambda model, config, text, depth: judge(model, config, text, depth, depth),

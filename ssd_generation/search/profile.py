@@ -328,7 +328,7 @@ class _Profiler:
         with torch.inference_mode():
             self.whole = Passes(self.model, None, self.contexts[0])
             profile = self._measure()
-        return _times(profile, statistics.median(self.plain))
+        return _in_seconds(profile, statistics.median(self.plain))
 
     def _measure(self) -> CostProfile:
         """In plain steps."""
@@ -440,8 +440,8 @@ class _Profiler:
         return min(seconds for seconds, _ in pairs) / min(plain for _, plain in pairs)
 
 
-def _times(profile: CostProfile, seconds: float) -> CostProfile:
-    """In seconds, what is given in plain steps of so many."""
+def _in_seconds(profile: CostProfile, seconds: float) -> CostProfile:
+    """What is given in plain steps, of so many seconds each."""
     return dataclasses.replace(
         profile,
         plain_step=tuple(cost * seconds for cost in profile.plain_step),
