@@ -215,6 +215,7 @@ def encode_prompt(
     text: str,
     use_chat_template: bool = True,
     before: Sequence[tuple[str, str]] = (),
+    system: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """The model's inputs: the text in the tokenizer's chat template where it has one, else as it is.
 
@@ -223,25 +224,29 @@ def encode_prompt(
         text: what the user says.
         use_chat_template: where there is one.
         before: earlier turns, each what the user said and what the model answered; they need the template.
+        system: what the template says first; it needs the template, too.
 
     Returns:
         `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
 
     Raises:
-        ValueError: the tokenizer makes nothing of the text.
+        ValueError: the template refuses, or the tokenizer makes nothing of the text.
     """
     if use_chat_template and getattr(tokenizer, "chat_template", None) is not None:
-        messages = []
+        messages = [] if system is None else [{"role": "system", "content": system}]
         for said, answered in before:
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
-        encoded: Any = tokenizer.apply_chat_template(
-            [*messages, {"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        try:
+            encoded: Any = tokenizer.apply_chat_template(
+                [*messages, {"role": "user", "content": text}],
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+        except Exception as error:  # a template is a program of its own, and may raise what it likes
+            raise ValueError(f"The model's chat template refused the prompt: {str(error).rstrip('.')}.") from error
     else:
         encoded = tokenizer(text, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:
-        raise ValueError(f"The tokenizer makes nothing of the prompt {text!r:.80}.")
+        raise ValueError(f"The tokenizer makes nothing of the prompt {text!r:.80}: it has no tokens.")
     return {key: encoded[key] for key in ("input_ids", "attention_mask") if key in encoded}

@@ -81,6 +81,7 @@ def without_times(summary: dict[str, Any]) -> dict[str, Any]:
         "quality": summary["quality"],
         "texts": {name: entry["text"] for name, entry in summary["methods"].items()},
         "calls": {name: entry["calls"] for name, entry in summary["methods"].items()},
+        "plain": (summary["plain"]["calls"], summary["plain"]["errors"]),
         "drafted": {
             name: (entry["drafting"]["drafted_tokens"], entry["drafting"]["rounds"])
             for name, entry in summary["methods"].items()
@@ -117,7 +118,7 @@ def test_all_methods_answer_all_questions(model: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "r" / "summary.json").read_text()) == summary
     page = (tmp_path / "r" / "summary.md").read_text()
     assert page.index("# Evaluation: summarisation") < page.index("## Quality") < page.index("## Speed")
-    assert "up to 6 new tokens" in page and "ROUGE-1" in page
+    assert "up to 6 new tokens" in page and "sessions elsewhere" not in page and "ROUGE-1" in page
 
 
 def test_answers_end_where_the_model_ends_them(model: Any, tmp_path: Path) -> None:
@@ -414,6 +415,9 @@ def test_code_is_run_only_when_allowed(model: Any, tmp_path: Path, written: list
     assert "pass@1" in page and "1 not Python" in page
     run(model, tmp_path / "r", task, code=CodeExecution())
     assert len(ran) == 3
+    # With other limits the outcomes may be others.
+    summary = run(model, tmp_path / "r", task, code=CodeExecution(sandbox.Limits(seconds=20.0)))
+    assert len(ran) == 6 and summary["code"]["outcomes"]["config"] == {"passed": 1, "failed": 1, "not Python": 1}
 
 
 def test_a_machine_that_cannot_hold_programs_is_told_before_anything_is_made(
@@ -449,6 +453,21 @@ def test_pass_at_k_counts_the_answers_to_a_question() -> None:
     assert found["config"]["pass@2"]["mean"] == pytest.approx(1 / 4)
     assert found["config"]["pass@1"]["difference"]["mean"] == pytest.approx(-1 / 4)
     assert found["config"]["pass@1"]["same"] == 1
+
+
+def test_a_failed_answer_takes_its_question_out_of_pass_at_k_and_no_other() -> None:
+    task = Task("code", (), False, 1, runs_code=True)
+    rows: list[dict[str, Any]] = []
+    for question in ("a", "b"):
+        for repeat in range(3):
+            key = {"prompt": question, "method": "plain", "repeat": repeat}
+            failed = question == "b" and repeat == 2
+            rows.append({"kind": "call", **key, **({"error": "no"} if failed else {})})
+            rows += [] if failed else [{"kind": "verdict", **key, "status": "passed"}]
+    found = quality_of(task, rows, ("plain",), (1, 3))
+    assert found["plain"]["pass@1"]["questions"] == 2 and found["plain"]["pass@3"]["questions"] == 1
+    notes = quality_notes({"quality": found, "arguments": {}, "code": None, "failed_rows": []})
+    assert "plain: pass@3 is that of 1 of 2 questions; the others have too few answers." in notes
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -516,6 +535,14 @@ def test_mistakes_are_told_in_one_line(
     done = ssd("evaluate", *arguments, "-m", folder, "-o", "r")
     assert done.status == 2 and message in " ".join(done.err.split()), done.err
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("task", ["chat", "summarisation", "code"])
+def test_data_that_is_not_there_is_told_before_a_model_is_loaded(
+    task: str, ssd: Callable[..., Run], tmp_path: Path
+) -> None:
+    done = ssd("evaluate", task, "-m", str(tmp_path / "no-model"), "--data", "none.jsonl", "-o", "r")
+    assert done.status == 2 and "none.jsonl" in done.err and "no-model" not in done.err
 
 
 def test_an_assistant_of_another_vocabulary_is_refused(
@@ -602,7 +629,7 @@ def test_tables_and_notes(model: Any, tmp_path: Path) -> None:
     summary = run(model, tmp_path / "r", observe=steps.append)
     assert [step.done for step in steps] == list(range(len(METHODS) * len(TEXTS)))
     header, lines = quality_table(summary)
-    assert header == ["method", "ROUGE-1", "ROUGE-L", "difference to plain", "as good as plain"]
+    assert header == ["method", "ROUGE-1", "ROUGE-L", "difference to plain", "same score as plain"]
     assert [line[0] for line in lines] == list(METHODS)
     assert lines[0][3:] == ["–", "–"] and lines[1][3:] == ["0", "5 of 5"]
     assert any("95 %" in note for note in quality_notes(summary))

@@ -101,6 +101,9 @@ def test_chat_template() -> None:
     assert chat["attention_mask"].shape == chat["input_ids"].shape == (1, chat["input_ids"].shape[1])
     with pytest.raises(ValueError, match="makes nothing of the prompt ''"):
         encode_prompt(tokenizer, "", False)
+    tokenizer.chat_template = "{{ raise_exception('No systems here.') }}"
+    with pytest.raises(ValueError, match=r"chat template refused the prompt: No systems here\.$"):
+        encode_prompt(tokenizer, "rain")
 
 
 @pytest.mark.parametrize(

@@ -741,6 +741,21 @@ def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(attack).detail.startswith(f"ValueError: ('{SECRET}', '/home/someone'")
 
 
+@pytest.mark.skipif(not KERNEL.landlock, reason="this kernel, or container, does not hold reading")
+def test_of_the_loaders_folders_only_libraries_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deeper").mkdir()
+    for name in ("libown.so.1", "key.txt", "deeper/key.txt"):
+        (tmp_path / name).write_text(SECRET)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"nowhere:{tmp_path}")
+    for name, detail in (
+        ("libown.so.1", SECRET),
+        ("key.txt", "PermissionError"),
+        ("deeper/key.txt", "PermissionError"),
+    ):
+        outcome = run(f"raise ValueError(open({str(tmp_path / name)!r}).read())")
+        assert detail in outcome.detail, name
+
+
 @needs_seccomp
 def test_what_it_started_ends_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     take_away(monkeypatch, "seccomp: processes")

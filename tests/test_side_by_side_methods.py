@@ -71,17 +71,20 @@ def test_random_half_can_be_skipped(family: str) -> None:
 
 
 def test_defaults_are_what_there_is_something_for() -> None:
-    assert default_methods(has_config=False, has_assistant=False)[0] == "plain"
-    assert not {"config", "paper", "assistant"} & set(default_methods(False, False))
-    assert {"config", "paper", "assistant"} <= set(default_methods(True, True))
-    for has in (False, True):
-        names = default_methods(has, has)
-        assert check_methods(names, has, has) == names
+    assert default_methods(None, has_assistant=False)[0] == "plain"
+    assert not {"config", "paper", "assistant"} & set(default_methods(None, False))
+    assert {"config", "paper", "assistant"} <= set(default_methods(CONFIG, True))
+    # Nothing is skipped: the paper's way would be the whole model drafting for itself.
+    in_low_bits = SelfSpeculativeConfig(precision="int8")
+    assert "config" in default_methods(in_low_bits, True) and "paper" not in default_methods(in_low_bits, True)
+    for config in (None, in_low_bits, CONFIG):
+        names = default_methods(config, True)
+        assert check_methods(names, config, True) == names
 
 
 def test_plain_comes_first_and_is_always_there() -> None:
-    assert check_methods(["auto"], False, False) == ("plain", "auto")
-    assert check_methods(["auto", "plain"], False, False) == ("plain", "auto")
+    assert check_methods(["auto"], None, False) == ("plain", "auto")
+    assert check_methods(["auto", "plain"], None, False) == ("plain", "auto")
 
 
 @pytest.mark.parametrize(
@@ -101,12 +104,21 @@ def test_plain_comes_first_and_is_always_there() -> None:
 )
 def test_bad_names(names: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_methods(names, has_config=False, has_assistant=False)
+        check_methods(names, None, has_assistant=False)
+
+
+@pytest.mark.parametrize("name", ["skip", "paper"])
+def test_methods_that_skip_need_something_to_skip(name: str, model: Any) -> None:
+    config = SelfSpeculativeConfig(precision="int8", lookup=True)
+    with pytest.raises(ValueError, match=f"'{name}' drafts by a skip set alone, but this config skips nothing"):
+        check_methods([name], config, False)
+    with pytest.raises(ValueError, match="skips nothing"):
+        make_methods([name], model, config)
 
 
 def test_every_name_is_made(model: Any) -> None:
     names = [name.replace("-N", "-2") for name in METHODS]
-    assert check_methods(names, True, True) == tuple(names)
+    assert check_methods(names, CONFIG, True) == tuple(names)
     assert [method.name for method in make_methods(names, model, CONFIG)] == names
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ssd_generation import Costs
+from ssd_generation.side_by_side.environment import where_measured
 from ssd_generation.side_by_side.figures import (
     engine_efficiency,
     ratios_so_far,
@@ -18,7 +19,7 @@ from ssd_generation.side_by_side.figures import (
     summarise,
     summarise_pairs,
 )
-from ssd_generation.side_by_side.report import markdown, plot_summary
+from ssd_generation.side_by_side.report import markdown, overview, plot_summary
 
 ARGUMENTS = {
     "methods": ["plain", "own", "broken"],
@@ -94,7 +95,7 @@ def test_spread() -> None:
 
 
 def test_ratios_by_category() -> None:
-    own = summarise(rows(), ARGUMENTS, ENVIRONMENT, 10_000)["methods"]["own"]
+    own = summarise(rows(), ARGUMENTS, [ENVIRONMENT], 10_000)["methods"]["own"]
     ratio = own["ratio"]
     assert ratio["categories"]["a"]["median"] == pytest.approx((3 / 2.4 + 2) / 2)
     assert (ratio["categories"]["a"]["min"], ratio["categories"]["a"]["max"]) == pytest.approx((1.25, 2))
@@ -106,8 +107,41 @@ def test_ratios_by_category() -> None:
     assert own["calls"] == 3
 
 
+def test_only_a_loop_of_ours_is_timed_without_the_prompt() -> None:
+    # Assisted decoding has drafted, and verified, within the model's first pass.
+    found = [*rows(), call("prompt-lookup-3", "a-1", "a", 2.0), call("prompt-lookup-3", "b-1", "b", 2.0)]
+    summary = summarise(found, {**ARGUMENTS, "methods": ["plain", "own", "prompt-lookup-3"]}, [ENVIRONMENT])
+    assert summary["methods"]["prompt-lookup-3"]["ratio"]["categories"]["a"]["median"] == 1.5
+    assert summary["methods"]["prompt-lookup-3"]["decode_ratio"]["geometric_mean"] is None
+    header, lines = overview(summary)
+    assert {line[0]: line[header.index("decoding only")] for line in lines}["prompt-lookup-3"] == "–"
+
+
+def test_a_plain_call_that_was_made_again_counts_once() -> None:
+    again = [*rows(), {**call("plain", "a-1", "a", 4.0), "session": 2}]
+    assert summarise(again, ARGUMENTS)["plain"]["calls"] == summarise(rows(), ARGUMENTS)["plain"]["calls"] == 3
+
+
+def test_figures_name_the_machines_that_they_come_from() -> None:
+    here = {**ENVIRONMENT, "cpu": "Here", "threads": 2, "cpu_count": 2}
+    there = {**here, "cpu": "There"}
+    sessions = [
+        {"session": 1, "started": "1", "load_average": 0.1, **there},
+        {"session": 2, "started": "2", "load_average": 0.2, **here},
+        {"session": 3, "started": "3", "load_average": 0.2, **here},
+        {"session": 4, "started": "4", "load_average": 0.3, **ENVIRONMENT},  # only made the summary
+    ]
+    measured = [{"session": 1}, {"session": 2}, {"session": 3}, {"kind": "memory"}]
+    assert where_measured(sessions, measured) == [here, there]
+    assert where_measured(sessions, measured[:1]) == [there]
+    assert where_measured([there, here], [{}]) == [here, there]  # as earlier versions wrote them
+    page = markdown(summarise(rows(), ARGUMENTS, [here, there]), "Benchmark")
+    assert page.index(" on Here, 2 of 2 CPUs") < page.index("in earlier sessions elsewhere") < page.index(" on There, ")
+    assert "sessions elsewhere" not in markdown(summarise(rows(), ARGUMENTS, [here]), "Benchmark")
+
+
 def test_texts_margins_memory_and_errors() -> None:
-    summary = summarise(rows(), ARGUMENTS, ENVIRONMENT, 10_000)
+    summary = summarise(rows(), ARGUMENTS, [ENVIRONMENT], 10_000)
     own, broken = summary["methods"]["own"], summary["methods"]["broken"]
     assert own["text"] == {
         "calls": 3,
@@ -207,7 +241,7 @@ def test_calls_that_failed_are_left_out() -> None:
 
 
 def test_markdown_has_the_figures_and_the_failures() -> None:
-    page = markdown(summarise(rows(), ARGUMENTS, ENVIRONMENT, 10_000), "Benchmark")
+    page = markdown(summarise(rows(), ARGUMENTS, [ENVIRONMENT], 10_000), "Benchmark")
     assert "| own | 0.90 | 0.50 (b) |" in page and "| 2 of 3 | 67% | 2.00 |" in page
     assert "| own | 1.62 (1.25–2.00) | 0.50 |" in page
     assert "broken: cannot run here: ValueError: no" in page
@@ -218,7 +252,7 @@ def test_markdown_has_the_figures_and_the_failures() -> None:
 
 def test_a_summary_is_json_and_can_be_empty() -> None:
     for found in (rows(), []):
-        summary = summarise(found, ARGUMENTS, ENVIRONMENT, 10_000)
+        summary = summarise(found, ARGUMENTS, [ENVIRONMENT], 10_000)
         assert json.loads(json.dumps(summary, allow_nan=False)) == summary
         assert (
             markdown({**summary, "complete": False, "rows_done": 0, "rows": 9}, "Benchmark").count("0 of 9 rows") == 1
@@ -232,7 +266,7 @@ def test_pairs() -> None:
 
     found = [pair("a-1", 2.0, 3.0), pair("a-2", 2.0, 2.0, (1, 2, 3, 4, 6))]
     found.append({"kind": "pair", "prompt": "a-3", "category": "a", "method": "own", "repeat": 0, "error": "here: no"})
-    summary = summarise_pairs(found, ARGUMENTS, ENVIRONMENT)
+    summary = summarise_pairs(found, ARGUMENTS, [ENVIRONMENT])
     own = summary["methods"]["own"]
     assert own["ratio"]["categories"]["a"]["median"] == 1.25  # this checkout is the faster one
     assert (own["calls"], own["identical"], own["errors"]) == (2, 1, ["here: no"])
@@ -244,7 +278,7 @@ def test_pairs() -> None:
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for found in (rows(), []):
-        plot_summary(summarise(found, ARGUMENTS, ENVIRONMENT, 10_000), tmp_path / "plot.png")
+        plot_summary(summarise(found, ARGUMENTS, [ENVIRONMENT], 10_000), tmp_path / "plot.png")
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -232,6 +232,23 @@ def test_articles_of_two_files_keep_apart(articles: str, tmp_path: Path) -> None
         make_task("summarisation", TOKENIZER, [articles, articles])
 
 
+def test_a_limit_is_that_of_each_source(articles: str, tmp_path: Path) -> None:
+    rows = ({"id": f"s{i}", "document": f"Snow fell on day {i}.", "summary": f"Snow {i}."} for i in range(4))
+    other = write(tmp_path / "other.jsonl", *rows)
+    task = make_task("summarisation", BASE, [articles, other], limit=2)
+    # The example is taken from the first.
+    assert [sample.id for sample in task.samples] == ["n1", "n2", "s0", "s1"]
+    first, second = (
+        {"task_id": f"{name}/1", "prompt": "def f():\n", "test": "def check(f):\n    f()\n", "entry_point": "f"}
+        for name in "ab"
+    )
+    files = [
+        write(tmp_path / f"{problem['task_id'][0]}.jsonl", problem, {**problem, "task_id": f"{problem['task_id']}1"})
+        for problem in (first, second)
+    ]
+    assert [s.id for s in make_task("code", TOKENIZER, files, limit=1).samples] == ["a/1", "b/1"]
+
+
 def test_chat_takes_prompt_files(tmp_path: Path) -> None:
     spec = write(
         tmp_path / "question.jsonl",

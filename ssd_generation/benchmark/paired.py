@@ -21,7 +21,7 @@ from ..prompts import Prompt
 from ..run_folder import RunFolder
 from ..side_by_side import calls
 from ..side_by_side.calls import load_average
-from ..side_by_side.environment import start_session
+from ..side_by_side.environment import sessions_of, start_session, where_measured
 from ..side_by_side.figures import ratios_so_far, summarise_pairs
 from ..side_by_side.runner import Observer, Progress, write_summary
 from .runner import BenchmarkSettings
@@ -174,7 +174,7 @@ class _PairedRun:
         self.peers = (here, there)
         self.observe = observe
         self.done = 0
-        self.environment: dict[str, Any] | None = None
+        self.session = max((row.get("session", 0) for row in folder.rows), default=0) + 1
         self.finished = {(r["prompt"], r["method"], r["repeat"]) for r in folder.rows if r["kind"] == "pair"}
         self.failed = {row["method"] for row in folder.rows if row["kind"] == "failed"}
         names = [name for name in settings.methods if name not in self.failed]
@@ -213,7 +213,7 @@ class _PairedRun:
         )
         self.requests: dict[str, Any] = answer["requests"]
         self.input_ids: list[list[int]] = answer["input_ids"]
-        self.environment = start_session(self.folder, answer["environment"])
+        start_session(self.folder, answer["environment"], self.session)
         self.options = self.settings.options(loaded["pad_token_id"])
 
     def everything(self) -> None:
@@ -240,6 +240,7 @@ class _PairedRun:
     def _pair(self, name: str, index: int, repeat: int, order: Sequence[_Peer]) -> dict[str, Any]:
         row: dict[str, Any] = {
             "kind": "pair",
+            "session": self.session,
             "prompt": self.prompts[index].id,
             "category": self.prompts[index].category,
             "method": name,
@@ -265,11 +266,8 @@ class _PairedRun:
 
     def summary(self, complete: bool) -> dict[str, Any]:
         """Summarise what there is, and write it down."""
-        environment = self.environment
-        if environment is None:
-            before = self.folder.read_json("environment.json")
-            environment = before["sessions"][-1] if before else None
-        summary = summarise_pairs(self.folder.rows, self.folder.arguments, environment)
+        places = where_measured(sessions_of(self.folder.path), self.folder.rows)
+        summary = summarise_pairs(self.folder.rows, self.folder.arguments, places)
         calls_done = len({(r["prompt"], r["method"], r["repeat"]) for r in self.folder.rows if r["kind"] == "pair"})
         rows = (len(self.settings.methods) - len(self.failed)) * len(self.prompts) * self.settings.repeats
         summary |= {"complete": complete, "rows_done": calls_done, "rows": rows}

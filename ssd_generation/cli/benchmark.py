@@ -15,7 +15,7 @@ from .options import (
     WHAT_TO_COMPARE,
     AssistantOption,
     ConfigNameOption,
-    ConfigOption,
+    ConfigToCompareOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
@@ -91,7 +91,7 @@ def benchmark(
             rich_help_panel=WHAT_TO_COMPARE,
         ),
     ] = None,
-    config: ConfigOption = None,
+    config: ConfigToCompareOption = None,
     config_name: ConfigNameOption = None,
     skip_attention: SkipAttentionOption = None,
     skip_mlp: SkipMlpOption = None,
@@ -141,13 +141,14 @@ def benchmark(
         chosen = requested_config(config, config_name, skip_attention, skip_mlp)
         if chosen is None and model == DEMO:
             chosen = SelfSpeculativeConfig.preset(DEMO_PRESET)
-        has = {"has_config": chosen is not None, "has_assistant": assistant is not None}
         if methods is not None:
-            names = check_methods([name.strip() for name in methods.split(",") if name.strip()], **has)
+            names = check_methods(
+                [name.strip() for name in methods.split(",") if name.strip()], chosen, assistant is not None
+            )
         elif paired is not None:
             names = ("plain", "auto", *(("config",) if chosen is not None else ()), "plain-loop")
         else:
-            names = default_methods(**has)
+            names = default_methods(chosen, assistant is not None)
         settings = BenchmarkSettings(
             methods=names,
             new_tokens=new_tokens,

@@ -15,7 +15,7 @@ from .options import (
     DEMO_PRESET,
     AssistantOption,
     ConfigNameOption,
-    ConfigOption,
+    ConfigToCompareOption,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
@@ -99,7 +99,10 @@ def evaluate(
     limit: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Only the first N questions (chat: of each category).", rich_help_panel=_WHAT
+            min=1,
+            metavar="N",
+            help="Only the first N questions of each source (chat: of each category).",
+            rich_help_panel=_WHAT,
         ),
     ] = None,
     style: Annotated[
@@ -121,7 +124,7 @@ def evaluate(
     ] = None,
     methods: MethodsOption = None,
     assistant: AssistantOption = None,
-    config: ConfigOption = None,
+    config: ConfigToCompareOption = None,
     config_name: ConfigNameOption = None,
     skip_attention: SkipAttentionOption = None,
     skip_mlp: SkipMlpOption = None,
@@ -162,7 +165,7 @@ def evaluate(
         bool,
         typer.Option(
             "--allow-code-execution",
-            help="Run the programs that the model has written, in a sandbox: without network, without files of yours, "
+            help="Run the programs that the model has written, in a sandbox: without network, without your files, "
             "with limits on time and memory. Without it they are kept, and not judged.",
             rich_help_panel=_CODE,
         ),
@@ -197,7 +200,7 @@ def evaluate(
         from ..config import SelfSpeculativeConfig
         from ..evaluation.runner import CodeExecution, EvaluationSettings, default_methods, run_evaluation
         from ..evaluation.sandbox import Limits, run_program
-        from ..evaluation.tasks import TASKS, make_task
+        from ..evaluation.tasks import TASKS, check_data, make_task
         from ..side_by_side.methods import check_methods
         from .benchmark_view import live_progress
         from .options import default_folder, load, requested_config, set_threads
@@ -208,11 +211,12 @@ def evaluate(
         chosen = requested_config(config, config_name, skip_attention, skip_mlp)
         if chosen is None and model == DEMO:
             chosen = SelfSpeculativeConfig.preset(DEMO_PRESET)
-        has = {"has_config": chosen is not None, "has_assistant": assistant is not None}
         if methods is not None:
-            names = check_methods([name.strip() for name in methods.split(",") if name.strip()], **has)
+            names = check_methods(
+                [name.strip() for name in methods.split(",") if name.strip()], chosen, assistant is not None
+            )
         else:
-            names = default_methods(**has)
+            names = default_methods(chosen, assistant is not None)
         ks = _numbers(k)
 
         def settings_for(length: int) -> EvaluationSettings:
@@ -230,6 +234,7 @@ def evaluate(
             )
 
         settings_for(new_tokens or 1)
+        check_data(task, data or ())
         code = None
         if allow_code_execution and task == "code":
             code = CodeExecution(Limits(seconds=code_seconds), allow_weaker_sandbox)

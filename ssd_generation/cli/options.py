@@ -32,6 +32,15 @@ ConfigOption = Annotated[
         rich_help_panel=WHAT_TO_DRAFT_WITH,
     ),
 ]
+ConfigToCompareOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONFIG",
+        help="Of `config`, `skip` and `paper`: a JSON file, a folder that holds one, a Hub id, or a preset (`ssd "
+        "presets`). Default: the one that comes with the demo model.",
+        rich_help_panel=WHAT_TO_DRAFT_WITH,
+    ),
+]
 ConfigNameOption = Annotated[
     str | None,
     typer.Option(
@@ -88,8 +97,9 @@ MethodsOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="With commas between them; plain decoding is always there. Default: auto, auto-free, config and paper "
-        "where there is a config, plain-loop, prompt-lookup-2, -3 and -10, assistant where there is one.",
+        help="With commas between them; plain decoding is always there (`ssd benchmark --help` lists them). Default: "
+        "auto, config where there is one, paper where that skips something, prompt-lookup-10, assistant where there is "
+        "one; in a benchmark also auto-free, plain-loop, prompt-lookup-2 and -3.",
         rich_help_panel=WHAT_TO_COMPARE,
     ),
 ]
@@ -360,21 +370,12 @@ def encode(
     if system is not None and not (has_template and use_template):
         missing = "--no-chat-template leaves it out" if has_template else "this model's tokenizer has none"
         raise ValueError(f"--system needs a chat template, but {missing}. Put it into the prompt itself.")
-    if has_template and use_template:
-        messages = [{"role": "user", "content": prompt}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        try:
-            encoded: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
-        except Exception as error:  # a template is a program of its own, and may raise what it likes
-            raise ValueError(
-                f"The model's chat template refused the prompt: {error} Try "
-                f"{'without --system' if system is not None else '--no-chat-template'}."
-            ) from error
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    if encoded["input_ids"].shape[1] == 0:
-        raise ValueError("The tokenizer makes nothing of the prompt: it has no tokens. Write another one.")
-    return {key: encoded[key] for key in ("input_ids", "attention_mask") if key in encoded}
+    from ..prompts import encode_prompt
+
+    try:
+        return encode_prompt(tokenizer, prompt, use_template, system=system)
+    except ValueError as error:
+        instead = "Write another one"
+        if has_template and use_template:
+            instead = f"Write another one, or try {'without --system' if system is not None else '--no-chat-template'}"
+        raise ValueError(f"{error} {instead}.") from error

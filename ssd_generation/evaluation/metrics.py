@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 __all__ = ["ROUGE_TYPES", "Interval", "bootstrap", "load_pass_at_k", "load_rouge", "paired_difference", "pass_at_k"]
 
@@ -70,9 +71,9 @@ def bootstrap(values: Sequence[float], confidence: float = 0.95, resamples: int 
             f"A bootstrap needs a confidence between 0 and 1 and at least one resample, but got "
             f"confidence={confidence} and resamples={resamples}."
         )
-    generator = random.Random(seed)
-    count = len(values)
-    means = sorted(math.fsum(generator.choices(values, k=count)) / count for _ in range(resamples))
+    generator = np.random.default_rng(seed)
+    given, count = np.asarray(values, dtype=np.float64), len(values)
+    means: list[float] = sorted(float(given[generator.integers(count, size=count)].mean()) for _ in range(resamples))
     tail = (1.0 - confidence) / 2.0
     mean = math.fsum(values) / count
     low = means[min(int(tail * resamples), resamples - 1)]
@@ -104,12 +105,20 @@ def paired_difference(
     return bootstrap([a - b for a, b in zip(first, second, strict=True)], confidence, resamples, seed)
 
 
+class _Tokenizer:
+    """A function as `rouge_score` wants it."""
+
+    def __init__(self, tokenize: Callable[[str], list[str]]) -> None:
+        self.tokenize = tokenize
+
+
 def load_rouge() -> Any:
     """ROUGE as an `evaluate.Metric` over `rouge_score`; takes what the hub's `evaluate.load("rouge")` takes.
 
-    `compute(predictions=…, references=…, rouge_types=…, use_stemmer=…, use_aggregator=…)` gives F-measures: a mean for
-    each type, or with `use_aggregator=False` a list with one for each sample. References may be lists of texts; the
-    best counts.
+    `compute(predictions=…, references=…, rouge_types=…, use_stemmer=…, tokenizer=…, use_aggregator=…)` gives
+    F-measures: with `use_aggregator=False` a list for each type, with one for each sample, as the hub's; else their
+    mean. (The hub's aggregate is the median of a bootstrap without a seed: near the mean, another in every run.)
+    References may be lists of texts; the best counts.
     """
     import datasets
     import evaluate
@@ -135,9 +144,11 @@ def load_rouge() -> Any:
             rouge_types: Sequence[str] | None = None,
             use_aggregator: bool = True,
             use_stemmer: bool = False,
+            tokenizer: Callable[[str], list[str]] | None = None,
         ) -> dict[str, Any]:
-            types = list(rouge_types or ROUGE_TYPES)
-            scorer = rouge_scorer.RougeScorer(types, use_stemmer=use_stemmer)
+            types = list(rouge_types or (*ROUGE_TYPES, "rougeLsum"))
+            own = None if tokenizer is None else _Tokenizer(tokenizer)
+            scorer = rouge_scorer.RougeScorer(types, use_stemmer=use_stemmer, tokenizer=own)
             rows: dict[str, list[float]] = {name: [] for name in types}
             for said, wanted in zip(predictions, references, strict=True):
                 scores = scorer.score(wanted, said) if isinstance(wanted, str) else scorer.score_multi(wanted, said)

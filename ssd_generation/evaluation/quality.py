@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..side_by_side.figures import finished_calls
+from ..side_by_side.figures import latest_calls
 from ..side_by_side.methods import PLAIN
 from .metrics import bootstrap, paired_difference, pass_at_k
 from .tasks import Task
@@ -34,7 +34,7 @@ def quality_of(task: Task, rows: Sequence[Row], methods: Sequence[str], ks: Sequ
         task: that was asked.
         rows: the lines of rows.jsonl.
         methods: their names, plain decoding among them.
-        ks: of pass@k; those above the number of answers to a question are left out.
+        ks: of pass@k; a question with fewer answers than k is left out of it.
 
     Returns:
         By method and metric: `mean`, `low` and `high` (95 %), `questions`; of the others also `difference` to plain
@@ -64,7 +64,7 @@ def quality_of(task: Task, rows: Sequence[Row], methods: Sequence[str], ks: Sequ
 def _metrics(task: Task, rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """By method, metric and question."""
     samples = {sample.id: sample for sample in task.samples}
-    calls = [row for row in _latest(rows) if row["prompt"] in samples]
+    calls = [row for row in latest_calls(rows) if row["prompt"] in samples]
     scores = task.scores([(samples[row["prompt"]], task.answer(row["text"])) for row in calls])
     answers: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for metric, values in scores.items():
@@ -83,21 +83,14 @@ def _pass_rates(task: Task, rows: Sequence[Row], ks: Sequence[int]) -> dict[str,
     """By method, `pass@k` and question; of calls whose answers were run."""
     verdicts = verdicts_of(rows)
     outcomes: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    for row in _latest(rows):
+    for row in latest_calls(rows):
         verdict = verdicts.get((row["prompt"], row["method"], row["repeat"]))
         if verdict is not None:
             outcomes[row["method"]][row["prompt"]].append(verdict["status"] == "passed")
     found: dict[str, dict[str, dict[str, float]]] = {}
     for method, by_question in outcomes.items():
-        fewest = min(map(len, by_question.values()))
-        found[method] = {
-            f"pass@{k}": {question: pass_at_k(len(o), sum(o), k) for question, o in by_question.items()}
-            for k in ks
-            if k <= fewest
+        rates = {
+            f"pass@{k}": {q: pass_at_k(len(o), sum(o), k) for q, o in by_question.items() if len(o) >= k} for k in ks
         }
+        found[method] = {name: by_question for name, by_question in rates.items() if by_question}
     return found
-
-
-def _latest(rows: Sequence[Row]) -> list[Row]:
-    """One call for each question, method and repeat: plain's may have been repeated after an interruption."""
-    return list({(row["prompt"], row["method"], row["repeat"]): row for row in finished_calls(rows)}.values())

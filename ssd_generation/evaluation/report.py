@@ -10,7 +10,7 @@ from typing import Any
 
 from ..files import replacing
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
-from ..side_by_side.figures import finished_calls
+from ..side_by_side.figures import latest_calls
 from ..side_by_side.methods import PLAIN
 from ..side_by_side.report import COLOURS, MARKERS, conditions, markdown, markdown_table, new_figure
 from ..side_by_side.runner import write_summary
@@ -50,7 +50,12 @@ def _points(interval: Mapping[str, float]) -> str:
 def quality_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and lines: what each method's answers are worth, and the difference to plain decoding's, in percent."""
     metrics = _metrics_of(summary)
-    header = ["method", *(_NAMES.get(metric, metric) for metric in metrics), "difference to plain", "as good as plain"]
+    header = [
+        "method",
+        *(_NAMES.get(metric, metric) for metric in metrics),
+        "difference to plain",
+        "same score as plain",
+    ]
     lines = []
     for method, entry in summary["quality"].items():
         main = entry.get(metrics[0], {})
@@ -73,6 +78,18 @@ def quality_notes(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             "Percent, with 95 % intervals, bootstrapped over questions; the difference to plain decoding is that of "
             f"{_NAMES.get(metrics[0], metrics[0])}, question by question."
+        )
+    for method, entry in summary["quality"].items():
+        most = max((found["questions"] for found in entry.values()), default=0)
+        lines += [
+            f"{method}: {_NAMES.get(metric, metric)} is that of {found['questions']} of {most} questions; the others "
+            "have too few answers."
+            for metric, found in entry.items()
+            if found["questions"] < most
+        ]
+    if left_out := summary["arguments"].get("turns_left_out"):
+        lines.append(
+            f"{left_out} later turns of conversations were not asked: this model has no chat template, and so no turns."
         )
     code = summary["code"]
     if code and code["not_run"]:
@@ -228,7 +245,7 @@ def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -
 def _accepted_per_round(rows: Sequence[Row]) -> dict[str, Counter[int]]:
     """By method of this library: how many rounds have accepted 0, 1, 2, … drafted tokens."""
     accepted: dict[str, Counter[int]] = {}
-    for row in finished_calls(rows):
+    for row in latest_calls(rows):
         if row["speculation"] is not None and row["speculation"]["rounds"]:
             counts = accepted.setdefault(row["method"], Counter())
             for tokens, times in row["speculation"]["tokens_per_round_histogram"].items():

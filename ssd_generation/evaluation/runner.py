@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..config import SelfSpeculativeConfig
 from ..run_folder import RunFolder, read_rows
 from ..side_by_side.calls import TimedCall
+from ..side_by_side.environment import take_over_sessions
 from ..side_by_side.figures import finished_calls
-from ..side_by_side.methods import PLAIN
+from ..side_by_side.methods import PLAIN, of_config
 from ..side_by_side.runner import Observer, Progress, RunSettings, SideBySide
 from .quality import quality_of, verdicts_of
 from .report import write_evaluation
@@ -83,12 +84,12 @@ class EvaluationSettings(RunSettings):
         return options if self.top_p is None else {**options, "top_p": self.top_p}
 
 
-def default_methods(has_config: bool, has_assistant: bool) -> tuple[str, ...]:
+def default_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
     """What is compared unless asked otherwise."""
     return (
         PLAIN,
         "auto",
-        *(("config", "paper") if has_config else ()),
+        *of_config(config),
         "prompt-lookup-10",
         *(("assistant",) if has_assistant else ()),
     )
@@ -244,6 +245,7 @@ def _gather(folder: RunFolder) -> None:
             # A kill may have come between taking a row over and removing it there.
             if json.dumps(row, sort_keys=True) not in known:
                 folder.append(row)
+        take_over_sessions(folder, part)
         for file in part.iterdir():
             file.unlink()
         part.rmdir()
@@ -317,10 +319,11 @@ class Evaluation(SideBySide):
         names = [method.name for method in self.methods]
         ks = self.folder.arguments["ks"]
         summary["quality"] = quality_of(self.task, self.rows, names, ks)
+        calls = {(row["prompt"], row["method"], row["repeat"]): row for row in self.rows if row["kind"] == "call"}
         summary["failed_rows"] = [
             {key: row[key] for key in ("prompt", "method", "repeat", "error")}
-            for row in self.rows
-            if row["kind"] == "call" and "error" in row
+            for row in calls.values()
+            if "error" in row
         ]
         summary["code"] = _code_summary(self.task, self.rows, names)
         return write_evaluation(self.folder, summary, self.rows)
@@ -329,7 +332,9 @@ class Evaluation(SideBySide):
         """Run the answers that have not been run, equal programs once."""
         assert self.code is not None
         places = {sample.id: index for index, sample in enumerate(self.task.samples)}
-        done = verdicts_of(self.rows)
+        # Whoever gives programs more time, or less, wants them to be run again.
+        limits = {**asdict(self.code.limits), "allow_weaker": self.code.allow_weaker}
+        done = {key: row for key, row in verdicts_of(self.rows).items() if row.get("limits", limits) == limits}
         known = {row["program"]: row for row in done.values()}
         programs: dict[str, str] = {}
         waiting: dict[str, list[tuple[str, str, int]]] = {}
@@ -349,6 +354,7 @@ class Evaluation(SideBySide):
                 self.observe(Progress(settled, len(waiting), "running the answers", {}))
             for prompt, method, repeat in waiting[name]:
                 row = {"kind": "verdict", "prompt": prompt, "method": method, "repeat": repeat, "program": name}
+                row["limits"] = limits
                 self.folder.append(row | {key: outcome[key] for key in ("status", "detail", "seconds")})
 
         for name in programs:

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import marshal
 import math
 import os
@@ -299,15 +300,20 @@ def _settings(limits: Limits, kernel: _Kernel, folder: str) -> dict[str, Any]:
         network, scope = 3 * (version >= 4), 3 * (version >= 6)
         landlock = {"version": version, "files": files, "network": network, "scope": scope}
     own_libraries = [os.path.join(sys.base_exec_prefix, name) for name in ("lib", "lib64")]
-    searched = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(path)]
     return {
         "limits": resources,
         "drop privileges": True,
         "landlock": landlock,
         "seccomp": seccomp,
         "hook": _uncovered(kernel),
-        "readable": [folder, *_READABLE, *own_libraries, *searched],
+        "readable": [folder, *_READABLE, *own_libraries, *_searched_libraries()],
     }
+
+
+def _searched_libraries() -> list[str]:
+    """What the loader is told to find elsewhere: the libraries alone, since such a folder may hold anything."""
+    folders = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(path)]
+    return [file for path in folders for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.so*")))]
 
 
 def protections() -> dict[str, str]:

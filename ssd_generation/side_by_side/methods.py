@@ -12,7 +12,17 @@ from typing import Any
 from ..config import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
 from ..sublayers import DecoderLayout, locate_sublayers
 
-__all__ = ["METHODS", "PLAIN", "Method", "check_methods", "default_methods", "make_methods", "portable", "random_half"]
+__all__ = [
+    "METHODS",
+    "PLAIN",
+    "Method",
+    "check_methods",
+    "default_methods",
+    "make_methods",
+    "of_config",
+    "portable",
+    "random_half",
+]
 
 PLAIN = "plain"
 
@@ -36,6 +46,7 @@ METHODS: Mapping[str, str] = {
 
 _NUMBERED = {"prompt-lookup": "prompt_lookup_num_tokens", "early-exit": "assistant_early_exit"}
 _NEEDS_CONFIG = ("skip", "config", "paper")
+_NEEDS_SKIP = ("skip", "paper")
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,18 @@ class Method:
         return request if isinstance(request, SelfSpeculativeConfig) else None
 
 
-def default_methods(has_config: bool, has_assistant: bool) -> tuple[str, ...]:
+def of_config(config: SelfSpeculativeConfig | None) -> tuple[str, ...]:
+    """The methods that a config gives something to compare: there is no setting of the paper's without a skip set."""
+    return () if config is None else ("config", "paper") if config.skip else ("config",)
+
+
+def default_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
     """What is compared unless asked otherwise."""
     return (
         PLAIN,
         "auto",
         "auto-free",
-        *(("config", "paper") if has_config else ()),
+        *of_config(config),
         "plain-loop",
         "prompt-lookup-2",
         "prompt-lookup-3",
@@ -77,8 +93,13 @@ def default_methods(has_config: bool, has_assistant: bool) -> tuple[str, ...]:
     )
 
 
-def check_methods(names: Sequence[str], has_config: bool, has_assistant: bool) -> tuple[str, ...]:
+def check_methods(names: Sequence[str], config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
     """Names of methods, checked before a model is loaded, plain decoding first.
+
+    Args:
+        names: see `METHODS`.
+        config: of the methods that need one.
+        has_assistant: whether there is a model for `assistant`.
 
     Raises:
         ValueError: an unknown or repeated name, nothing to compare with plain decoding, or a method without what it
@@ -90,8 +111,7 @@ def check_methods(names: Sequence[str], has_config: bool, has_assistant: bool) -
             raise ValueError(f"There is no method {name!r}. Choose from {', '.join(METHODS)}.")
         if kind in _NUMBERED and _number_of(name)[1] < 1:
             raise ValueError(f"The method {kind}-N needs a number of at least 1, such as {kind}-3, but got {name!r}.")
-        if name in _NEEDS_CONFIG and not has_config:
-            raise ValueError(f"The method {name!r} needs a config that says what to skip. Name one with --config.")
+        _check_config(name, config)
         if name == "assistant" and not has_assistant:
             raise ValueError("The method 'assistant' needs an assistant model. Name one with --assistant.")
         if names.count(name) > 1:
@@ -136,9 +156,8 @@ def _request(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: 
 
 def _mode_config(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: int) -> SelfSpeculativeConfig:
     """The config of one of this library's modes."""
-    if name in _NEEDS_CONFIG:
-        if config is None:
-            raise ValueError(f"The method {name!r} needs a config that says what to skip. Name one with --config.")
+    _check_config(name, config)
+    if config is not None and name in _NEEDS_CONFIG:
         if name == "config":
             return config
         if name == "paper":
@@ -155,6 +174,16 @@ def _mode_config(name: str, model: Any, config: SelfSpeculativeConfig | None, se
         return SelfSpeculativeConfig(skip=random_half(locate_sublayers(model), seed))
     assert name == "plain-loop", name
     return SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+
+
+def _check_config(name: str, config: SelfSpeculativeConfig | None) -> None:
+    if name in _NEEDS_CONFIG and config is None:
+        raise ValueError(f"The method {name!r} needs a config. Name one with --config.")
+    if name in _NEEDS_SKIP and config is not None and not config.skip:
+        raise ValueError(
+            f"The method {name!r} drafts by a skip set alone, but this config skips nothing. Name another one with "
+            "--config, or layers with --skip-attention and --skip-mlp."
+        )
 
 
 def _number_of(name: str) -> tuple[str, int]:

@@ -111,7 +111,7 @@ def memory_cell(memory: Mapping[str, Any]) -> str:
 
 def conditions(summary: Mapping[str, Any]) -> list[str]:
     """What was measured and on what, a sentence each."""
-    arguments, environment = summary["arguments"], summary["environment"] or {}
+    arguments = summary["arguments"]
     prompts = sum(summary["prompts_per_category"].values())
     decoding = "greedy"
     if arguments["do_sample"]:
@@ -119,6 +119,12 @@ def conditions(summary: Mapping[str, Any]) -> list[str]:
             f", {name} {arguments[name]:g}" for name in ("temperature", "top_p") if arguments.get(name) is not None
         )
     is_evaluation = "task" in arguments
+    asked = ""
+    if "style" in arguments:
+        asked = f" (style {arguments['style']!r}"
+        if shots := arguments.get("shots"):
+            asked += f", {shots} {'example' if shots == 1 else 'examples'} before each"
+        asked += ")"
     length = (
         f"up to {arguments['new_tokens']} new tokens"
         if is_evaluation
@@ -129,20 +135,15 @@ def conditions(summary: Mapping[str, Any]) -> list[str]:
         repeats = f"{arguments['repeats']} {'answers each' if is_evaluation else 'repeats'}"
     count = len(summary["prompts_per_category"])
     lines = [
-        f"{prompts} prompts in {count} {'category' if count == 1 else 'categories'}, {repeats}, {length}, {decoding}, "
-        "methods interleaved prompt by prompt."
+        f"{prompts} prompts in {count} {'category' if count == 1 else 'categories'}{asked}, {repeats}, {length}, "
+        f"{decoding}, methods interleaved prompt by prompt."
     ]
-    if environment:
-        versions = environment["versions"]
-        place = environment["device"]
-        if "cpu" in environment:
-            place = f"{environment['cpu']}, {environment['threads']} of {environment['cpu_count']} CPUs"
-        commit, dirty, _ = (environment.get("commit") or "").partition("-dirty")
-        commit = f" ({commit[:10]}{dirty})" if commit else ""
+    if summary["environment"]:
+        lines.append(_place(summary["environment"]))
+    if others := summary.get("other_environments"):
         lines.append(
-            f"{environment['model']} in {environment['dtype']} ({environment['attention_implementation']}) on {place}; "
-            f"torch {versions['torch']}, transformers {versions['transformers']}, ssd_generation "
-            f"{versions['ssd_generation']}{commit}."
+            "Part of it was measured in earlier sessions elsewhere, or by another version (ratios are taken within a "
+            f"session): {' '.join(map(_place, others))}"
         )
     if summary["kind"] == "paired":
         lines.append("Ratios above 1 mean that this checkout is faster than the other.")
@@ -152,6 +153,21 @@ def conditions(summary: Mapping[str, Any]) -> list[str]:
             "The geometric mean is that of the categories' medians."
         )
     return lines
+
+
+def _place(environment: Mapping[str, Any]) -> str:
+    """A machine, and the versions there."""
+    versions = environment["versions"]
+    place = environment["device"]
+    if "cpu" in environment:
+        place = f"{environment['cpu']}, {environment['threads']} of {environment['cpu_count']} CPUs"
+    commit, dirty, _ = (environment.get("commit") or "").partition("-dirty")
+    commit = f" ({commit[:10]}{dirty})" if commit else ""
+    return (
+        f"{environment['model']} in {environment['dtype']} ({environment['attention_implementation']}) on {place}; "
+        f"torch {versions['torch']}, transformers {versions['transformers']}, ssd_generation "
+        f"{versions['ssd_generation']}{commit}."
+    )
 
 
 def problems(summary: Mapping[str, Any]) -> list[str]:

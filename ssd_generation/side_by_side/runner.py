@@ -18,7 +18,7 @@ from ..generation import enable_self_speculative
 from ..precision import copy_bytes, drop_copies
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
 from .calls import Caller, TimedCall, first_line, load_average
-from .environment import run_environment, start_session
+from .environment import run_environment, sessions_of, start_session, where_measured
 from .figures import ratios_so_far, summarise
 from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
@@ -162,8 +162,9 @@ class SideBySide:
         self.caller = Caller(model, assistant)
         self.options = settings.options(getattr(model.generation_config, "pad_token_id", None))
         self.methods = make_methods(settings.methods, model, config, settings.seed)
-        self.environment = start_session(folder, run_environment(model))
         self.session = max((row.get("session", 0) for row in self.rows), default=0) + 1
+        self.environment = run_environment(model)
+        start_session(folder, self.environment, self.session)
         self.failed = {row["method"] for row in self.rows if row["kind"] == "failed"}
         self.copies: dict[str, int] = {}
         self.configs: dict[str, SelfSpeculativeConfig] = {}
@@ -214,7 +215,8 @@ class SideBySide:
         return range(self.part[0], len(self.items), self.part[1])
 
     def everything(self) -> None:
-        finished = {key for key in _finished(self.rows) if key[0] in {self.items[i].id for i in self._mine()}}
+        mine = {self.items[index].id for index in self._mine()}
+        finished = {key for key in _finished(self.rows) if key[0] in mine}
         measured = {row["method"] for row in self.rows if row["kind"] == "memory"}
         wanted = [
             (repeat, index, method)
@@ -379,7 +381,8 @@ class SideBySide:
 
     def summary(self, complete: bool) -> dict[str, Any]:
         """Summarise what there is, and write it down."""
-        summary = summarise(self.rows, self.folder.arguments, self.environment, weight_bytes(self.model))
+        places = where_measured(sessions_of(self.folder.path), self.rows) or [self.environment]
+        summary = summarise(self.rows, self.folder.arguments, places, weight_bytes(self.model))
         rows = len(self.methods) * len(self.items) * self.settings.repeats
         failed = len(self.failed) * len(self.items) * self.settings.repeats
         done = len(_finished(self.rows))
