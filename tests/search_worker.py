@@ -33,6 +33,7 @@ def cost_profile(**changes: Any) -> CostProfile:
         "checked": {},
         "measured_on": "a machine of the tests",
         "model_type": "llama",
+        "hidden_size": 64,
         "num_layers": LAYERS,
         "shares": {"attention": (1.0,) * LAYERS, "mlp": (1.0,) * LAYERS},
     }
@@ -55,13 +56,15 @@ def worker(
     name: str = "s",
     about: dict[str, Any] | None = None,
     new: int = 24,
+    layers: int = LAYERS,
     **more: Any,
 ) -> tuple[Search, Space]:
     settings = settings or SearchSettings(depth=3)
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=layers)
     space = space_of(model)
     study = open_study(name, storage, settings, about or {"of": "a test"})
-    return Search(model, calibration(model, new=new), cost_profile(), space, study, settings, **more), space
+    profile = cost_profile(num_layers=layers, shares={"attention": (1.0,) * layers, "mlp": (1.0,) * layers})
+    return Search(model, calibration(model, new=new), profile, space, study, settings, **more), space
 
 
 if __name__ == "__main__":

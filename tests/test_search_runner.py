@@ -19,6 +19,7 @@ from ssd_generation.passes import FlatPasses
 from ssd_generation.prompts import Prompt
 from ssd_generation.search import calibration as calibration_module
 from ssd_generation.search import profile as profile_module
+from ssd_generation.search import runner as runner_module
 from ssd_generation.search.calibration import calibrate, calibration_prompts, describe_weights
 from ssd_generation.search.confirm import confirm, generated_acceptance
 from ssd_generation.search.plots import plot_all, plot_map, plot_progress, sensitivities
@@ -112,6 +113,7 @@ def test_a_draft_step_is_the_sum_of_its_parts() -> None:
         checked={},
         measured_on="x",
         model_type="llama",
+        hidden_size=32,
         num_layers=4,
         shares={"attention": (1.0, 1.0, 1.0, 1.0), "mlp": (0.5, 1.5, 1.0, 1.0)},
     )
@@ -134,7 +136,8 @@ def test_a_profile_knows_where_it_is_from(profile: CostProfile) -> None:
     (difference,) = profile.compared_with(model_of().to(torch.bfloat16))
     assert "float32" in difference and "bfloat16" in difference
     assert any(
-        "with 4 layers, and this is a llama with 6" in d for d in profile.compared_with(model_of(num_hidden_layers=6))
+        "of 4 layers and width 64, and this is a llama of 6" in d
+        for d in profile.compared_with(model_of(num_hidden_layers=6))
     )
 
 
@@ -186,9 +189,11 @@ def test_continuations_are_generated_once(monkeypatch: pytest.MonkeyPatch, own_c
         ids[:, : first.texts[0].prompt_length], attention_mask=None, max_new_tokens=6, do_sample=False
     )
     assert torch.equal(plain, ids)
-    # Another model's text is another.
+    # Another model says something else, but was asked the same.
     other = calibrate(model_of(seed=1), TOKENIZER, prompts, new_tokens=6)
-    assert other.digest != first.digest
+    assert other.passes == 14 and other.digest == first.digest
+    assert calibrate(model, TOKENIZER, prompts, new_tokens=5).digest != first.digest
+    assert calibrate(model, TOKENIZER, prompts[:1], new_tokens=6).digest != first.digest
     assert describe_weights(model_of(seed=1)) != describe_weights(model)
     for file in (own_cache / "calibration").iterdir():
         file.write_text("damaged")
@@ -203,8 +208,8 @@ def test_prompts_that_do_not_fit_are_named() -> None:
     long = Prompt("long-one", "x", "rain " * 600)
     with pytest.raises(ValueError, match=r"'long-one' has .* context of 512"):
         calibrate(model_of(), TOKENIZER, [long])
-    with pytest.raises(ValueError, match="at least one token"):
-        calibrate(model_of(), TOKENIZER, [long], new_tokens=0)
+    with pytest.raises(ValueError, match=r"at least two tokens.*but got new_tokens=1"):
+        calibrate(model_of(), TOKENIZER, [long], new_tokens=1)
 
 
 def test_data_sets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +357,96 @@ def test_going_on_uses_the_costs_of_the_study(done: tuple[Path, Any], profile: C
         search(model_of(), TOKENIZER, 1, output=tmp_path / "file")
 
 
+class Told:
+    """What a search says."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.warnings: list[str] = []
+
+    def stage(self, name: str) -> None:
+        self.stages.append(name)
+
+    def step(self, text: str, done: int, total: int) -> None:
+        pass
+
+    def trial(self, found: Found, trials: int) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+SMALL: dict[str, Any] = {"num_prompts": 2, "held_out_prompts": 1, "new_tokens": 6, "draft_memory": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"new_tokens": 1}, "at least two tokens"),
+        ({"new_tokens": 508}, "context of 512"),
+        ({"configs": [SelfSpeculativeConfig(precision="int8")]}, "not to be had"),
+        ({"settings": SearchSettings(depth=4), "storage": "a study"}, "made for something else"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_slow(
+    changes: dict[str, Any],
+    message: str,
+    profile: CostProfile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "storage" in changes:
+        changes["storage"] = str(tmp_path / "s.db")
+        search(model_of(), TOKENIZER, 1, profile=profile, confirmed=0, **{**SMALL, "storage": changes["storage"]})
+    monkeypatch.setattr(runner_module, "measure_profile", lambda *args, **kwargs: pytest.fail("was measured"))
+    monkeypatch.setattr(runner_module, "calibrate", lambda *args, **kwargs: pytest.fail("was generated"))
+    with pytest.raises(ValueError, match=message):
+        search(model_of(), TOKENIZER, 4, **{**SMALL, **changes})
+
+
+def test_the_config_is_there_before_the_timing(
+    profile: CostProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner_module, "confirm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        search(model_of(), TOKENIZER, 3, output=tmp_path, profile=profile, **SMALL)
+    written = json.loads((tmp_path / "search.json").read_text())
+    assert written["trials"] == 3 and written["confirmed"] is None and written["held_out"] is not None
+    config = SelfSpeculativeConfig.from_pretrained(tmp_path)
+    assert config.costs is not None and config.provenance is not None
+
+
+def test_what_is_not_as_was_asked_is_said(profile: CostProfile, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "the rain"}\n{"prompt": "a river"}\n')
+    told = Told()
+    elsewhere = replace(profile, measured_on="a machine far away")
+    small = {**SMALL, "num_prompts": 3, "prompts": str(file), "observer": told, "confirmed": 0}
+    result = search(model_of(num_hidden_layers=2), TOKENIZER, 30, profile=cut(elsewhere, 2), **small)
+    assert len(result.found.tried) == 12 and result.held_out is None
+    said = "\n".join(told.warnings)
+    assert "There are 12 drafts of this model to try, so these are tried, instead of 30." in said
+    assert "There are 2 prompts to judge drafts on, instead of 3." in said
+    assert "There are 0 prompts to hold back, instead of 1. What is found is reported" in said
+    assert "The costs are not of this machine and model: it was measured on a machine far away" in said
+
+
+def cut(profile: CostProfile, layers: int) -> CostProfile:
+    """As of a model with fewer layers."""
+    return replace(profile, num_layers=layers, shares={k: v[:layers] for k, v in profile.shares.items()})
+
+
+def test_a_prompt_file_of_blank_rows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = SimpleNamespace(rows=[{"text": " "}], column="text", name="blank")
+    monkeypatch.setattr(calibration_module, "hub_rows", lambda *args: rows)
+    with pytest.raises(ValueError, match="'some/data' holds no prompt"):
+        calibration_prompts("some/data")
+
+
 def test_plots(done: tuple[Path, Any], tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     paths = plot_all(done[1].found, done[1].profile, done[1].space, tmp_path)
@@ -400,6 +495,11 @@ def test_profile_and_search_and_retarget(ssd: Any, folder: str, tmp_path: Path) 
     assert run.status == 0, run.err
     assert json.loads(run.out)["config"]["skip"] is not None
     assert (tmp_path / "there" / "self_speculative_config.json").is_file()
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_text(costs.read_text().replace('"measured_on": "', '"measured_on": "a phone, '))
+    run = ssd("search", folder, "--trials", "2", "--costs", str(elsewhere), "-o", str(tmp_path / "o"), *SHORT)
+    assert run.status == 0 and "The costs are not of this machine and model: it was measured on a phone" in run.err
+    assert f"ssd generate --model {folder} --dtype float32 --config" in run.out
     run = ssd("search", folder, "--trials", "12", "--skip-only", "-o", str(out), "--json", *SHORT)
     assert json.loads(run.out)["trials"] == 12
 
@@ -412,6 +512,9 @@ def test_profile_and_search_and_retarget(ssd: Any, folder: str, tmp_path: Path) 
         (["search", "demo", "--sampler", "magic"], "no sampler 'magic'"),
         (["search", "demo", "--costs", "nowhere.json"], "no cost profile 'nowhere.json'"),
         (["profile", "demo", "--contexts", "many"], "--contexts takes numbers"),
+        (["profile", "demo", "-o", "no/folder/costs.json"], "no folder 'no/folder'"),
+        (["search", "demo", "--sampler", "nsga2", "--objective", "acceptance"], "cannot go by the objective"),
+        (["search", "demo", "--new-tokens", "1"], "--new-tokens"),
     ],
 )
 def test_mistakes_are_told_in_a_line(ssd: Any, arguments: list[str], message: str) -> None:

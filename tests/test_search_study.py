@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import os
 import random
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -15,17 +18,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.storages.journal import JournalFileSymlinkLock
-from optuna.trial import TrialState
+from optuna.trial import TrialState, create_trial
+from sqlalchemy import event
 
 from search_worker import calibration, cost_profile, worker
 from ssd_generation import SelfSpeculativeConfig, SkipConfig
 from ssd_generation.acceptance import Acceptance
+from ssd_generation.acceptance import judge as judge_really
+from ssd_generation.config import Provenance
 from ssd_generation.search.proposals import forward_selection, warm_start
 from ssd_generation.search.runner import read_study, retarget
 from ssd_generation.search.space import SKIP, space_of
@@ -33,6 +40,7 @@ from ssd_generation.search.study import (
     Found,
     SearchSettings,
     Tried,
+    claim,
     mean_acceptance,
     open_study,
     storage_of,
@@ -176,6 +184,8 @@ def test_no_trials_is_no_search() -> None:
         ({"exact_depth": 0}, "1 to 6, but got 0"),
         ({"depth": 2, "exact_depth": 3}, "1 to 2, but got 3"),
         ({"budget": 1.5}, "up to 1, but got 1.5"),
+        ({"sampler": "nsga2", "objective": "acceptance"}, "cannot go by the objective 'acceptance'"),
+        ({"sampler": "nsga2", "objective": "tokens-per-second"}, "cannot go by the objective 'tokens-per-second'"),
     ],
 )
 def test_settings_are_checked(arguments: dict[str, Any], message: str) -> None:
@@ -195,6 +205,127 @@ def test_a_study_of_something_else_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="made for something else"):
         worker(storage, name="other")
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_a_small_space_is_searched_to_its_end(warm_start: bool) -> None:
+    search, space = worker(memory(), SearchSettings(depth=3, warm_start=warm_start), layers=2)
+    drafts = [dict(zip(space.choices, c, strict=True)) for c in itertools.product(*space.choices.values())]
+    assert space.size == sum(map(space.is_possible, drafts)) == 12
+    assert len(search.run(40).tried) == 12
+
+
+def test_drafts_are_given_to_a_study_that_goes_on() -> None:
+    storage = memory()
+    worker(storage)[0].run(2)
+    config = SelfSpeculativeConfig(SkipConfig([1, 2], [0, 3]))
+    search, space = worker(storage, configs=[config])
+    found = search.run(12)
+    assert [t.choices for t in found.tried if t.origin == "given"] == [space.from_config(config)]
+
+
+def test_all_go_by_what_the_first_has_claimed() -> None:
+    storage = memory()
+    studies = [worker(storage)[0].study for _ in range(2)]
+    first, second = {"profile": {"a": 1}, "context": 5}, {"profile": {"a": 2}, "context": 6}
+    assert claim(studies[0], first) == first and claim(studies[1], second) == first
+    assert studies[1].user_attrs["profile"] == first["profile"] and studies[1].user_attrs["context"] == 5
+    # Both at the same moment: neither has seen the other's yet.
+    late, _ = worker(memory(), name="late")
+    for facts in (first, second):
+        late.study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"claims": facts, "dropped": "claims"}))
+    assert claim(late.study, second) == first
+    # They are no drafts.
+    assert len(late.run(3).tried) == 3
+
+
+def running(study: optuna.Study, host: str, began: float, key: str | None = None) -> None:
+    """A trial that another worker is at, or was."""
+    worker = {"host": host, "pid": 1, "started": None}
+    attrs = {"worker": worker, "choices": {}} | ({} if key is None else {"key": key})
+    trial = create_trial(state=TrialState.RUNNING, user_attrs=attrs)
+    trial.datetime_start = datetime.fromtimestamp(began)
+    study.add_trial(trial)
+
+
+def test_a_worker_elsewhere_that_is_silent_is_taken_for_dead() -> None:
+    search, _ = worker(memory())
+    running(search.study, "elsewhere", time.time() - 2 * 900, key="skkkkkkk")
+    found = search.run(9)
+    assert len(found.tried) == 9
+    # What it was at is judged by this one.
+    assert len({t.number for t in found.tried if t.origin == "single"}) == 8
+
+
+def test_the_last_trials_of_others_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _ = worker(memory())
+    search.run(2)
+    running(search.study, "elsewhere", time.time())
+    waited: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(len(tried_in(search.study).tried))
+        assert len(waited) < 5
+        if len(waited) == 3:
+            (theirs,) = [t.number for t in search.study.trials if t.state is TrialState.RUNNING]
+            search.study.tell(theirs, state=TrialState.FAIL)
+
+    monkeypatch.setattr("ssd_generation.search.study.time.sleep", sleep)
+    told: list[int] = []
+    assert len(search.run(3, lambda found: told.append(len(found.tried))).tried) == 3
+    assert waited == [2, 2, 2] and told == [2, 2, 2, 3]
+
+
+def test_a_worker_that_was_taken_for_dead_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _ = worker(memory())
+    suspended: list[int] = []
+
+    def judge(*args: Any) -> Any:
+        if not suspended:
+            (mine,) = [t.number for t in search.study.get_trials() if t.state is TrialState.RUNNING]
+            suspended.append(mine)
+            search.study.tell(mine, state=TrialState.FAIL)
+        return judge_really(*args)
+
+    monkeypatch.setattr("ssd_generation.search.study.judge", judge)
+    found = search.run(9)
+    assert len(found.tried) == 9 and suspended == [0]
+    assert Counter(t.origin for t in found.tried)["single"] == 8, "the draft was judged after all"
+
+
+def test_what_is_wrong_with_a_draft_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(*args: Any) -> Any:
+        raise ValueError("no such draft")
+
+    monkeypatch.setattr("ssd_generation.search.study.judge", judge)
+    with pytest.raises(ValueError, match="no such draft"):
+        worker(memory())[0].run(2)
+
+
+def test_a_storage_that_fails_in_the_middle_is_told(tmp_path: Path) -> None:
+    search, _ = worker(storage_of(f"{tmp_path}/s.db"))
+    search.run(2)
+
+    def full(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith(("INSERT", "UPDATE")):
+            raise sqlite3.OperationalError("database or disk is full")
+
+    engine = search.study._storage._backend.engine  # type: ignore[attr-defined]
+    event.listen(engine, "before_cursor_execute", full)
+    with pytest.raises(OSError, match=r"storage of the study 's' fails: .*disk is full.*judged before are kept"):
+        search.run(4)
+    event.remove(engine, "before_cursor_execute", full)
+    assert len(worker(storage_of(f"{tmp_path}/s.db"))[0].run(4).tried) == 4
+
+
+def test_a_journal_whose_last_line_was_cut_short_can_be_read(tmp_path: Path) -> None:
+    journal = tmp_path / "s.log"
+    expected = letters(worker(storage_of(f"journal:{journal}"))[0].run(3))
+    with journal.open("ab") as file:
+        file.write(b'{"op_code":5,"worker_id"')
+    found = worker(storage_of(f"journal:{journal}"))[0].run(4)
+    assert letters(found)[:3] == expected and len(found.tried) == 4
+    assert not list(tmp_path.glob("*.lock"))
 
 
 @pytest.mark.parametrize("url", ["postgresql://ann:secret@127.0.0.1:1/x", "sqlite:////nowhere/at/all.db", "what://x"])
@@ -433,28 +564,49 @@ def test_few_trials_for_many_sublayers() -> None:
 def test_retarget_needs_no_model(tmp_path: Path) -> None:
     storage = f"{tmp_path}/s.db"
     search, space = worker(storage_of(storage))
-    search.study.set_user_attr("profile", cost_profile().to_dict())
-    search.study.set_user_attr("context", 64)
+    provenance = Provenance.from_model(search.model)
+    facts = {"profile": cost_profile().to_dict(), "context": 64, "provenance": provenance.to_dict()}
+    claim(search.study, facts)
     search.study.set_user_attr(
         "ssd_generation", {**search.study.user_attrs["ssd_generation"], "space": space.describe()}
     )
     before = search.run(40).best()[0]
-    same, _, context = retarget(storage, cost_profile())
-    assert (same[0].number, context) == (before.number, 64)
+    same, stored = retarget(storage, cost_profile())
+    assert (same[0].number, stored.context) == (before.number, 64)
+    assert stored.provenance == dataclasses.replace(provenance, source="ssd search")
     assert same[0].speedup == pytest.approx(before.speedup)
     # Where attention is all that costs something, leaving out MLPs saves nothing.
     other = cost_profile(attention={"keep": (0.24,)}, mlp={"keep": 0.0})
-    there, read, _ = retarget(storage, other)
-    assert read.choices == space.choices
+    there, read = retarget(storage, other)
+    assert read.space.choices == space.choices
     expected = max(there, key=lambda t: (t.speedup, -t.number))
     assert there[0] == expected
     assert any(name.startswith("attention") and c == SKIP for name, c in there[0].choices.items())
     with pytest.raises(ValueError, match="Profile the same model"):
         retarget(storage, cost_profile(num_layers=7))
+    with pytest.raises(
+        ValueError, match="of 4 layers and width 64, but the costs are of a llama of 4 layers and width 8"
+    ):
+        retarget(storage, cost_profile(hidden_size=8))
     with pytest.raises(ValueError, match="no study 'b'"):
         read_study(storage, "b")
     with pytest.raises(FileNotFoundError, match="no study in"):
         read_study(f"{tmp_path}/nothing.db")
+    for url in (f"sqlite:///{tmp_path}/typo.db", f"journal:{tmp_path}/typo.log"):
+        with pytest.raises(FileNotFoundError, match="no study in"):
+            read_study(url)
+    assert not list(tmp_path.glob("typo*"))
+
+
+def test_what_one_machine_gave_up_another_may_want(tmp_path: Path) -> None:
+    storage = f"{tmp_path}/s.db"
+    search, _ = worker(storage_of(storage), new=90, about={"space": space_of(tiny_model()).describe()})
+    facts = {"profile": cost_profile().to_dict(), "context": 64, "provenance": {}}
+    claim(search.study, facts)
+    tried = search.run(30).tried
+    assert any(t.pruned for t in tried)
+    there, _ = retarget(storage, cost_profile())
+    assert {t.number: t.pruned for t in there} == {t.number: t.pruned for t in tried}
 
 
 def test_the_queue_is_in_the_study_not_in_the_worker() -> None:

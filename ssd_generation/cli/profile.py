@@ -48,6 +48,8 @@ def profile(
     from .search_view import bar
 
     wanted = parse_contexts(contexts)
+    if output is not None and not output.expanduser().absolute().parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {str(output.parent)!r} to write the profile in. Make it first.")
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with quiet_libraries(), elsewhere:
         from ..search.profile import measure_profile
@@ -56,18 +58,24 @@ def profile(
         target, _ = load(model, dtype, device, device_map)
         with bar() as step:
             measured = measure_profile(target, contexts=wanted, repeats=repeats, progress=step)
-        if output is not None:
-            measured.save(output)
     if as_json:
         print_json(measured.to_dict())
+        _save(measured, output)
         return
     console = out()
     for table in profile_view(measured):
         console.print(table)
     for line in warnings_of(measured):
         err().print(line, style="yellow", soft_wrap=True)
-    if output is not None:
+    # Behind the figures: where they cannot be written, they have been seen.
+    if _save(measured, output):
         err().print(f"Written to {output}", style="dim", soft_wrap=True, markup=False)
+
+
+def _save(measured: CostProfile, output: Path | None) -> bool:
+    if output is not None:
+        measured.save(output.expanduser())
+    return output is not None
 
 
 def parse_contexts(text: str) -> list[int]:

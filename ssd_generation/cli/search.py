@@ -52,7 +52,8 @@ def search(
         typer.Option(
             min=0.0,
             metavar="SHARE",
-            help="The most that low-bit copies may take, as a share of the weights' bytes.",
+            help="The most that low-bit copies of a draft may take, as a share of the weights' bytes. (While "
+            "searching, those of all precisions are held.)",
             rich_help_panel=_WHAT,
         ),
     ] = 0.3,
@@ -90,7 +91,7 @@ def search(
         typer.Option(min=0, metavar="N", help="Further prompts that only the best meets.", rich_help_panel=_JUDGE),
     ] = 6,
     new_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of each text.", rich_help_panel=_JUDGE)
+        int, typer.Option(min=2, metavar="N", help="Tokens of each text.", rich_help_panel=_JUDGE)
     ] = 32,
     no_chat_template: Annotated[
         bool,
@@ -203,14 +204,6 @@ def search(
         folder = default_folder("search", model) if output is None else output
         set_threads(threads)
         target, tokenizer = load(model, dtype, device, device_map)
-        if given is not None:
-            for difference in given.compared_with(target):
-                err().print(
-                    f"The costs in {costs} are not of this machine and model: {difference}. Speed-ups are promised for "
-                    "where they were measured, and draft lengths chosen for it.",
-                    style="yellow",
-                    soft_wrap=True,
-                )
         err().print(f"Results go to {folder}", style="dim", soft_wrap=True)
         try:
             with View() as view:
@@ -249,7 +242,15 @@ def search(
     console = out()
     for part in result_view(result, result.profile.num_layers):
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
-    console.print(f"\n  ssd generate --model {model} --config {folder} --compare", markup=False, soft_wrap=True)
+    options = {
+        "dtype": None if dtype == "auto" else dtype,
+        "device": device,
+        "device-map": device_map,
+        "threads": threads,
+    }
+    as_here = "".join(f" --{name} {value}" for name, value in options.items() if value is not None)
+    command = f"ssd generate --model {model}{as_here} --config {folder} --compare"
+    console.print(f"\n  {command}", markup=False, soft_wrap=True)
     err().print(f"\nWritten to {folder} ({plotted})", style="dim", soft_wrap=True, markup=False)
 
 
@@ -276,18 +277,31 @@ def _retarget(
         from ..search.study import found_config
 
         profile = CostProfile.load(costs)
-        found, space, context = retarget(source, profile, study)
-        config = found_config(space, found[0], profile, context, lookup=LookupConfig() if lookup else None)
+        found, stored = retarget(source, profile, study)
+        best = found[0]
+        config = found_config(
+            stored.space,
+            best,
+            profile,
+            stored.context,
+            stored.provenance,
+            lookup=LookupConfig() if lookup else None,
+        )
         if output is not None:
             config.save_pretrained(output)
     if as_json:
-        print_json({"trial": found[0].number, "speedup": found[0].speedup, "config": config.to_dict()})
+        print_json({"trial": best.number, "speedup": best.speedup, "config": config.to_dict()})
         return
     from .search_view import describe_draft, describe_tried
 
     console = out()
     console.print(f"For {profile.measured_on}:", markup=False, soft_wrap=True)
-    console.print(f"  trial {found[0].number}, {describe_tried(found[0])}", markup=False, soft_wrap=True)
+    console.print(f"  trial {best.number}, {describe_tried(best)}", markup=False, soft_wrap=True)
+    if best.pruned:
+        texts = "It was given up early there, so that its acceptance is that of a part of the texts."
+        console.print(f"  {texts}", markup=False, soft_wrap=True)
+    if best.speedup <= 1:
+        console.print("  No draft of the study pays there: with this one, generate decodes plainly.", markup=False)
     for line in describe_draft(config, profile.num_layers):
         console.print(f"  {line}", markup=False, soft_wrap=True)
     if output is not None:

@@ -90,6 +90,10 @@ class View:
             parts.append(f"{_duration(left)} left")
         self._show(f"Searching: {done} of {trials} drafts; {'; '.join(parts)}", done=done, total=trials)
 
+    def warn(self, text: str) -> None:
+        """Something is not as was asked for."""
+        self.console.print(text, style="yellow", soft_wrap=True, markup=False)
+
     def _show(self, text: str, at_once: bool = False, done: int | None = None, total: int | None = None) -> None:
         if self.live is not None:
             from rich.console import Group
@@ -110,7 +114,7 @@ def _duration(seconds: float) -> str:
 
 
 def describe_tried(tried: Tried) -> str:
-    """A draft's figures in a line."""
+    """The best draft's figures in a line."""
     from ..search.study import mean_acceptance
 
     return (

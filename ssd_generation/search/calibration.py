@@ -41,7 +41,7 @@ class Calibration:
         prompts: the prompts, in the same order.
         passes: forward passes of the model that it took: none for continuations that were in the cache, but one for
             each text's keys and values.
-        digest: names the texts; the same texts, the same digest.
+        digest: of what the model was asked, see `digest_of`.
     """
 
     texts: tuple[VerifiedText, ...]
@@ -61,7 +61,9 @@ class Calibration:
         return round(sum(text.prompt_length + len(text) / 2 for text in self.texts) / len(self.texts))
 
 
-def calibration_prompts(source: str | None = None, count: int | None = None, skip: int = 0) -> list[Prompt]:
+def calibration_prompts(
+    source: str | None = None, count: int | None = None, skip: int = 0, may_be_none: bool = False
+) -> list[Prompt]:
     """Calibration prompts, the categories taking turns.
 
     Args:
@@ -70,6 +72,7 @@ def calibration_prompts(source: str | None = None, count: int | None = None, ski
             arithmetic.
         count: so many prompts at the most; `None`: all there are, of a data set 16.
         skip: leave out the first so many, to hold them back.
+        may_be_none: whether none behind these is an answer, and not a mistake.
 
     Raises:
         FileNotFoundError: no such file.
@@ -86,13 +89,15 @@ def calibration_prompts(source: str | None = None, count: int | None = None, ski
         found = read_prompts(source)
     else:
         found = _from_hub(source, wanted or 16)
+    if not found:
+        raise ValueError(f"{source!r} holds no prompt: all of its rows are blank.")
     groups: dict[str, list[Prompt]] = {}
     for prompt in found:
         groups.setdefault(prompt.category, []).append(prompt)
     longest = max(map(len, groups.values()))
     mixed = [group[i] for i in range(longest) for group in groups.values() if i < len(group)]
     chosen = mixed[skip:wanted]
-    if not chosen:
+    if not chosen and not may_be_none:
         raise ValueError(
             f"{source or 'The built-in set'} has {len(mixed)} prompts, so none is left behind the first {skip}."
         )
@@ -120,6 +125,46 @@ def describe_weights(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
+def encode_all(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    new_tokens: int = 32,
+    use_chat_template: bool = True,
+) -> list[torch.Tensor]:
+    """The prompts as the model reads them, each of shape `(1, prompt_length)`.
+
+    Raises:
+        ValueError: a prompt that leaves no room for a continuation in the model's context, or too short a continuation.
+    """
+    if new_tokens < 2:
+        raise ValueError(
+            f"A continuation needs at least two tokens, since a round begins behind the first, but got "
+            f"new_tokens={new_tokens}."
+        )
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    encoded = []
+    for prompt in prompts:
+        ids = encode_prompt(tokenizer, prompt.text, use_chat_template)["input_ids"]
+        if isinstance(longest, int) and ids.shape[1] + new_tokens > longest:
+            raise ValueError(
+                f"The calibration prompt {prompt.id!r} has {ids.shape[1]} tokens; with {new_tokens} new ones that is "
+                f"more than the model's context of {longest}. Take it out, or shorten it."
+            )
+        encoded.append(ids.to(model.get_input_embeddings().weight.device))
+    return encoded
+
+
+def digest_of(encoded: Sequence[torch.Tensor], new_tokens: int) -> str:
+    """Names what a model was asked, and for how many tokens.
+
+    Not what it said: on another kind of machine rounding may decide a near-tie otherwise, and a worker there is as
+    good.
+    """
+    content = json.dumps([[ids.tolist() for ids in encoded], new_tokens])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
 def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -134,25 +179,14 @@ def calibrate(
         model: the target model.
         tokenizer: its tokenizer.
         prompts: the calibration prompts.
-        new_tokens: tokens of each continuation, ≥ 1; a model that ends its text earlier is judged on what there is.
+        new_tokens: tokens of each continuation, ≥ 2; a model that ends its text earlier is judged on what there is.
         use_chat_template: put the prompts into the tokenizer's chat template, if it has one.
         progress: told how many texts of how many are done.
 
     Raises:
         ValueError: a prompt that leaves no room for a continuation in the model's context, or no token to judge.
     """
-    if new_tokens < 1:
-        raise ValueError(f"A continuation needs at least one token, but got new_tokens={new_tokens}.")
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    encoded = []
-    for prompt in prompts:
-        ids = encode_prompt(tokenizer, prompt.text, use_chat_template)["input_ids"]
-        if isinstance(longest, int) and ids.shape[1] + new_tokens > longest:
-            raise ValueError(
-                f"The calibration prompt {prompt.id!r} has {ids.shape[1]} tokens; with {new_tokens} new ones that is "
-                f"more than the model's context of {longest}. Take it out, or shorten it."
-            )
-        encoded.append(ids.to(model.get_input_embeddings().weight.device))
+    encoded = encode_all(model, tokenizer, prompts, new_tokens, use_chat_template)
     texts, made = [], 0
     weights = describe_weights(model)
     for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
@@ -160,8 +194,8 @@ def calibrate(
             progress(index, len(prompts))
         whole, passes = _continuation(model, weights, ids, new_tokens)
         made += passes
-        if whole.shape[1] == ids.shape[1]:
-            logger.warning("The model has nothing to say to the calibration prompt %r; it is left out.", prompt.id)
+        if whole.shape[1] < ids.shape[1] + 2:
+            logger.warning("The model has next to nothing to say to the calibration prompt %r: left out.", prompt.id)
             continue
         texts.append(verify_text(model, whole, ids.shape[1]))
         made += 1
@@ -169,8 +203,7 @@ def calibrate(
         raise ValueError("The model says nothing to any of the calibration prompts. Choose others with --prompts.")
     if progress is not None:
         progress(len(prompts), len(prompts))
-    content = json.dumps([[text.ids.tolist(), text.prompt_length] for text in texts])
-    return Calibration(tuple(texts), tuple(prompts), made, hashlib.sha256(content.encode()).hexdigest()[:16])
+    return Calibration(tuple(texts), tuple(prompts), made, digest_of(encoded, new_tokens))
 
 
 def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **more: Any) -> torch.Tensor:

@@ -145,7 +145,7 @@ def compare_methods(
     rows: dict[str, Any] = {}
     configs = {}
     for name, (best, space) in winners.items():
-        config = configs[name] = found_config(space, best, profile, texts.context(), model)
+        config = configs[name] = found_config(space, best, profile, texts.context())
         again = judge_all(model, config, held_out.texts, SearchSettings().depth, SearchSettings().depth)
         costs = profile.costs(config, texts.context())
         rows[name] = {

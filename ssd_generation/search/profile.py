@@ -38,10 +38,14 @@ __all__ = ["CONTEXTS", "CostProfile", "measure_profile"]
 CONTEXTS = (64, 512, 2048)
 """Tokens in the cache at which attention is measured."""
 
-_VERSION = 1
+_VERSION = 2
 _PLAIN = "a plain step"
 _SECONDS = 4.0
 """Passes are repeated this long, once the least number is reached."""
+
+
+def _shape(model_type: str, num_layers: int, hidden_size: int) -> str:
+    return f"a {model_type} of {num_layers} layers and width {hidden_size}"
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class CostProfile:
         measured_on: device, threads, dtype, attention implementation, versions.
         model_type: of the model.
         num_layers: its decoder layers.
+        hidden_size: its width.
         shares: `{"attention": […], "mlp": […]}`: parameters of each layer's sub-layer relative to the mean of its kind.
     """
 
@@ -79,7 +84,13 @@ class CostProfile:
     measured_on: str
     model_type: str
     num_layers: int
+    hidden_size: int
     shares: Mapping[str, tuple[float, ...]] = field(repr=False, default_factory=dict)
+
+    @property
+    def shape(self) -> str:
+        """The kind of model, in words."""
+        return _shape(self.model_type, self.num_layers, self.hidden_size)
 
     def draft_step(self, config: SelfSpeculativeConfig, context: int | None = None) -> float:
         """Seconds of a draft step of a config.
@@ -144,11 +155,9 @@ class CostProfile:
         if here != self.measured_on:
             differences.append(f"it was measured on {self.measured_on}, and this is {here}")
         config = model.config.get_text_config(decoder=True)
-        if (config.model_type, config.num_hidden_layers) != (self.model_type, self.num_layers):
-            differences.append(
-                f"it is of a {self.model_type} with {self.num_layers} layers, and this is a {config.model_type} with "
-                f"{config.num_hidden_layers}"
-            )
+        shape = _shape(config.model_type, config.num_hidden_layers, config.hidden_size)
+        if shape != self.shape:
+            differences.append(f"it is of {self.shape}, and this is {shape}")
         return differences
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -356,6 +365,7 @@ class _Profiler:
             measured_on=describe_machine(self.model),
             model_type=str(self.text_config.model_type),
             num_layers=len(self.layout),
+            hidden_size=self.model.config.get_text_config(decoder=True).hidden_size,
             shares={kind: self._shares(kind) for kind in ("attention", "mlp")},
         )
         checked = {"skipped": profile.draft_step(SelfSpeculativeConfig(self._mixed())) / mixed}

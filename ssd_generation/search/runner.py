@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import optuna
 
 from ..acceptance import Acceptance, judge_all
-from ..config import LookupConfig, SelfSpeculativeConfig
+from ..config import LookupConfig, Provenance, SelfSpeculativeConfig
 from ..files import write_whole
 from ..precision import drop_copies
 from ..speedup import theoretical_speedup
-from .calibration import calibrate, calibration_prompts, describe_weights
+from .calibration import calibrate, calibration_prompts, describe_weights, digest_of, encode_all
 from .confirm import Confirmed, confirm
 from .profile import CostProfile, measure_profile
 from .space import Space, space_of
-from .study import PRIOR, Found, Search, SearchSettings, Tried, mean_acceptance, open_study, storage_of, tried_in
+from .study import (
+    PRIOR,
+    SOURCE,
+    Found,
+    Search,
+    SearchSettings,
+    Tried,
+    check_search,
+    claim,
+    mean_acceptance,
+    open_study,
+    storage_of,
+    tried_in,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["SearchObserver", "SearchResult", "read_study", "retarget", "search"]
+__all__ = ["SearchObserver", "SearchResult", "StoredStudy", "read_study", "retarget", "search"]
 
-_CONTEXT = "context"
+logger = logging.getLogger(__name__)
+
+_CONTEXT, _PROVENANCE = "context", "provenance"
 
 
 class SearchObserver(Protocol):
@@ -41,6 +58,9 @@ class SearchObserver(Protocol):
     def trial(self, found: Found, trials: int) -> None:
         """A trial has ended; `trials` are wanted in all."""
 
+    def warn(self, text: str) -> None:
+        """Something is not as was asked for."""
+
 
 class _Silent:
     def stage(self, name: str) -> None:
@@ -51,6 +71,9 @@ class _Silent:
 
     def trial(self, found: Found, trials: int) -> None:
         pass
+
+    def warn(self, text: str) -> None:
+        logger.warning(text)
 
 
 @dataclass(frozen=True)
@@ -136,7 +159,8 @@ def search(
     Args:
         model: the target model.
         tokenizer: its tokenizer.
-        trials: drafts to judge, in all, those of other workers and earlier runs on the study counted, ≥ 1.
+        trials: drafts to judge, in all, those of other workers and earlier runs on the study counted, ≥ 1. Where a
+            model has fewer, all of these.
         output: folder for the config, the figures and plots, and the study where `storage` names none; `None`: nothing
             is written, and the study is held in memory.
         storage: URL of the study's storage, see `study.storage_of`.
@@ -147,9 +171,10 @@ def search(
         prompts: calibration prompts, see `calibration.calibration_prompts`.
         num_prompts: that drafts are judged on.
         held_out_prompts: further prompts that only the best draft is judged on; 0: none.
-        new_tokens: of each text.
+        new_tokens: of each text, ≥ 2.
         use_chat_template: put the prompts into the tokenizer's chat template, if it has one.
-        profile: measured costs; `None`: those of the study, or measured now.
+        profile: measured costs; `None`: those of the study, or measured now. Of workers that begin together, the
+            costs of the first count.
         configs: drafts to try first.
         confirmed: so many of the best drafts are timed in generation, beside plain decoding; 0: none.
         lookup: let the config that is found draft by prompt lookup too, which costs nothing. Searched and timed is
@@ -159,7 +184,7 @@ def search(
     Raises:
         ValueError: a bad argument, a model with nothing to search, a study of something else, or a storage that cannot
             be reached.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or the storage fails in the middle; what was judged is kept.
     """
     if trials < 1:
         raise ValueError(f"A search needs at least one trial, but got {trials}.")
@@ -169,22 +194,36 @@ def search(
     if storage is None and folder is not None:
         storage = str(folder / "study.db")
     opened = optuna.storages.InMemoryStorage() if storage is None else storage_of(storage)
+    # What cannot be is said before anything slow begins.
+    space = space_of(model, draft_memory, precisions if precisions is not None else ("int8", "int4"))
+    check_search(model, space, settings, configs)
+    if trials > space.size:
+        observer.warn(f"There are {space.size} drafts of this model to try, so these are tried, instead of {trials}.")
+        trials = space.size
     chosen = calibration_prompts(prompts, num_prompts)
     others = _held_back(prompts, num_prompts, held_out_prompts)
+    for there, wanted, what in ((chosen, num_prompts, "judge drafts on"), (others, held_out_prompts, "hold back")):
+        if len(there) < wanted:
+            observer.warn(
+                f"There are {len(there)} prompts to {what}, instead of {wanted}."
+                + ("" if there else " What is found is reported, and timed, on the texts that it was chosen on.")
+            )
+    asked = [encode_all(model, tokenizer, these, new_tokens, use_chat_template) for these in (chosen, others)]
     about = {
         "model": {"type": type(model).__name__, "weights": describe_weights(model)},
         "draft_memory": draft_memory,
+        "space": space.describe(),
+        "texts": digest_of(asked[0], new_tokens),
     }
-    known = _known_profile(study_name, opened)
-    if profile is None:
-        profile = known
-    elif known is not None and known != profile:
+    study = open_study(study_name, opened, settings, about)
+    known = None if "profile" not in study.user_attrs else CostProfile.from_dict(study.user_attrs["profile"])
+    if profile is not None and known is not None and known != profile:
         raise ValueError(
             f"The study {study_name!r} was searched with other costs. To see what is best with these, use `ssd search "
             "--from STUDY --costs PROFILE`; to search with them, choose another name with --study."
         )
+    profile = profile or known
     passes: dict[str, int] = {}
-    space = space_of(model, draft_memory, precisions if precisions is not None else ("int8", "int4"))
     if profile is None:
         observer.stage("Measuring costs")
         profile = measure_profile(model, space.precisions, progress=observer.step)
@@ -192,33 +231,42 @@ def search(
     told = lambda done, total: observer.step("the model's own text", done, total)  # noqa: E731
     texts = calibrate(model, tokenizer, chosen, new_tokens, use_chat_template, told)
     passes["calibration"] = texts.passes
-    about |= {"space": space.describe(), "texts": texts.digest}
-    study = open_study(study_name, opened, settings, about)
-    if "profile" not in study.user_attrs:
-        study.set_user_attr("profile", profile.to_dict())
-        study.set_user_attr(_CONTEXT, texts.context())
+    others_texts = calibrate(model, tokenizer, others, new_tokens, use_chat_template, told) if others else None
+    if known is None:
+        provenance = Provenance.from_model(model).to_dict()
+        facts = {"profile": profile.to_dict(), _CONTEXT: texts.context(), _PROVENANCE: provenance}
+        profile = CostProfile.from_dict(claim(study, facts)["profile"])
+    for difference in profile.compared_with(model):
+        observer.warn(
+            f"The costs are not of this machine and model: {difference}. Speed-ups are promised for where they were "
+            "measured, and draft lengths chosen for it."
+        )
     worker = Search(model, texts, profile, space, study, settings, configs)
     observer.stage("Searching")
     observer.trial(tried_in(study), trials)
     found = worker.run(trials, lambda f: observer.trial(f, trials))
     passes["trials"] = sum(found.passes)
     winners = found.best(max(1, confirmed))
-    if not winners:
-        raise ValueError(
-            "Every draft was given up early: none promises more than plain decoding. Try more trials, or allow low-bit "
-            "copies with a draft memory."
-        )
+    assert winners, "the first draft that is judged cannot be behind another"
     again: dict[int, Acceptance] = {}
-    others_texts = None
-    if others:
+    if others_texts is not None:
         observer.stage("Judging the best on texts held back")
-        others_texts = calibrate(model, tokenizer, others, new_tokens, use_chat_template, told)
         for winner in winners:
             config = space.config(winner.choices)
             again[winner.number] = judge_all(model, config, others_texts.texts, settings.depth, settings.depth)
         passes["held out"] = others_texts.passes + sum(acceptance.passes for acceptance in again.values())
+
+    def result_of(best: Tried, timed: Confirmed | None) -> SearchResult:
+        # Those that it was chosen on flatter it.
+        unseen = again.get(best.number)
+        config = worker.config_of(best, unseen, lookup=LookupConfig() if lookup else None)
+        held = None if unseen is None or others_texts is None else _held_out(worker, best, unseen, len(others_texts))
+        return SearchResult(best, config, found, space, profile, held, timed, names, passes)
+
     names: dict[str, SelfSpeculativeConfig] = {}
     timed = None
+    if folder is not None:
+        _write(folder, result_of(winners[0], None))  # whoever has no time for the timing has this
     if confirmed:
         observer.stage("Timing generation")
         names = {f"trial {t.number}": worker.config_of(t) for t in winners}
@@ -234,11 +282,7 @@ def search(
     if timed is not None:
         best = max(winners, key=lambda t: timed.median(f"trial {t.number}"))
     drop_copies(model)
-    # Those that it was chosen on flatter it.
-    unseen = again.get(best.number)
-    config = worker.config_of(best, unseen, lookup=LookupConfig() if lookup else None)
-    held = None if unseen is None or others_texts is None else _held_out(worker, best, unseen, len(others_texts))
-    result = SearchResult(best, config, found, space, profile, held, timed, names, passes)
+    result = result_of(best, timed)
     if folder is not None:
         _write(folder, result)
     return result
@@ -247,10 +291,7 @@ def search(
 def _held_back(source: str | None, first: int, count: int) -> list[Any]:
     if count <= 0:
         return []
-    try:
-        return calibration_prompts(source, count, skip=first)
-    except ValueError:
-        return []  # there are no more
+    return calibration_prompts(source, count, skip=first, may_be_none=True)
 
 
 def _folder(output: str | Path) -> Path:
@@ -261,15 +302,6 @@ def _folder(output: str | Path) -> Path:
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _known_profile(name: str, storage: Any) -> CostProfile | None:
-    try:
-        study = optuna.load_study(study_name=name, storage=storage)
-    except KeyError:
-        return None
-    stored = study.user_attrs.get("profile")
-    return None if stored is None else CostProfile.from_dict(stored)
 
 
 def _held_out(worker: Search, best: Tried, acceptance: Acceptance, texts: int) -> dict[str, Any]:
@@ -299,8 +331,26 @@ def _write(folder: Path, result: SearchResult) -> None:
 # another machine
 
 
-def read_study(storage: str, name: str | None = None) -> tuple[optuna.Study, Space, CostProfile, int]:
-    """A study that `search` made: the study, its space, the costs it was searched with, and its context in tokens.
+class StoredStudy(NamedTuple):
+    """A study that `search` made.
+
+    Attributes:
+        study: as optuna has it.
+        space: that it searches.
+        profile: the costs that it is searched with.
+        context: tokens before a drafted one.
+        provenance: of the model, and where it was searched.
+    """
+
+    study: optuna.Study
+    space: Space
+    profile: CostProfile
+    context: int
+    provenance: Provenance
+
+
+def read_study(storage: str, name: str | None = None) -> StoredStudy:
+    """A study that `search` made.
 
     Args:
         storage: URL of its storage, a folder that `search` wrote, or a file of SQLite.
@@ -314,10 +364,13 @@ def read_study(storage: str, name: str | None = None) -> tuple[optuna.Study, Spa
     if path.is_dir():
         path = path / "study.db"
         storage = str(path)
-    if "://" not in storage and not storage.startswith("journal:") and not path.is_file():
+    file = _file_of(storage)
+    if file is not None and not file.is_file():
         raise FileNotFoundError(f"There is no study in {storage!r}. Give a folder of `ssd search`, or a storage URL.")
     opened = storage_of(storage)
     names = optuna.get_all_study_names(opened)
+    if not names:
+        raise ValueError(f"There is no study in {storage!r}. Give a folder of `ssd search`, or its storage URL.")
     if name is None and len(names) != 1:
         raise ValueError(f"{storage!r} holds {len(names)} studies ({', '.join(names)}). Name one with --study.")
     wanted = name if name is not None else names[0]
@@ -325,20 +378,32 @@ def read_study(storage: str, name: str | None = None) -> tuple[optuna.Study, Spa
         raise ValueError(f"There is no study {wanted!r} in {storage!r}, but {', '.join(names) or 'none'}.")
     study = optuna.load_study(study_name=wanted, storage=opened)
     about = study.user_attrs.get("ssd_generation")
-    profile = study.user_attrs.get("profile")
-    if about is None or profile is None or "space" not in about:
+    facts = study.user_attrs
+    if about is None or "space" not in about or not facts.keys() >= {"profile", _CONTEXT, _PROVENANCE}:
         raise ValueError(f"The study {wanted!r} in {storage!r} was not made by `ssd search`.")
     described = about["space"]
     choices = {key: tuple(value) for key, value in described["choices"].items()}
     needed = tuple(key for key in choices if key.startswith("attention."))
     space = Space(choices, needed, int(described["group_size"]))
-    return study, space, CostProfile.from_dict(profile), int(study.user_attrs.get(_CONTEXT, 64))
+    provenance = dataclasses.replace(Provenance.from_dict(facts[_PROVENANCE]), source=SOURCE)
+    return StoredStudy(study, space, CostProfile.from_dict(facts["profile"]), int(facts[_CONTEXT]), provenance)
+
+
+def _file_of(storage: str) -> Path | None:
+    """The file that a storage URL names, if it names one."""
+    for prefix in ("sqlite:///", "journal://", "journal:"):
+        if storage.startswith(prefix):
+            return Path(storage.removeprefix(prefix)).expanduser()
+    return None if "://" in storage else Path(storage).expanduser()
 
 
 def retarget(
     storage: str, profile: CostProfile, name: str | None = None, context: int | None = None
-) -> tuple[list[Tried], Space, int]:
+) -> tuple[list[Tried], StoredStudy]:
     """The drafts of a study by what they promise with other costs, best first: no pass of the model is needed.
+
+    Those that were given up early there take part, with what was counted until then (`pruned` says which): where
+    drafting costs less, they may be the best.
 
     Args:
         storage: see `read_study`.
@@ -347,40 +412,28 @@ def retarget(
         context: tokens before a drafted one; `None`: as in the study.
 
     Returns:
-        The drafts with their figures for that machine, the space, and the context.
+        The drafts with their figures for that machine, and the study, with its context as asked for.
 
     Raises:
-        ValueError: as `read_study`; a profile of another model; no draft was judged to the end.
+        ValueError: as `read_study`; a profile of another model; no draft can be had with these costs.
     """
-    study, space, before, known_context = read_study(storage, name)
-    if (profile.model_type, profile.num_layers) != (before.model_type, before.num_layers):
+    stored = read_study(storage, name)
+    if profile.shape != stored.profile.shape:
         raise ValueError(
-            f"The study is of a {before.model_type} with {before.num_layers} layers, but the costs are of a "
-            f"{profile.model_type} with {profile.num_layers}. Profile the same model with `ssd profile`."
+            f"The study is of {stored.profile.shape}, but the costs are of {profile.shape}. Profile the same model "
+            "with `ssd profile`."
         )
-    context = known_context if context is None else context
+    stored = stored._replace(context=stored.context if context is None else context)
     again = []
-    for t in tried_in(study).tried:
-        if t.pruned:
-            continue
-        config = space.config(t.choices)
+    for t in tried_in(stored.study).tried:
+        config = stored.space.config(t.choices)
         try:
-            costs = profile.costs(config, context)
+            costs = profile.costs(config, stored.context)
         except ValueError:
             continue  # a precision that the other machine does not have
         speedup, length = theoretical_speedup(t.acceptance.by_depth(PRIOR), costs)
-        again.append(
-            Tried(
-                t.number,
-                t.choices,
-                t.acceptance,
-                costs.draft_step / costs.plain_step,
-                speedup,
-                length,
-                t.origin,
-                pruned=False,
-            )
-        )
+        cost = costs.draft_step / costs.plain_step
+        again.append(Tried(t.number, t.choices, t.acceptance, cost, speedup, length, t.origin, t.pruned))
     if not again:
         raise ValueError("The study has no draft that can be had with these costs. Search again on that machine.")
-    return sorted(again, key=lambda t: (-t.speedup, t.number)), space, context
+    return sorted(again, key=lambda t: (-t.speedup, t.number)), stored

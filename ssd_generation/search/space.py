@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,14 @@ class Space:
     def skippable(self) -> tuple[str, ...]:
         """Names of the sub-layers that may be skipped."""
         return tuple(name for name, choices in self.choices.items() if SKIP in choices)
+
+    @property
+    def size(self) -> int:
+        """How many drafts there are in it."""
+        impossible = all(SKIP in self.choices[name] for name in self.needed) and bool(self.needed)
+        return math.prod(map(len, self.choices.values())) - impossible * math.prod(
+            len(choices) for name, choices in self.choices.items() if name not in self.needed
+        )
 
     def complete(self, choices: Choices) -> dict[str, str]:
         """Choices for all sub-layers: those that are not named are kept.

@@ -41,10 +41,13 @@ __all__ = [
     "OBJECTIVES",
     "PRIOR",
     "SAMPLERS",
+    "SOURCE",
     "Found",
     "Search",
     "SearchSettings",
     "Tried",
+    "check_search",
+    "claim",
     "open_study",
     "storage_of",
     "tried_in",
@@ -66,8 +69,14 @@ OBJECTIVES: Mapping[str, str] = {
 PRIOR = 4.0
 """How many observations the depth before counts for in acceptance by depth."""
 
+SOURCE = "ssd search"
 _ABOUT = "ssd_generation"
 _UNKNOWN_WORKER_SECONDS = 30.0
+_BEAT_SECONDS = 60.0
+"""How often a worker tells that it lives. (Optuna sees to that in databases alone, and sooner.)"""
+_SILENT_SECONDS = 900.0
+"""A worker that has not told so for this long is dead: no text takes as long."""
+_POLL_SECONDS = 0.5
 _REPEATS_IN_A_ROW = 3
 _WORKERS_AT_ONCE = 8
 
@@ -111,6 +120,11 @@ class SearchSettings:
             raise ValueError(f"Rounds need a depth of at least 1, but got {self.depth}.")
         if not 1 <= self.exact_depth <= self.depth:
             raise ValueError(f"Rounds are judged exactly up to token 1 to {self.depth}, but got {self.exact_depth}.")
+        if self.sampler == "nsga2" and self.objective != "speedup":
+            raise ValueError(
+                f"The sampler nsga2 looks for the best acceptance at every cost, so it cannot go by the objective "
+                f"{self.objective!r}. Choose another sampler, or leave the objective out."
+            )
         if not 0 < self.budget <= 1:
             raise ValueError(f"The budget is a share of a plain step, above 0 and up to 1, but got {self.budget}.")
 
@@ -208,12 +222,14 @@ def storage_of(url: str) -> Any:
     """
     if url.startswith("journal:"):
         from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
+        from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
         path = Path(url.removeprefix("journal:").removeprefix("//")).expanduser()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return JournalStorage(JournalFileBackend(str(path)))
+            lock = JournalFileSymlinkLock(str(path))
+            _cut_unfinished_line(path, lock)
+            return JournalStorage(JournalFileBackend(str(path), lock))
         except OSError as error:
             raise ValueError(f"The storage {url!r} cannot be opened: {error.strerror or error}.") from error
     if "://" not in url:
@@ -228,6 +244,37 @@ def storage_of(url: str) -> Any:
         raise ValueError(
             f"The storage {_without_password(url)!r} cannot be reached: {_without_password(reason)}. Give a file, an "
             "RDB URL such as sqlite:///study.db or postgresql://user@host/name, or journal:PATH."
+        ) from error
+
+
+def _cut_unfinished_line(path: Path, lock: Any) -> None:
+    """Drop what a full disk has left of a journal's last line: with another line behind it, nobody could read on."""
+    if not path.exists():
+        return
+    with _quiet():
+        lock.acquire()
+    try:
+        with path.open("rb+") as file:
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _storage_errors(study_name: str) -> Iterator[None]:
+    """A storage that fails in the middle of the work is no fault of this library."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+        # What optuna says of it is general; what the database has said comes first in the chain.
+        said = [str(e).splitlines()[0] for e in (error.__cause__, error.__context__, error) if e is not None and str(e)]
+        raise OSError(
+            f"The storage of the study {study_name!r} fails: {_without_password(said[0])}. Is the disk full, or the "
+            "database gone? Drafts judged before are kept; the same command goes on from there."
         ) from error
 
 
@@ -302,7 +349,7 @@ def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping
         ValueError: there is such a study of another model, space, objective, or other texts.
     """
     wanted = json.loads(json.dumps({**about, "settings": _of_values(settings)}))
-    with _quiet():
+    with _quiet(), _storage_errors(name):
         study = optuna.create_study(
             study_name=name, storage=storage, directions=settings.directions, load_if_exists=True
         )
@@ -317,6 +364,40 @@ def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping
             "or repeat the arguments to go on with it."
         )
     return study
+
+
+def claim(study: optuna.Study, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Facts by which all workers on a study go: those of the worker that came first.
+
+    Optuna's attributes of a study are written by whoever comes last, but the numbers of its trials are given one by
+    one. So each worker that knows of no facts yet leaves its own in a trial that counts for nothing, and the lowest
+    number has it.
+
+    Args:
+        study: as `open_study` gives it.
+        facts: what this worker would go by, as plain JSON types.
+
+    Returns:
+        What to go by.
+    """
+    with _quiet(), _storage_errors(study.study_name):
+        if not _claims(study):
+            study.add_trial(
+                optuna.trial.create_trial(state=TrialState.FAIL, user_attrs={_CLAIM: dict(facts), "dropped": _CLAIM})
+            )
+        first = _claims(study)[0]
+        for key, value in first.items():
+            if key not in study.user_attrs:
+                study.set_user_attr(key, value)
+        return first
+
+
+_CLAIM = "claims"
+
+
+def _claims(study: optuna.Study) -> list[Mapping[str, Any]]:
+    trials = sorted(study.get_trials(deepcopy=False, states=(TrialState.FAIL,)), key=lambda t: t.number)
+    return [t.user_attrs[_CLAIM] for t in trials if _CLAIM in t.user_attrs]
 
 
 def _of_values(settings: SearchSettings) -> dict[str, Any]:
@@ -390,6 +471,31 @@ class _NotCountedError(Exception):
     """The trial is taken back: there were enough already, or it is no draft."""
 
 
+def check_search(
+    model: PreTrainedModel, space: Space, settings: SearchSettings, configs: Sequence[SelfSpeculativeConfig] = ()
+) -> list[dict[str, str]]:
+    """What can be known before anything is measured or generated.
+
+    Args:
+        model: the target model.
+        space: what is to be searched.
+        settings: how.
+        configs: drafts to try first.
+
+    Returns:
+        The choices of these.
+
+    Raises:
+        ValueError: drafts of this model cannot be judged, or a config is not in the space.
+        ImportError: the sampler needs a package that is not installed.
+    """
+    reason = why_not_judged(model)
+    if reason is not None:
+        raise ValueError(f"Drafts of {type(model).__name__} cannot be judged: {reason}.")
+    check_sampler(settings.sampler)
+    return [space.from_config(config) for config in configs]
+
+
 class Search:
     """A worker on a study.
 
@@ -417,68 +523,74 @@ class Search:
         settings: SearchSettings,
         configs: Sequence[SelfSpeculativeConfig] = (),
     ) -> None:
-        reason = why_not_judged(model)
-        if reason is not None:
-            raise ValueError(f"Drafts of {type(model).__name__} cannot be judged: {reason}.")
+        self.given = check_search(model, space, settings, configs)
         self.model = model
         self.calibration = calibration
         self.profile = profile
         self.space = space
         self.study = study
         self.settings = settings
-        self.given = [space.from_config(config) for config in configs]
         self.context = calibration.context()
-        check_sampler(settings.sampler)  # what it lacks is better known now
 
     def run(self, trials: int, observe: Callable[[Found], None] | None = None) -> Found:
         """Work until the study has so many trials, those of other workers and of earlier runs counted.
 
         Args:
-            trials: in all, ≥ 1.
-            observe: told after each trial what there is.
+            trials: in all, ≥ 1; of a space with fewer drafts, all of these.
+            observe: told after each trial what there is, and meanwhile where only others are at work.
 
         Raises:
             ValueError: `trials` is below 1.
+            OSError: the storage fails; what was judged before is kept.
         """
         if trials < 1:
             raise ValueError(f"A search needs at least one trial, but got {trials}.")
-        with _quiet():
-            while self._has_room(trials):
+        trials = min(trials, self.space.size)
+        tell = observe or (lambda found: None)
+        with _quiet(), _storage_errors(self.study.study_name):
+            while self._has_room(trials, tell):
                 self._propose()
                 self.study.sampler = self._sampler()
-                self.study.optimize(lambda trial: self._objective(trial, trials), n_trials=1, catch=(_NotCountedError,))
-                if observe is not None:
-                    observe(tried_in(self.study))
-        return tried_in(self.study)
+                try:
+                    self.study.optimize(
+                        lambda trial: self._objective(trial, trials), n_trials=1, catch=(_NotCountedError,)
+                    )
+                except (ValueError, optuna.exceptions.UpdateFinishedTrialError) as error:
+                    # This process was suspended, and taken for dead: another has the draft now.
+                    if isinstance(error, ValueError) and not str(error).startswith("Cannot tell a "):
+                        raise
+                tell(tried_in(self.study))
+            return tried_in(self.study)
 
     # -- whose turn it is ----------------------------------------------------------------------------------------------
 
-    def _has_room(self, trials: int) -> bool:
-        """Whether another trial is wanted, once the trials of dead workers are taken out."""
+    def _has_room(self, trials: int, tell: Callable[[Found], None]) -> bool:
+        """Whether another trial is wanted, once those that others are at have ended, or their workers have."""
         while True:
-            waiting_for = self._recover()
+            self._recover()
             all_trials = self.study.get_trials(deepcopy=False)
             counted = len(_counted(all_trials))
             running = sum(t.state is TrialState.RUNNING for t in all_trials)
             if counted >= trials or counted + running < trials:
                 return counted < trials
-            if not waiting_for:
-                return False  # the others will finish theirs
-            time.sleep(waiting_for)
+            tell(tried_in(self.study))
+            time.sleep(_POLL_SECONDS)
 
-    def _recover(self) -> float:
-        """End the trials of workers that are no more; seconds to wait for those of which that cannot be told yet."""
-        wait = 0.0
+    def _recover(self) -> None:
+        """End the trials of workers that are no more, and put what they were at into the queue again."""
+        optuna.storages.fail_stale_trials(self.study)  # where optuna has heartbeats: in a database
         trials = self.study.get_trials(deepcopy=False)
         for trial in trials:
             if trial.state is not TrialState.RUNNING:
                 continue
             worker = trial.user_attrs.get("worker")
-            age = time.time() - trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-            if worker is None and age < _UNKNOWN_WORKER_SECONDS:
-                wait = max(wait, _UNKNOWN_WORKER_SECONDS - age)
-                continue
-            if worker is None or (worker["host"] == socket.gethostname() and not _is_alive(worker)):
+            began = trial.datetime_start.timestamp() if trial.datetime_start else time.time()
+            silent = time.time() - max(began, float(trial.user_attrs.get("alive", 0.0)))
+            if worker is None:
+                is_dead = silent > _UNKNOWN_WORKER_SECONDS
+            else:
+                is_dead = worker["host"] == socket.gethostname() and not _is_alive(worker)
+            if is_dead or silent > _SILENT_SECONDS:
                 with contextlib.suppress(Exception):  # another worker was quicker
                     self.study.tell(trial.number, state=TrialState.FAIL)
         retried = {t.user_attrs.get("retry_of") for t in trials}
@@ -489,7 +601,6 @@ class Search:
             if lost and fixed and trial.number not in retried:
                 attrs = {key: value for key, value in trial.user_attrs.items() if key in ("origin",)}
                 self.study.enqueue_trial(fixed, user_attrs={**attrs, "retry_of": trial.number})
-        return wait
 
     def _propose(self) -> None:
         """Put the next proposals into the queue, unless there are some."""
@@ -497,16 +608,18 @@ class Search:
         if any(t.state is TrialState.WAITING for t in trials):
             return
         known = {t.user_attrs["key"] for t in trials if "key" in t.user_attrs and t.state is not TrialState.FAIL}
-        proposals: list[tuple[str, dict[str, str]]] = []
-        if not known:
-            proposals += [("given", choices) for choices in self.given]
+        proposals = [("given", choices) for choices in self.given]
         done = list(tried_in(self.study).tried)
         if self.settings.warm_start or self.settings.sampler == "forward":
             strategy = "forward" if self.settings.sampler == "forward" else "warm"
             layerwise = self._layerwise() if strategy == "warm" else []
             proposals += next_proposals(strategy, self.space, self.profile, done, self.context, layerwise)
         last = [t for t in trials if t.state.is_finished()][-_REPEATS_IN_A_ROW:]
-        if not proposals and len(last) == _REPEATS_IN_A_ROW and not {t.number for t in last} & {t.number for t in done}:
+        if (
+            all(_key(self.space, c) in known for _, c in proposals)
+            and len(last) == _REPEATS_IN_A_ROW
+            and not {t.number for t in last} & {t.number for t in done}
+        ):
             proposals += self._neighbour(done, known, len(trials))
         for origin, choices in proposals:
             if _key(self.space, choices) not in known and self.space.is_possible(choices):
@@ -614,7 +727,11 @@ class Search:
             return measured
         best = max((t.speedup for t in tried_in(self.study).tried if not t.pruned), default=0.0)
         acceptance = Acceptance()
+        told = time.monotonic()
         for index, text in enumerate(self.calibration.texts):
+            if time.monotonic() - told > _BEAT_SECONDS:
+                told = time.monotonic()
+                trial.set_user_attr("alive", time.time())
             acceptance.add(judge(self.model, config, text, self.settings.depth, self.settings.exact_depth))
             is_last = index == len(self.calibration.texts) - 1
             if (
@@ -655,7 +772,8 @@ class Search:
             acceptance: what drafting starts from; `None`: as on the texts that the draft was judged on.
             others: further fields of the config.
         """
-        return found_config(self.space, tried, self.profile, self.context, self.model, acceptance, **others)
+        provenance = dataclasses.replace(Provenance.from_model(self.model), source=SOURCE)
+        return found_config(self.space, tried, self.profile, self.context, provenance, acceptance, **others)
 
 
 def found_config(
@@ -663,16 +781,13 @@ def found_config(
     tried: Tried,
     profile: CostProfile,
     context: int,
-    model: PreTrainedModel | None = None,
+    provenance: Provenance | None = None,
     acceptance: Acceptance | None = None,
     **others: Any,
 ) -> SelfSpeculativeConfig:
     """The config of a draft that was tried, with its acceptance as what drafting starts from, and costs."""
     config = space.config(tried.choices)
     rates = [round(min(max(rate, 0.0), 1.0), 4) for rate in (acceptance or tried.acceptance).by_depth(PRIOR)]
-    provenance = None
-    if model is not None:
-        provenance = dataclasses.replace(Provenance.from_model(model), source="ssd search")
     return dataclasses.replace(
         config,
         drafting=DraftingConfig(acceptance=rates),
