@@ -251,9 +251,6 @@ class _DraftLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise AssertionError("a draft starts from a cache that holds the prefix")
 
-    def rewind(self) -> None:
-        self.drafted = 0
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -120,12 +120,8 @@ def find_difference(
         prefix["attention_mask"] = torch.cat((mask, mask.new_ones((1, index))), dim=1)
     kept = {key: value for key, value in generate_kwargs.items() if key not in ("max_length", "streamer")}
     # Through `generate`, so that the logits processors of the call have their say.
-    step = model.generate(
-        **prefix,
-        **{**kept, "max_new_tokens": 1, "do_sample": False},
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
+    asked = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    step = model.generate(**prefix, **{**kept, **asked})
     scores = step.scores[0][0].double()
     margin = float(scores[plain[index]] - scores[other[index]])
     return Difference(index + 1, plain[index], other[index], margin if abs(margin) < float("inf") else None)

@@ -6,13 +6,13 @@ the streamer and the recorded scores see the same calls with the same arguments.
 a step is committed when all unfinished rows have reached it.
 
 Layouts: `tokens` is aligned at the left, as in `generate`'s output: row r holds `lengths[r]` tokens, column t is step t
-    of every
-row. The cache is aligned at the right: a row that lags `shifts[r]` slots behind the longest one has as many masked
-slots at its left, which every model supports as left padding.
+of every row. The cache is aligned at the right: a row that lags `shifts[r]` slots behind the longest one has as many
+masked slots at its left, which every model supports as left padding.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -65,6 +65,18 @@ _BLIND_PROCESSORS: tuple[type, ...] = tuple(
 _MAX_LEAD = 64
 
 
+def _can_be_cropped(cache: Cache, tokens: int) -> bool:
+    """Whether a cache still holds what is seen from so many tokens before its end."""
+    for layer in cache.layers:
+        if isinstance(layer, SpareRoomSlidingLayer):
+            wanted = min(layer.sliding_window - 1, layer.get_seq_length() - tokens)
+            if layer.end - layer.start - tokens < wanted:
+                return False
+        elif not isinstance(layer, SpareRoomLayer):
+            return False
+    return True
+
+
 @dataclass
 class SelfSpeculativeOutput(GenerateDecoderOnlyOutput):
     """`GenerateDecoderOnlyOutput` with the statistics of the call under `speculation`."""
@@ -109,10 +121,12 @@ class SelfSpeculativeDecoding:
         # A criterion that the user passed in takes the place of the config's.
         limit = stopping_criteria.max_length
         self.max_length = int(limit) if limit is not None else sys.maxsize
-        self.processors_are_blind = all(isinstance(p, _BLIND_PROCESSORS) for p in logits_processor)
-        self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        eos = getattr(generation_config, "_eos_token_tensor", None)
-        self.eos_token_ids = frozenset(eos.tolist()) if eos is not None and self.stops_at_eos else frozenset()
+        # A class derived from one of them may look at anything.
+        self.processors_are_blind = all(type(p) in _BLIND_PROCESSORS for p in logits_processor)
+        # A criterion that the user passed in takes the place of the config's here, too.
+        ends = [criterion.eos_token_id for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")]
+        self.stops_at_eos = bool(ends)
+        self.eos_token_ids = frozenset(number for end in ends for number in torch.as_tensor(end).flatten().tolist())
         pad = getattr(generation_config, "_pad_token_tensor", None)
         self.pad_token_id = int(pad) if pad is not None else 0
         records = bool(generation_config.return_dict_in_generate)
@@ -146,12 +160,13 @@ class SelfSpeculativeDecoding:
         self.shifts = [0] * batch
         self.finished = [False] * batch  # as plain decoding would say after the committed steps
         self.halted = [False] * batch  # known to finish at a step that is not committed yet
+        self.last_columns = [sys.maxsize] * batch  # of rows that padding follows
         self.records: list[list[dict[str, Any]]] = [[] for _ in range(batch)]
         self.scores: tuple[torch.Tensor, ...] | None = () if self.keep_scores else None
         self.raw_logits: tuple[torch.Tensor, ...] | None = () if self.keep_logits else None
         self.attentions: tuple[Any, ...] | None = () if self.keep_attentions else None
         self.hidden_states: tuple[Any, ...] | None = () if self.keep_hidden_states else None
-        self.tokens = input_ids.new_zeros((batch, prompt + 64))
+        self.tokens = input_ids.new_zeros((batch, prompt + 64), dtype=torch.long)
         self.tokens[:, :prompt] = input_ids
         self.statistics = SpeculationStatistics(
             batch_size=batch, prompt_tokens=prompt, round_accepted=[[] for _ in range(batch)], new_tokens=[0] * batch
@@ -202,6 +217,7 @@ class SelfSpeculativeDecoding:
         self.statistics.target_passes += 1
         model_kwargs = self.model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
         self.cache: Cache = model_kwargs.pop("past_key_values")
+        add_spare_room(self.cache)  # a cache that was made without a config has got its layers just now
         trim_windows(self.cache)
         self.slots = int(self.cache.get_seq_length())
         self.prompt_slots = self.slots
@@ -265,7 +281,7 @@ class SelfSpeculativeDecoding:
         self.verifying.start()
         if draft is not None and not self.processors_are_blind:
             self._write_ahead(draft.tokens)
-        outputs = self._verify(draft, count)
+        outputs = self._verify(None if draft is None else draft.tokens)
         raw, logits = self._logits(outputs, count + 1)
         scores = self._process(logits, count + 1)
         kept, following = self._accept(draft, scores)
@@ -337,11 +353,12 @@ class SelfSpeculativeDecoding:
             indexes=self.indexes,
         )
 
-    def _verify(self, draft: Draft | None, count: int) -> Any:
-        """The target's pass over the pending token and the drafted ones."""
-        block = count + 1
+    def _verify(self, drafted: torch.Tensor | None) -> Any:
+        """The target's pass over the pending token and the drafted ones, `(B, k)`."""
         pending = self._pending()
-        new = pending if draft is None else torch.cat((pending, draft.tokens), dim=1)
+        new = pending if drafted is None else torch.cat((pending, drafted), dim=1)
+        block = new.shape[1]
+        count = block - 1
         if self.flat is not None and self.slots != self.rope_switch:
             logits = self._play_back(new, block)
             if logits is not None:
@@ -484,7 +501,13 @@ class SelfSpeculativeDecoding:
             ids = self._pending().expand(-1, count).reshape(-1, 1)
             return self.processors(ids, flat).view_as(logits)  # type: ignore[no-any-return]
         for step in range(count):
-            logits[:, step] = self._process_step(logits[:, step], step)
+            scores = self._process_step(logits[:, step], step)
+            logits[:, step] = scores
+            # Nothing that stands behind a token that cannot be can count, and a constraint may have no word for it.
+            if self.batch == 1 and step + 1 < count:
+                drafted = int(self.tokens[0, self.lengths[0] + step])
+                if float(scores[0, drafted]) == -math.inf:
+                    break
         return logits
 
     def _process_step(self, logits: torch.Tensor, ahead: int) -> torch.Tensor:
@@ -526,7 +549,9 @@ class SelfSpeculativeDecoding:
         record: dict[str, Any] = {}
         if self.keep_hidden_states:
             record["hidden_states"] = tuple(layer[row : row + 1, step : step + 1] for layer in outputs.hidden_states)
-        if self.keep_attentions:
+        if self.keep_attentions and not outputs.attentions:
+            record["attentions"] = outputs.attentions  # sdpa has none to give
+        elif self.keep_attentions:
             shift = self.shifts[row]
             seen = self.slots - shift + step + 1  # slots of the row when this token was the newest
             attentions: list[torch.Tensor | None] = []
@@ -577,6 +602,7 @@ class SelfSpeculativeDecoding:
                 if is_done and not self.finished[row]:
                     self.finished[row] = True
                     if self.stops_at_eos:
+                        self.last_columns[row] = end - 1
                         # What the row holds behind its end was never said.
                         self.records[row].clear()
             if all(self.finished):
@@ -638,10 +664,57 @@ class SelfSpeculativeDecoding:
         statistics.verify_seconds = self.verifying.seconds()
         statistics.policy_state = self.generator.policy.state()
         if self.cache_is_returned:
-            # As plain decoding leaves it: all tokens but the last one, in the columns of the output.
-            length = self.prompt_slots + self.steps - 1
-            move_rows(self.cache, [-shift for shift in self.shifts], length)
+            self._fill_in_behind_ends(self._align())
         statistics.total_seconds = time.perf_counter() - started
+
+    def _align(self) -> int:
+        """Leave the cache as plain decoding does: all tokens but the last one, in the columns of the output."""
+        length = self.prompt_slots + self.steps - 1
+        move_rows(self.cache, [-shift for shift in self.shifts], length)
+        return length
+
+    def _fill_in_behind_ends(self, length: int) -> None:
+        """Compute what plain decoding has computed of rows that ended before others, which have rested here.
+
+        Plain decoding goes on with padding in them, behind the token that ended them, none of it masked. (A sliding
+        window that no longer reaches back as far stays as it is.)
+        """
+        before = self.prompt - self.prompt_slots  # columns of the output that the cache has no slots for
+        start = min(self.last_columns) - before
+        if start >= length or not _can_be_cropped(self.cache, length - start):
+            return
+        if self.mask is not None:
+            mask = self.mask
+            for row, shift in enumerate(self.shifts):
+                if shift:
+                    mask[row, :-shift] = mask[row, shift:].clone()
+                    mask[row, -shift:] = 1
+        whole_mask = self.mask
+        # A pass may not reach across the length at which a rotary embedding changes.
+        block = length - start if self.rope_switch == sys.maxsize else 1
+        for layer in self.cache.layers:
+            layer.crop(start - length)
+        self.shifts = [0] * self.batch
+        for slot in range(start, length, block):
+            self.slots, self.lengths = slot, [slot + before + 1] * self.batch
+            if whole_mask is not None:
+                self.mask = whole_mask[:, : slot + 1]
+            if self.positions is not None:
+                self.positions = self.prompt_positions[..., -1:] + (slot - self.prompt_slots + 1)
+                self.positions = self.positions.expand(*self.positions.shape[:-2], self.batch, 1)
+            self._verify(self.tokens[:, slot + before + 1 : slot + before + block] if block > 1 else None)
+            self.statistics.target_passes += 1
+
+    def take_back(self) -> None:
+        """After an exception: leave in the cache what was said, and nothing that was to be said next."""
+        if not getattr(self, "steps", 0) or not hasattr(self, "slots"):
+            return
+        length = self.prompt_slots + self.steps - 1
+        for layer in self.cache.layers:  # each by itself: the exception may have come in the middle of a pass
+            if isinstance(layer, SpareRoomLayer):
+                layer.move_rows([-shift for shift in self.shifts], length)
+            elif layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())
 
     # ------------------------------------------------------------------------------------------------------------------
     # rotary embeddings that depend on the length of the text
@@ -676,8 +749,9 @@ class SelfSpeculativeDecoding:
         if slowest < self.rope_switch:
             for row in rows:
                 active[row] = self._columns(row) < self.rope_switch
-            # Resting rows are in the pass as well, and its end is theirs.
-            return max(self.rope_switch - self.slots - 1, 0)
+            # Resting rows are in the pass as well, and its end is theirs; the one that is ahead may come to rest with a
+            # token of the target's own at the switch.
+            return max(self.rope_switch - self.slots - (1 if self.batch == 1 else 2), 0)
         padding = 0
         if self.positions is not None:
             padding = min(self._columns(row) - 1 - int(self.positions[..., row, 0].max()) for row in range(self.batch))

@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
 
 from .automatic import DRAFT_MEMORY, automatic_config, check_budget
 from .cache import add_spare_room, drop_spare_room
@@ -120,6 +121,7 @@ class SelfSpeculativeMixin:
                 )
             generation_config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
             prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+            _refuse_beforehand(model, generation_config, kwargs)
             config = _resolve(model, self_speculative, generation_config, draft_memory, prompt)
             config.validate_for(num_layers=len(locate_sublayers(model)), model_type=_model_type(model))
             token = _CALL.set(_Call(model=model, config=config))
@@ -180,29 +182,38 @@ class SelfSpeculativeMixin:
                 **model_kwargs,
             )
         model = cast(PreTrainedModel, self)
+        _refuse_processors(logits_processor, batch=input_ids.shape[0])
         cache: Cache = model_kwargs["past_key_values"]
-        add_spare_room(cache, history=_HISTORY if input_ids.shape[0] > 1 and call.cache_is_returned else 0)
         sampled = bool(generation_config.do_sample)
-        refining = _Refining(model, refinement_of(model, call.config)) if call.config.adapt and not sampled else None
-        config = call.config if refining is None else refining.refinement.config
-        decoding = SelfSpeculativeDecoding(
-            model=model,
-            generator=SelfSpeculativeCandidateGenerator(
-                model,
-                config,
-                generation_config,
-                logits_processor,
-                policy=_policy_of(model, config, sampled),
-            ),
-            refine=refining,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=streamer,
-            cache_is_returned=call.cache_is_returned,
-        )
+        decoding = None
         try:
+            add_spare_room(cache, history=_HISTORY if input_ids.shape[0] > 1 and call.cache_is_returned else 0)
+            refining = None
+            if call.config.adapt and not sampled:
+                refining = _Refining(model, refinement_of(model, call.config))
+            config = call.config if refining is None else refining.refinement.config
+            decoding = SelfSpeculativeDecoding(
+                model=model,
+                generator=SelfSpeculativeCandidateGenerator(
+                    model,
+                    config,
+                    generation_config,
+                    logits_processor,
+                    policy=_policy_of(model, config, sampled),
+                ),
+                refine=refining,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+                cache_is_returned=call.cache_is_returned,
+            )
             output = decoding.run(input_ids, model_kwargs)
+        except BaseException:
+            # Whoever cancels, say from a streamer, goes on from what was said.
+            if call.cache_is_returned and decoding is not None:
+                decoding.take_back()
+            raise
         finally:
             if call.cache_is_returned:
                 # A cache that the user passed in is theirs again, whatever happened.
@@ -514,6 +525,55 @@ def _refuse_what_cannot_be(
         refuse(
             "`synced_gpus` (FSDP or DeepSpeed ZeRO-3)",
             "The ranks would make different numbers of passes: use `device_map` or tensor parallelism.",
+        )
+
+
+def _refuse_processors(processors: LogitsProcessorList, batch: int) -> None:
+    """Those that cannot see drafted tokens without harm."""
+    for processor in processors:
+        if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
+            raise ValueError(
+                "`self_speculative` cannot be combined with a SynthID watermark: its processor keeps a state that "
+                "tokens which are drafted and then rejected cannot be taken out of, and the mark would be lost. Leave "
+                "`self_speculative` out, or use the watermark of `WatermarkingConfig`."
+            )
+        if isinstance(processor, PrefixConstrainedLogitsProcessor) and batch > 1:
+            raise ValueError(
+                "`self_speculative` takes a `prefix_allowed_tokens_fn` for one text at a time, but got a batch of "
+                f"{batch}: rows run at their own speed, and the function would be asked about texts that no row has. "
+                "Generate the texts one by one."
+            )
+
+
+def _refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConfig | None, kwargs: Any) -> None:
+    """What would be known too late, or not at all, once `generate` is on its way."""
+
+    def wanted(name: str) -> Any:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+        configs = (generation_config, model.generation_config)
+        return next((v for c in configs if c is not None and (v := getattr(c, name, None)) is not None), None)
+
+    if wanted("cache_implementation") == "paged":
+        raise ValueError(
+            '`self_speculative` cannot be combined with `cache_implementation="paged"` (continuous batching). Draft '
+            "and target share a dynamic cache in place: leave `cache_implementation` out."
+        )
+    if (beams := wanted("num_beams") or 1) > 1:
+        raise ValueError(
+            f"`self_speculative` cannot be combined with beam search (`num_beams={beams}`). Use `num_beams=1`, greedy "
+            "or sampling."
+        )
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError(
+            "`self_speculative` needs the KV cache, which transformers switches off under gradient checkpointing in "
+            "training mode. Call `model.eval()` first."
+        )
+    tuned = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", None)
+    if getattr(getattr(tuned, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            "`self_speculative` cannot be combined with a PEFT adapter of prompt learning (prefix, prompt and "
+            "P-tuning): its virtual tokens stand in the cache, and belong to no text. LoRA and its kind work."
         )
 
 

@@ -80,7 +80,7 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return "global module hooks are installed"
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        if any(map(_does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             return f"a hook is installed on {type(module).__name__}"
         if "forward" in module.__dict__ or module._compiled_call_impl is not None:
             return f"the forward of {type(module).__name__} is patched or compiled"
@@ -89,6 +89,14 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
         if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
             return f"{type(module).__name__} is not a class of torch or transformers"
     return None
+
+
+def _does_something(hook: Any) -> bool:
+    """Whether a hook is more than what transformers leaves behind once a call has asked for hidden states.
+
+    That one does nothing until the next such call, whose passes are not played back.
+    """
+    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 _SCALARS = frozenset({bool, int, float, str})
@@ -101,6 +109,8 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
             (id(module), type(module).forward, [v for v in module.__dict__.values() if type(v) in _SCALARS])
             for module in model.modules()
         ),
+        # Numbers that a forward takes from the config are written into it as well.
+        [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS],
         tuple((id(parameter), parameter.data_ptr()) for parameter in model.parameters()),
         tuple(id(buffer) for buffer in model.buffers()),
     )
@@ -331,10 +341,15 @@ class FlatPasses:
             for layer in live:
                 layer.reserve(max(count, ahead))
             attention.begin(cache.layers, live[0].end, count)
-        with torch.inference_mode():
-            logits = program.run(ids, positions, attention)
+        done = False
+        try:
+            with torch.inference_mode():
+                logits = program.run(ids, positions, attention)
+            done = True
+        finally:
+            if not (self.is_draft and done):
+                attention.let_go()
         if not self.is_draft:
-            attention.let_go()
             for layer in cache.layers:
                 layer.end += count
         return logits

@@ -105,7 +105,9 @@ class SkipMode:
         self._owner = None
         try:
             # Backwards: a module that is patched twice gets its first `forward` back.
-            for (module, _), original in zip(reversed(self._patches), reversed(self._originals), strict=True):
+            # An interrupt may have come before all were collected.
+            patched = self._patches[: len(self._originals)]
+            for (module, _), original in zip(reversed(patched), reversed(self._originals), strict=True):
                 if original is _MISSING:
                     module.__dict__.pop("forward", None)
                 else:
