@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from .automatic import DRAFT_MEMORY, automatic_config, check_budget
 from .cache import add_spare_room, drop_spare_room
 from .candidate_generator import SelfSpeculativeCandidateGenerator
-from .config import SelfSpeculativeConfig, SkipConfig
+from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_machine
 from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput
 from .drafting import CostAwarePolicy, DraftPolicy, make_policy
@@ -366,6 +367,14 @@ def _resolve(
             return automatic_config(model, text, DRAFT_MEMORY if draft_memory is None else draft_memory)
         finally:
             _CALL.reset(token)
+    if isinstance(request, str) and not Path(request).exists():
+        if request.strip().lower() == "auto":
+            raise ValueError(f'`self_speculative={request!r}` is written in small letters: "auto".')
+        if request in PRECISIONS:
+            raise ValueError(
+                f"`self_speculative={request!r}` is a precision, not a config. Pass `SelfSpeculativeConfig(precision="
+                f'{request!r})`, or "auto".'
+            )
     config = _read(request)
     if draft_memory is not None:
         check_budget(model, config, draft_memory)

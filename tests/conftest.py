@@ -42,6 +42,12 @@ def _is_slow(request: pytest.FixtureRequest) -> bool:
     return request.node.get_closest_marker("slow") is not None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: run last, one of them would keep a single worker busy and the others idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def same_start(request: pytest.FixtureRequest) -> None:
     """Each test starts with the same threads and the same random state, whichever tests ran before it."""

@@ -161,8 +161,8 @@ def search(
         tokenizer: its tokenizer.
         trials: drafts to judge, in all, those of other workers and earlier runs on the study counted, ≥ 1. Where a
             model has fewer, all of these.
-        output: folder for the config, the figures and plots, and the study where `storage` names none; `None`: nothing
-            is written, and the study is held in memory.
+        output: folder for the config, the figures, and the study where `storage` names none (`plots.plot_all` draws
+            into it); `None`: nothing is written, and the study is held in memory.
         storage: URL of the study's storage, see `study.storage_of`.
         study_name: of the study.
         settings: how the search goes.

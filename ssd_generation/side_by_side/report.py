@@ -335,9 +335,10 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     axes.set_ylabel(f"speed relative to {other}")
     environment = summary["environment"] or {}
     if environment:
+        single = all(figures["n"] == 1 for ratio in methods.values() for figures in ratio["categories"].values())
         axes.set_title(
             f"{environment['model']}, {environment['dtype']}, {environment['device']}\n"
-            "median, quartiles (thick), range (thin)",
+            + ("one call each" if single else "median, quartiles (thick), range (thin)"),
             fontsize=10,
             loc="left",
         )
