@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation import logits_process
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -75,6 +76,31 @@ def _can_be_cropped(cache: Cache, tokens: int) -> bool:
         elif not isinstance(layer, SpareRoomLayer):
             return False
     return True
+
+
+class _RowPrefixes(LogitsProcessor):
+    """A `prefix_allowed_tokens_fn` for a batch, whose rows are shown drafts that no constraint may have a word for.
+
+    Where transformers' own processor ends the call because nothing is allowed, the row is left without a possible token
+    here; `_check_possible` ends the call if it is one that counts.
+    """
+
+    def __init__(self, processor: PrefixConstrainedLogitsProcessor) -> None:
+        self.allowed = processor._prefix_allowed_tokens_fn
+        self.processor = PrefixConstrainedLogitsProcessor(self._ask, num_beams=1)
+        self.without: list[int] = []
+
+    def _ask(self, row: int, text: torch.Tensor) -> list[int]:
+        allowed = self.allowed(row, text)
+        if not len(allowed):
+            self.without.append(row)
+        return allowed if len(allowed) else [0]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.without = []
+        processed = self.processor(input_ids, scores)
+        processed[self.without] = -math.inf
+        return processed  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -167,6 +193,11 @@ class SelfSpeculativeDecoding:
         self.attentions: tuple[Any, ...] | None = () if self.keep_attentions else None
         self.hidden_states: tuple[Any, ...] | None = () if self.keep_hidden_states else None
         self.tokens = input_ids.new_zeros((batch, prompt + 64), dtype=torch.long)
+        self.is_constrained = batch > 1 and any(type(p) is PrefixConstrainedLogitsProcessor for p in self.processors)
+        if self.is_constrained:
+            self.processors = LogitsProcessorList(
+                [_RowPrefixes(p) if type(p) is PrefixConstrainedLogitsProcessor else p for p in self.processors]
+            )
         self.tokens[:, :prompt] = input_ids
         self.statistics = SpeculationStatistics(
             batch_size=batch, prompt_tokens=prompt, round_accepted=[[] for _ in range(batch)], new_tokens=[0] * batch
@@ -238,6 +269,7 @@ class SelfSpeculativeDecoding:
 
         raw, logits = self._logits(outputs, 1)
         scores = self._process(logits, 1)
+        self._check_possible(scores, [0] * self.batch, [True] * self.batch)
         if self.do_sample:
             chosen = torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1)
         else:
@@ -286,6 +318,7 @@ class SelfSpeculativeDecoding:
         scores = self._process(logits, count + 1)
         kept, following = self._accept(draft, scores)
         accepted = kept.tolist()  # the one place where the host waits for the device
+        self._check_possible(scores, accepted, active)
         self.verifying.stop()
         self.statistics.target_passes += 1
 
@@ -509,6 +542,17 @@ class SelfSpeculativeDecoding:
                 if float(scores[0, drafted]) == -math.inf:
                     break
         return logits
+
+    def _check_possible(self, scores: torch.Tensor, places: list[int], counts: list[bool]) -> None:
+        """As transformers does, where a constraint allows a row nothing: `places` are those that rows go on from."""
+        if not self.is_constrained:
+            return
+        for row, place in enumerate(places):
+            if counts[row] and bool((scores[row, place] == -math.inf).all()):
+                raise ValueError(
+                    f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {row}: the constraint is "
+                    "unsatisfiable. Return at least one token for every text that it allows."
+                )
 
     def _process_step(self, logits: torch.Tensor, ahead: int) -> torch.Tensor:
         """Scores `(B, V)` for the token behind the first `ahead` drafted ones, which stand behind each row's tokens."""

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor
+from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
 from .automatic import DRAFT_MEMORY, automatic_config, check_budget
 from .cache import add_spare_room, drop_spare_room
@@ -183,7 +183,7 @@ class SelfSpeculativeMixin:
                 **model_kwargs,
             )
         model = cast(PreTrainedModel, self)
-        _refuse_processors(logits_processor, batch=input_ids.shape[0])
+        _refuse_processors(logits_processor)
         cache: Cache = model_kwargs["past_key_values"]
         sampled = bool(generation_config.do_sample)
         decoding = None
@@ -537,7 +537,7 @@ def _refuse_what_cannot_be(
         )
 
 
-def _refuse_processors(processors: LogitsProcessorList, batch: int) -> None:
+def _refuse_processors(processors: LogitsProcessorList) -> None:
     """Those that cannot see drafted tokens without harm."""
     for processor in processors:
         if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
@@ -545,12 +545,6 @@ def _refuse_processors(processors: LogitsProcessorList, batch: int) -> None:
                 "`self_speculative` cannot be combined with a SynthID watermark: its processor keeps a state that "
                 "tokens which are drafted and then rejected cannot be taken out of, and the mark would be lost. Leave "
                 "`self_speculative` out, or use the watermark of `WatermarkingConfig`."
-            )
-        if isinstance(processor, PrefixConstrainedLogitsProcessor) and batch > 1:
-            raise ValueError(
-                "`self_speculative` takes a `prefix_allowed_tokens_fn` for one text at a time, but got a batch of "
-                f"{batch}: rows run at their own speed, and the function would be asked about texts that no row has. "
-                "Generate the texts one by one."
             )
 
 
