@@ -478,6 +478,17 @@ def move_rows(cache: Cache, moves: Sequence[int], slots: int) -> None:
             )
 
 
+def reaches_back(cache: Cache, tokens: int) -> bool:
+    """Whether a cache, cropped by so many tokens, still holds all that the next token sees."""
+    for layer in cache.layers:
+        if isinstance(layer, SpareRoomSlidingLayer):
+            if layer.end - layer.start - tokens < min(layer.sliding_window - 1, layer.get_seq_length() - tokens):
+                return False
+        elif not isinstance(layer, SpareRoomLayer):
+            return False
+    return True
+
+
 def keep_length(cache: Any, skipped: frozenset[int], num_layers: int) -> None:
     """Put ghosts in place of the cache layers of skipped attentions, for a cache that is filled in draft mode."""
     layers = getattr(cache, "layers", None)

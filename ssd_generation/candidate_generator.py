@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -293,40 +293,36 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         on_cpu = last_token.device.type == "cpu"
         reads_tokens = on_cpu and (bool(self.eos_token_ids) or indexes is not None)
         if length:
-            try:
-                step = self._stepper(last_token, cache, length, attention_mask, position_ids, model_kwargs)
-                token = last_token
-                with self._in_skip_mode(step):
-                    for depth in range(length):
-                        logits = step(token, depth)[:, -1].to(dtype=torch.float32, device=last_token.device)
-                        if process is not None:
-                            self._pause(step)
-                            drafted = torch.cat(tokens, dim=1) if tokens else token[:, :0]
-                            # A copy, since processors may write into their input, which may be a view of the model's
-                            # output.
-                            logits = process(drafted, logits.clone())
-                            self._resume(step)
-                        token, probability = self._choose(logits)
-                        tokens.append(token)
-                        if self.do_sample:
-                            scores.append(logits)
-                        if reads_tokens:
-                            for row, number in enumerate(token.squeeze(1).tolist()):
-                                tails[row].append(number)
-                        if depth + 1 < length and (reads_tokens or probability is not None):
-                            confidence = probability.tolist() if probability is not None else [1.0] * batch
-                            for row in rows:
-                                if lengths[row] <= depth + 1:
-                                    continue
-                                ended = reads_tokens and tails[row][-1] in self.eos_token_ids
-                                match = match_of(row, tails[row]) if reads_tokens and not ended else NO_MATCH
-                                if ended or not policy.keep_drafting(depth + 1, confidence[row], match):
-                                    lengths[row] = depth + 1
-                            if max(lengths) <= depth + 1:
-                                break
-            finally:
-                if self.flat is not None:
-                    self.flat.end_round()  # whatever happened: it holds the cache
+            step = self._stepper(last_token, cache, length, attention_mask, position_ids, model_kwargs)
+            token = last_token
+            with self._drafting(step):
+                for depth in range(length):
+                    logits = step(token, depth)[:, -1].to(dtype=torch.float32, device=last_token.device)
+                    if process is not None:
+                        self._pause(step)
+                        drafted = torch.cat(tokens, dim=1) if tokens else token[:, :0]
+                        # A copy, since processors may write into their input, which may be a view of the model's
+                        # output.
+                        logits = process(drafted, logits.clone())
+                        self._resume(step)
+                    token, probability = self._choose(logits)
+                    tokens.append(token)
+                    if self.do_sample:
+                        scores.append(logits)
+                    if reads_tokens:
+                        for row, number in enumerate(token.squeeze(1).tolist()):
+                            tails[row].append(number)
+                    if depth + 1 < length and (reads_tokens or probability is not None):
+                        confidence = probability.tolist() if probability is not None else [1.0] * batch
+                        for row in rows:
+                            if lengths[row] <= depth + 1:
+                                continue
+                            ended = reads_tokens and tails[row][-1] in self.eos_token_ids
+                            match = match_of(row, tails[row]) if reads_tokens and not ended else NO_MATCH
+                            if ended or not policy.keep_drafting(depth + 1, confidence[row], match):
+                                lengths[row] = depth + 1
+                        if max(lengths) <= depth + 1:
+                            break
         self.draft_passes += len(tokens)
         draft = Draft(
             tokens=torch.cat(tokens, dim=1) if tokens else last_token[:, :0],
@@ -457,8 +453,15 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
             and not any(isinstance(value, torch.Tensor) for value in passed_on.values())
         )
 
-    def _in_skip_mode(self, step: Step) -> Any:
-        return self.skip_mode if getattr(step, "runs_model", False) else nullcontext()
+    @contextmanager
+    def _drafting(self, step: Step) -> Iterator[None]:
+        """For the steps of a round, however they end: what is held of the cache for them is let go."""
+        try:
+            with self.skip_mode if getattr(step, "runs_model", False) else nullcontext():
+                yield
+        finally:
+            if self.flat is not None:
+                self.flat.end_round()
 
     def _pause(self, step: Step) -> None:
         if getattr(step, "runs_model", False):

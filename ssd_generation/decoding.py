@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .acceptance import VerifiedText
-from .cache import SpareRoomLayer, SpareRoomSlidingLayer, add_spare_room, move_rows, trim_windows
+from .cache import SpareRoomLayer, SpareRoomSlidingLayer, add_spare_room, move_rows, reaches_back, trim_windows
 from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
 from .passes import flat_passes, prompt_mode
 from .statistics import SpeculationStatistics
@@ -66,16 +66,15 @@ _BLIND_PROCESSORS: tuple[type, ...] = tuple(
 _MAX_LEAD = 64
 
 
-def _can_be_cropped(cache: Cache, tokens: int) -> bool:
-    """Whether a cache still holds what is seen from so many tokens before its end."""
-    for layer in cache.layers:
-        if isinstance(layer, SpareRoomSlidingLayer):
-            wanted = min(layer.sliding_window - 1, layer.get_seq_length() - tokens)
-            if layer.end - layer.start - tokens < wanted:
-                return False
-        elif not isinstance(layer, SpareRoomLayer):
-            return False
-    return True
+def _move_mask(mask: torch.Tensor, moves: Sequence[int]) -> None:
+    """Move each row of a mask over slots as `move_rows` moves the slots, in place."""
+    for row, move in enumerate(moves):
+        if move > 0:
+            mask[row, move:] = mask[row, :-move].clone()
+            mask[row, :move] = 0
+        elif move < 0:
+            mask[row, :move] = mask[row, -move:].clone()
+            mask[row, move:] = 1
 
 
 class _RowPrefixes(LogitsProcessor):
@@ -474,13 +473,7 @@ class SelfSpeculativeDecoding:
         if self.mask is not None:
             # It covers the pending token, too.
             mask = torch.nn.functional.pad(self.mask, (0, slots - self.slots), value=1)
-            for row, move in enumerate(moves):
-                if move > 0:
-                    mask[row, move:] = mask[row, :-move].clone()
-                    mask[row, :move] = 0
-                elif move < 0:
-                    mask[row, :move] = mask[row, -move:].clone()
-                    mask[row, move:] = 1
+            _move_mask(mask, moves)
             self.mask = mask
         self.slots, self.shifts = slots, shifts
         if self.positions is not None:
@@ -708,14 +701,15 @@ class SelfSpeculativeDecoding:
         statistics.verify_seconds = self.verifying.seconds()
         statistics.policy_state = self.generator.policy.state()
         if self.cache_is_returned:
-            self._fill_in_behind_ends(self._align())
+            # As plain decoding leaves it: all tokens but the last one, in the columns of the output.
+            length = self._slots_said()
+            move_rows(self.cache, [-shift for shift in self.shifts], length)
+            self._fill_in_behind_ends(length)
         statistics.total_seconds = time.perf_counter() - started
 
-    def _align(self) -> int:
-        """Leave the cache as plain decoding does: all tokens but the last one, in the columns of the output."""
-        length = self.prompt_slots + self.steps - 1
-        move_rows(self.cache, [-shift for shift in self.shifts], length)
-        return length
+    def _slots_said(self) -> int:
+        """Slots of the prompt and of what was committed; the last token has none yet."""
+        return self.prompt_slots + self.steps - 1
 
     def _fill_in_behind_ends(self, length: int) -> None:
         """Compute what plain decoding has computed of rows that ended before others, which have rested here.
@@ -725,15 +719,11 @@ class SelfSpeculativeDecoding:
         """
         before = self.prompt - self.prompt_slots  # columns of the output that the cache has no slots for
         start = min(self.last_columns) - before
-        if start >= length or not _can_be_cropped(self.cache, length - start):
+        if start >= length or not reaches_back(self.cache, length - start):
             return
-        if self.mask is not None:
-            mask = self.mask
-            for row, shift in enumerate(self.shifts):
-                if shift:
-                    mask[row, :-shift] = mask[row, shift:].clone()
-                    mask[row, -shift:] = 1
         whole_mask = self.mask
+        if whole_mask is not None:
+            _move_mask(whole_mask, [-shift for shift in self.shifts])
         # A pass may not reach across the length at which a rotary embedding changes.
         block = length - start if self.rope_switch == sys.maxsize else 1
         for layer in self.cache.layers:
@@ -751,9 +741,9 @@ class SelfSpeculativeDecoding:
 
     def take_back(self) -> None:
         """After an exception: leave in the cache what was said, and nothing that was to be said next."""
-        if not getattr(self, "steps", 0) or not hasattr(self, "slots"):
+        if not getattr(self, "steps", 0):  # not even the prompt's pass has come to its end
             return
-        length = self.prompt_slots + self.steps - 1
+        length = self._slots_said()
         for layer in self.cache.layers:  # each by itself: the exception may have come in the middle of a pass
             if isinstance(layer, SpareRoomLayer):
                 layer.move_rows([-shift for shift in self.shifts], length)

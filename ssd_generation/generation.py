@@ -496,6 +496,13 @@ def _refuse_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
 
 
+_LEAVE_THE_CACHE = "Draft and target share a dynamic cache in place: leave `cache_implementation` out."
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise ValueError(f"`self_speculative` cannot be combined with {what}. {instead}")
+
+
 def _refuse_what_cannot_be(
     model: PreTrainedModel,
     mode: GenerationMode,
@@ -503,35 +510,29 @@ def _refuse_what_cannot_be(
     mode_kwargs: dict[str, Any],
 ) -> None:
     _refuse_model(model)
-
-    def refuse(what: str, instead: str) -> None:
-        raise ValueError(f"`self_speculative` cannot be combined with {what}. {instead}")
-
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         if config.prompt_lookup_num_tokens is not None:
-            refuse(f"`prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}`", "Leave one of them out.")
+            _refuse(f"`prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}`", "Leave one of them out.")
         if config.assistant_early_exit is not None:
-            refuse(f"`assistant_early_exit={config.assistant_early_exit}`", "Leave one of them out.")
-        if config.num_beams is not None and config.num_beams > 1:
-            refuse(f"beam search (`num_beams={config.num_beams}`)", "Use `num_beams=1`, greedy or sampling.")
-        refuse(f"the generation mode '{mode.value}'", "Use greedy decoding or sampling.")
+            _refuse(f"`assistant_early_exit={config.assistant_early_exit}`", "Leave one of them out.")
+        _refuse(f"the generation mode '{mode.value}'", "Use greedy decoding or sampling.")
     if config.use_cache is False:
-        refuse(
+        _refuse(
             "`use_cache=False`",
             "The draft reads the target's KV cache: pass `use_cache=True` (some models switch it off in their config).",
         )
     if config.guidance_scale is not None and config.guidance_scale != 1:
-        refuse(
+        _refuse(
             f"classifier-free guidance (`guidance_scale={config.guidance_scale}`)",
             "Its processor keeps a KV cache of its own that cannot be rolled back: leave it out.",
         )
     if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        refuse(
+        _refuse(
             f"`cache_implementation={config.cache_implementation!r}`",
-            "Draft and target share a dynamic cache in place: leave `cache_implementation` out.",
+            _LEAVE_THE_CACHE,
         )
     if mode_kwargs.get("synced_gpus"):
-        refuse(
+        _refuse(
             "`synced_gpus` (FSDP or DeepSpeed ZeRO-3)",
             "The ranks would make different numbers of passes: use `device_map` or tensor parallelism.",
         )
@@ -541,10 +542,10 @@ def _refuse_processors(processors: LogitsProcessorList) -> None:
     """Those that cannot see drafted tokens without harm."""
     for processor in processors:
         if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
-            raise ValueError(
-                "`self_speculative` cannot be combined with a SynthID watermark: its processor keeps a state that "
-                "tokens which are drafted and then rejected cannot be taken out of, and the mark would be lost. Leave "
-                "`self_speculative` out, or use the watermark of `WatermarkingConfig`."
+            _refuse(
+                "a SynthID watermark: its processor keeps a state that tokens which are drafted and then rejected "
+                "cannot be taken out of, and the mark would be lost",
+                "Leave `self_speculative` out, or use the watermark of `WatermarkingConfig`.",
             )
 
 
@@ -558,15 +559,9 @@ def _refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConf
         return next((v for c in configs if c is not None and (v := getattr(c, name, None)) is not None), None)
 
     if wanted("cache_implementation") == "paged":
-        raise ValueError(
-            '`self_speculative` cannot be combined with `cache_implementation="paged"` (continuous batching). Draft '
-            "and target share a dynamic cache in place: leave `cache_implementation` out."
-        )
+        _refuse('`cache_implementation="paged"` (continuous batching)', _LEAVE_THE_CACHE)
     if (beams := wanted("num_beams") or 1) > 1:
-        raise ValueError(
-            f"`self_speculative` cannot be combined with beam search (`num_beams={beams}`). Use `num_beams=1`, greedy "
-            "or sampling."
-        )
+        _refuse(f"beam search (`num_beams={beams}`)", "Use `num_beams=1`, greedy or sampling.")
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             "`self_speculative` needs the KV cache, which transformers switches off under gradient checkpointing in "
@@ -574,9 +569,10 @@ def _refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConf
         )
     tuned = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", None)
     if getattr(getattr(tuned, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(
-            "`self_speculative` cannot be combined with a PEFT adapter of prompt learning (prefix, prompt and "
-            "P-tuning): its virtual tokens stand in the cache, and belong to no text. LoRA and its kind work."
+        _refuse(
+            "a PEFT adapter of prompt learning (prefix, prompt and P-tuning): its virtual tokens stand in the cache, "
+            "and belong to no text",
+            "LoRA and its kind work.",
         )
 
 

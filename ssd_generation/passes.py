@@ -80,7 +80,8 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return "global module hooks are installed"
     for module in model.modules():
-        if any(map(_does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+        hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
+        if hooks and any(map(_does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             return f"a hook is installed on {type(module).__name__}"
         if "forward" in module.__dict__ or module._compiled_call_impl is not None:
             return f"the forward of {type(module).__name__} is patched or compiled"
@@ -341,15 +342,14 @@ class FlatPasses:
             for layer in live:
                 layer.reserve(max(count, ahead))
             attention.begin(cache.layers, live[0].end, count)
-        done = False
         try:
             with torch.inference_mode():
                 logits = program.run(ids, positions, attention)
-            done = True
-        finally:
-            if not (self.is_draft and done):
-                attention.let_go()
+        except BaseException:
+            attention.let_go()
+            raise
         if not self.is_draft:
+            attention.let_go()
             for layer in cache.layers:
                 layer.end += count
         return logits

@@ -21,7 +21,7 @@ from typing import Any
 
 from .files import write_whole
 
-__all__ = ["RunFolder", "read_rows"]
+__all__ = ["RunFolder", "read_json", "read_rows"]
 
 CONFIG, ENVIRONMENT, ROWS = "config.json", "environment.json", "rows.jsonl"
 SUMMARY, TABLE, PLOT = "summary.json", "summary.md", "plot.png"
@@ -135,13 +135,18 @@ class RunFolder:
 
     def read_json(self, name: str) -> Any:
         """A file of the folder; `None` where there is none, or it is not JSON."""
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
-        return None
+        return read_json(self.path / name)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file of the folder, whole or not at all."""
         write_whole(self.path / name, text)
+
+
+def read_json(file: Path) -> Any:
+    """What a file holds; `None` where there is none, or it is not JSON."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(file.read_text(encoding="utf-8"))
+    return None
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -174,7 +174,6 @@ class _PairedRun:
         self.peers = (here, there)
         self.observe = observe
         self.done = 0
-        self.session = max((row.get("session", 0) for row in folder.rows), default=0) + 1
         self.finished = {(r["prompt"], r["method"], r["repeat"]) for r in folder.rows if r["kind"] == "pair"}
         self.failed = {row["method"] for row in folder.rows if row["kind"] == "failed"}
         names = [name for name in settings.methods if name not in self.failed]
@@ -213,7 +212,7 @@ class _PairedRun:
         )
         self.requests: dict[str, Any] = answer["requests"]
         self.input_ids: list[list[int]] = answer["input_ids"]
-        start_session(self.folder, answer["environment"], self.session)
+        self.session = start_session(self.folder, answer["environment"], self.folder.rows)
         self.options = self.settings.options(loaded["pad_token_id"])
 
     def everything(self) -> None:

@@ -60,22 +60,17 @@ def profile(
             measured = measure_profile(target, contexts=wanted, repeats=repeats, progress=step)
     if as_json:
         print_json(measured.to_dict())
-        _save(measured, output)
-        return
-    console = out()
-    for table in profile_view(measured):
-        console.print(table)
-    for line in warnings_of(measured):
-        err().print(line, style="yellow", soft_wrap=True)
+    else:
+        console = out()
+        for table in profile_view(measured):
+            console.print(table)
+        for line in warnings_of(measured):
+            err().print(line, style="yellow", soft_wrap=True)
     # Behind the figures: where they cannot be written, they have been seen.
-    if _save(measured, output):
-        err().print(f"Written to {output}", style="dim", soft_wrap=True, markup=False)
-
-
-def _save(measured: CostProfile, output: Path | None) -> bool:
     if output is not None:
-        measured.save(output.expanduser())
-    return output is not None
+        measured.save(output)
+    if output is not None and not as_json:
+        err().print(f"Written to {output}", style="dim", soft_wrap=True, markup=False)
 
 
 def parse_contexts(text: str) -> list[int]:

@@ -71,6 +71,7 @@ PRIOR = 4.0
 
 SOURCE = "ssd search"
 _ABOUT = "ssd_generation"
+_CLAIM = "claims"
 _UNKNOWN_WORKER_SECONDS = 30.0
 _BEAT_SECONDS = 60.0
 """How often a worker tells that it lives. (Optuna sees to that in databases alone, and sooner.)"""
@@ -392,9 +393,6 @@ def claim(study: optuna.Study, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         return first
 
 
-_CLAIM = "claims"
-
-
 def _claims(study: optuna.Study) -> list[Mapping[str, Any]]:
     trials = sorted(study.get_trials(deepcopy=False, states=(TrialState.FAIL,)), key=lambda t: t.number)
     return [t.user_attrs[_CLAIM] for t in trials if _CLAIM in t.user_attrs]
@@ -615,16 +613,16 @@ class Search:
             layerwise = self._layerwise() if strategy == "warm" else []
             proposals += next_proposals(strategy, self.space, self.profile, done, self.context, layerwise)
         last = [t for t in trials if t.state.is_finished()][-_REPEATS_IN_A_ROW:]
-        if (
-            all(_key(self.space, c) in known for _, c in proposals)
-            and len(last) == _REPEATS_IN_A_ROW
-            and not {t.number for t in last} & {t.number for t in done}
-        ):
-            proposals += self._neighbour(done, known, len(trials))
+        # By key: the same draft may be proposed by several.
+        fresh: dict[str, tuple[str, dict[str, str]]] = {}
         for origin, choices in proposals:
             if _key(self.space, choices) not in known and self.space.is_possible(choices):
-                known.add(_key(self.space, choices))
-                self.study.enqueue_trial(self._params(choices), user_attrs={"origin": origin})
+                fresh.setdefault(_key(self.space, choices), (origin, choices))
+        queue = list(fresh.values())
+        if not queue and len(last) == _REPEATS_IN_A_ROW and not {t.number for t in last} & {t.number for t in done}:
+            queue = self._neighbour(done, known, len(trials))
+        for origin, choices in queue:
+            self.study.enqueue_trial(self._params(choices), user_attrs={"origin": origin})
 
     def _layerwise(self) -> list[dict[str, str]]:
         """Skip sets of a dynamic programme over hidden states, worked out by the first worker."""

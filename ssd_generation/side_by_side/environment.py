@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from ..comparison import describe_environment
-from ..run_folder import ENVIRONMENT, RunFolder
+from ..run_folder import ENVIRONMENT, RunFolder, read_json
 from .calls import load_average
 
 __all__ = ["run_environment", "sessions_of", "start_session", "take_over_sessions", "where_measured"]
@@ -22,8 +21,18 @@ __all__ = ["run_environment", "sessions_of", "start_session", "take_over_session
 _OF_SESSION = ("session", "started", "load_average")
 
 
-def start_session(folder: RunFolder, environment: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Note in environment.json that a session begins, on what machine, and by which number its rows go."""
+def start_session(folder: RunFolder, environment: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> int:
+    """Note in environment.json that a session begins, and on what machine.
+
+    Args:
+        folder: of the run.
+        environment: of the machine.
+        rows: of the sessions before.
+
+    Returns:
+        The number that its rows go by.
+    """
+    number = max((row.get("session", 0) for row in rows), default=0) + 1
     session = {
         "session": number,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -31,15 +40,13 @@ def start_session(folder: RunFolder, environment: Mapping[str, Any], number: int
         **environment,
     }
     folder.write_json(ENVIRONMENT, {"sessions": [*sessions_of(folder.path), session]})
-    return session
+    return number
 
 
 def sessions_of(folder: Path) -> list[dict[str, Any]]:
     """The sessions that environment.json of a run tells of, the earliest first; none where it cannot be read."""
-    try:
-        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["sessions"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    document = read_json(folder / ENVIRONMENT)
+    found = document.get("sessions") if isinstance(document, dict) else None
     return [session for session in found if isinstance(session, dict)] if isinstance(found, list) else []
 
 

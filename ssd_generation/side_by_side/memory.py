@@ -56,7 +56,7 @@ def peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
     """
     if model.device.type == "cuda":
         # A model may lie on several, and none of them need be the current one.
-        models = [model, *(m for m in [options.get("assistant_model")] if m is not None)]
+        models = [m for m in (model, options.get("assistant_model")) if m is not None]
         devices = {p.device for m in models for p in m.parameters() if p.device.type == "cuda"}
         start = 0
         for device in devices:

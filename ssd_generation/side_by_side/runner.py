@@ -162,9 +162,8 @@ class SideBySide:
         self.caller = Caller(model, assistant)
         self.options = settings.options(getattr(model.generation_config, "pad_token_id", None))
         self.methods = make_methods(settings.methods, model, config, settings.seed)
-        self.session = max((row.get("session", 0) for row in self.rows), default=0) + 1
         self.environment = run_environment(model)
-        start_session(folder, self.environment, self.session)
+        self.session = start_session(folder, self.environment, self.rows)
         self.failed = {row["method"] for row in self.rows if row["kind"] == "failed"}
         self.copies: dict[str, int] = {}
         self.configs: dict[str, SelfSpeculativeConfig] = {}
