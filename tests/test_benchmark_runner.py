@@ -260,6 +260,26 @@ def test_plain_decoding_that_fails_ends_the_run(model: Any, tmp_path: Path, monk
         run(model, tmp_path)
 
 
+def test_an_item_that_plain_decoding_cannot_do_costs_its_rows_alone(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Caller.call
+    refused: list[Any] = []
+
+    def call(self: Caller, method: str, request: Any, inputs: Any, *args: Any) -> TimedCall:
+        text = inputs["input_ids"].tolist()
+        refused[:] = refused or [text]  # the first that is asked
+        if text in refused:
+            raise RuntimeError("no memory")
+        return real(self, method, request, inputs, *args)
+
+    monkeypatch.setattr(Caller, "call", call)
+    summary = run(model, tmp_path, memory=True)
+    assert summary["complete"] and summary["methods"]["config"]["calls"] == 2
+    assert [entry["errors"] for entry in summary["methods"].values()] == [["RuntimeError: no memory"]] * 2
+    assert {row["method"] for row in rows_of(tmp_path, "memory") if "error" not in row} == set(METHODS)
+
+
 def test_other_texts_are_found_with_their_margin(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Caller.call
 

@@ -17,16 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..config import SelfSpeculativeConfig
 from ..prompts import Prompt
 from ..run_folder import RunFolder
 from ..side_by_side import calls
 from ..side_by_side.calls import load_average
 from ..side_by_side.environment import sessions_of, start_session, where_measured
 from ..side_by_side.figures import ratios_so_far, summarise_pairs
+from ..side_by_side.methods import PLAIN
 from ..side_by_side.runner import Observer, Progress, write_summary
 from .runner import BenchmarkSettings
 
-__all__ = ["check_checkout", "run_paired"]
+__all__ = ["check_checkout", "own_methods", "run_paired"]
 
 HERE, THERE = "here", "there"
 
@@ -43,6 +45,11 @@ def check_checkout(path: str | os.PathLike[str]) -> Path:
             f"{str(path)!r} holds no ssd_generation/__init__.py. Give the root of a checkout of this library."
         )
     return root
+
+
+def own_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
+    """What two checkouts are compared by unless asked otherwise: this library's own modes."""
+    return (PLAIN, "auto", *(("config",) if config is not None else ()), "plain-loop")
 
 
 class _Peer:

@@ -129,26 +129,19 @@ def benchmark(
     # In a --json run nothing but the document may reach stdout.
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with quiet_libraries(), elsewhere:
-        from ..benchmark.paired import check_checkout
+        from ..benchmark.paired import check_checkout, own_methods
         from ..benchmark.runner import BenchmarkSettings, benchmark_arguments
         from ..config import SelfSpeculativeConfig
         from ..prompts import load_prompts
         from ..run_folder import RunFolder
-        from ..side_by_side.methods import check_methods, default_methods
-        from .options import default_folder, requested_config
+        from ..side_by_side.methods import default_methods
+        from .options import default_folder, requested_config, requested_methods
 
         # What can be refused is refused before anything slow begins.
         chosen = requested_config(config, config_name, skip_attention, skip_mlp)
         if chosen is None and model == DEMO:
             chosen = SelfSpeculativeConfig.preset(DEMO_PRESET)
-        if methods is not None:
-            names = check_methods(
-                [name.strip() for name in methods.split(",") if name.strip()], chosen, assistant is not None
-            )
-        elif paired is not None:
-            names = ("plain", "auto", *(("config",) if chosen is not None else ()), "plain-loop")
-        else:
-            names = default_methods(chosen, assistant is not None)
+        names = requested_methods(methods, chosen, assistant, default_methods if paired is None else own_methods)
         settings = BenchmarkSettings(
             methods=names,
             new_tokens=new_tokens,

@@ -201,9 +201,8 @@ def evaluate(
         from ..evaluation.runner import CodeExecution, EvaluationSettings, default_methods, run_evaluation
         from ..evaluation.sandbox import Limits, run_program
         from ..evaluation.tasks import TASKS, check_data, make_task
-        from ..side_by_side.methods import check_methods
         from .benchmark_view import live_progress
-        from .options import default_folder, load, requested_config, set_threads
+        from .options import default_folder, load, requested_config, requested_methods, set_threads
 
         # What can be refused is refused before anything slow begins.
         if task not in TASKS:
@@ -211,12 +210,7 @@ def evaluate(
         chosen = requested_config(config, config_name, skip_attention, skip_mlp)
         if chosen is None and model == DEMO:
             chosen = SelfSpeculativeConfig.preset(DEMO_PRESET)
-        if methods is not None:
-            names = check_methods(
-                [name.strip() for name in methods.split(",") if name.strip()], chosen, assistant is not None
-            )
-        else:
-            names = default_methods(chosen, assistant is not None)
+        names = requested_methods(methods, chosen, assistant, default_methods)
         ks = _numbers(k)
 
         def settings_for(length: int) -> EvaluationSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -212,6 +212,25 @@ def requested_config(
         attention=parse_layers("--skip-attention", skip_attention), mlp=parse_layers("--skip-mlp", skip_mlp)
     )
     return SelfSpeculativeConfig(skip=skip, lookup=lookup, **parts)
+
+
+def requested_methods(
+    methods: str | None,
+    config: SelfSpeculativeConfig | None,
+    assistant: str | None,
+    default: Callable[[SelfSpeculativeConfig | None, bool], tuple[str, ...]],
+) -> tuple[str, ...]:
+    """The methods of `--methods`, plain decoding among them; where it is not given, those of `default`.
+
+    Raises:
+        ValueError: a name that is none, or a method that needs a config or an assistant where there is none.
+    """
+    from ..side_by_side.methods import check_methods
+
+    if methods is None:
+        return default(config, assistant is not None)
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    return check_methods(names, config, assistant is not None)
 
 
 def with_lookup(config: SelfSpeculativeConfig, lookup: bool) -> SelfSpeculativeConfig:

@@ -26,6 +26,8 @@ from .report import markdown, plot_summary
 
 __all__ = ["Item", "Observer", "Progress", "RunSettings", "SideBySide", "write_summary"]
 
+_MOST_TRIES = 3  # items on which plain decoding may fail before there is nothing to compare with
+
 
 class Item(Protocol):
     """What the methods are asked."""
@@ -46,8 +48,8 @@ class RunSettings:
     Args:
         methods: their names, see `methods.METHODS`; plain decoding first.
         repeats: how often every item is run, ≥ 1.
-        warm_up: calls of each method on the first item that are not counted, ≥ 0. The first measures what a method
-            measures once, the second finds everything in place.
+        warm_up: calls of each method on the first item that can be run, ≥ 0. They are not counted: the first measures
+            what a method measures once, the second finds everything in place.
         do_sample: sample instead of greedy decoding; the texts are then not compared.
         temperature: of the sampling, > 0; `None` for the model's.
         seed: of the sampling and of `random-half`.
@@ -165,6 +167,7 @@ class SideBySide:
         self.environment = run_environment(model)
         self.session = start_session(folder, self.environment, self.rows)
         self.failed = {row["method"] for row in self.rows if row["kind"] == "failed"}
+        self.tries_from = 0
         self.copies: dict[str, int] = {}
         self.configs: dict[str, SelfSpeculativeConfig] = {}
 
@@ -264,18 +267,28 @@ class SideBySide:
         if self.observe is not None:
             self.observe(Progress(self.done, self.total, step, ratios_so_far(self.rows)))
 
-    def _inputs_of_first(self) -> dict[str, torch.Tensor]:
-        """Those of the first item that has any: one that the model cannot take costs its own rows alone."""
-        for index in range(len(self.items) - 1):
+    def _inputs_to_try(self) -> dict[str, torch.Tensor]:
+        """Those of the first item that the model can take: one that it cannot costs its own rows alone."""
+        last = len(self.items) - 1
+        for index in range(self.tries_from, last):
             with contextlib.suppress(ValueError):
                 return self.inputs(index)
-        return self.inputs(len(self.items) - 1)
+        return self.inputs(last)
 
     def _warm_up(self, method: Method) -> None:
         before = copy_bytes(self.model)
+        last = min(len(self.items), _MOST_TRIES) - 1
         try:
-            inputs = self._inputs_of_first()
-            self.caller.call(method.name, method.request, inputs, self.short_options(), self.settings.seed_of(0, 0))
+            while True:
+                try:
+                    inputs, seed = self._inputs_to_try(), self.settings.seed_of(0, 0)
+                    self.caller.call(method.name, method.request, inputs, self.short_options(), seed)
+                    break
+                except Exception:
+                    # Where plain decoding fails, the item may be to blame, a longer one than there is memory for.
+                    if method.name != PLAIN or self.tries_from >= last:
+                        raise
+                    self.tries_from += 1
         except Exception as error:
             if method.name == PLAIN:
                 raise
@@ -324,7 +337,7 @@ class SideBySide:
     def _measure_memory(self, method: Method) -> None:
         row: dict[str, Any] = {"kind": "memory", "method": method.name}
         try:
-            inputs = self._inputs_of_first()
+            inputs = self._inputs_to_try()
             with self.caller.alone(method.name, learn=False):
                 row["peak_bytes"] = peak_bytes(
                     self.model,
@@ -347,7 +360,7 @@ class SideBySide:
         drop_copies(self.model)
         with self.caller.alone(method.name, learn=False):
             options = {**self.options, "max_new_tokens": 2}
-            self.model.generate(**self._inputs_of_first(), **{**options, **self.caller.arguments(method.request)})
+            self.model.generate(**self._inputs_to_try(), **{**options, **self.caller.arguments(method.request)})
         return max(copy_bytes(self.model), self.copies.get(method.name, 0))
 
     def _measure_margins(self) -> None:
