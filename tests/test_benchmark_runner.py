@@ -278,6 +278,8 @@ def test_an_item_that_plain_decoding_cannot_do_costs_its_rows_alone(
     assert summary["complete"] and summary["methods"]["config"]["calls"] == 2
     assert [entry["errors"] for entry in summary["methods"].values()] == [["RuntimeError: no memory"]] * 2
     assert {row["method"] for row in rows_of(tmp_path, "memory") if "error" not in row} == set(METHODS)
+    page = (tmp_path / "summary.md").read_text()
+    assert "plain, config, plain-loop: failed at times: RuntimeError: no memory" in page
 
 
 def test_other_texts_are_found_with_their_margin(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .methods import PLAIN
+
 __all__ = [
     "COLOURS",
     "MARKERS",
@@ -173,7 +175,8 @@ def _place(environment: Mapping[str, Any]) -> str:
 def problems(summary: Mapping[str, Any]) -> list[str]:
     """Methods that failed, and texts that differ from plain decoding's."""
     failures: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, entry in summary["methods"].items():
+    plain = {PLAIN: summary["plain"]} if "plain" in summary else {}
+    for name, entry in {**plain, **summary["methods"]}.items():
         for error in entry["errors"]:
             failures["failed at times" if entry["calls"] else "cannot run here", error].append(name)
     lines = [f"{', '.join(names)}: {what}: {error}" for (what, error), names in failures.items()]
