@@ -12,7 +12,8 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from .config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from .costs import Unsteady, costs_of, describe_machine, kept, was_unsteady
+from .costs import costs_of, describe_machine
+from .keeping import Unsteady, kept, was_unsteady
 from .passes import skip_mode_of
 from .precision import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from .speedup import theoretical_speedup

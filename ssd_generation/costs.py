@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import statistics
 import time
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from .cache import DraftCache, SpareRoomLayer, add_spare_room
 from .config import Costs, SelfSpeculativeConfig
-from .files import write_whole
+from .keeping import Unsteady, agreed, kept, settled
 from .machine import cpu_name
-from .models import default_cache_dir
 from .passes import draft_of, flat_passes, why_not_recorded
-from .sublayers import mesh_of
 from .timing import Stopwatch
 from .verification import argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Passes", "costs_of", "describe_machine", "kept", "measure_costs", "was_unsteady"]
+__all__ = ["Passes", "costs_of", "describe_machine", "measure_costs"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +70,8 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     Returns:
         The costs, with `measured_on` set.
     """
-    verify = _settled(_measure(model, None, [1, *VERIFIED], "verification"))
-    return _put_together(model, verify, _settled(_draft_ratio(model, config)))
+    verify = settled(_measure(model, None, [1, *VERIFIED], "verification"))
+    return _put_together(model, verify, settled(_draft_ratio(model, config)))
 
 
 def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True) -> Any:
@@ -88,7 +79,7 @@ def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: b
     if not config.drafts_itself:
         return 1.0
     measured = _measure(model, config, [1, 0], "drafting", shows)
-    times = _settled(measured)
+    times = settled(measured)
     ratio = times[0] / times[1]
     return Unsteady(ratio) if isinstance(measured, Unsteady) else ratio
 
@@ -101,17 +92,6 @@ def _put_together(model: PreTrainedModel, verify: dict[int, float], draft_ratio:
         verify=[(n, max(seconds, plain)) for n, seconds in sorted(verify.items())],
         measured_on=describe_machine(model),
     )
-
-
-@dataclass(frozen=True)
-class Unsteady:
-    """What was measured while the machine was busy: good enough for now, not to be kept."""
-
-    result: Any
-
-
-def _settled(measured: Any) -> Any:
-    return measured.result if isinstance(measured, Unsteady) else measured
 
 
 def _measure(
@@ -140,7 +120,7 @@ def _measure(
                 if repeat < _REPEATS:
                     bar.update()
             spent = time.perf_counter() - started
-            if _agreed(model, spent > (_SECONDS / 4 if repeat + 1 >= _REPEATS else _SECONDS)):
+            if agreed(model, spent > (_SECONDS / 4 if repeat + 1 >= _REPEATS else _SECONDS)):
                 break
     least = {length: min(values) for length, values in times.items()}
     spread = statistics.median(statistics.median(values) / least[length] for length, values in times.items())
@@ -258,7 +238,7 @@ def _described(model: PreTrainedModel) -> dict[str, Any]:
             if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
         },
         "recorded": why_not_recorded(model) is None,
-        "format": 2,
+        "format": 3,
     }
 
 
@@ -295,79 +275,3 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         model, draft, lambda: _draft_ratio(model, config, shows), again, use=lambda result: put_together(verify, result)
     )
     return put_together(verify, ratio)
-
-
-_MEMORY: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-_UNSTEADY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def was_unsteady(model: nn.Module) -> bool:
-    """Whether something was measured for this model while the machine was busy."""
-    return model in _UNSTEADY
-
-
-def kept(
-    model: nn.Module,
-    described: dict[str, Any],
-    measure: Callable[[], Any],
-    again: bool = False,
-    use: Callable[[Any], Any] | None = None,
-) -> Any:
-    """What `measure` gives (of plain JSON types), from memory or the disk if it was measured before.
-
-    Args:
-        model: in whose company the answer is remembered.
-        described: all that the answer depends on.
-        measure: called where it is not known; an `Unsteady` answer is remembered, and not written to the disk.
-        again: call it in any case.
-        use: does with an answer what the caller will; where that fails, what was on the disk is measured again.
-    """
-    memory = _MEMORY.setdefault(model, {})
-    key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    if not again and key in memory:
-        return memory[key]
-    path = default_cache_dir() / "costs" / f"{key}.json"
-    result = _agreed(model, None if again else _read(path, use))
-    if result is None:
-        measured = measure()
-        result, is_unsteady = _agreed(model, (_settled(measured), isinstance(measured, Unsteady)))
-        if is_unsteady:
-            _UNSTEADY.add(model)
-            logger.info("The machine is busy: what was measured holds for this process only.")
-        else:
-            _write(path, {"described": described, "result": result})
-    memory[key] = result
-    return result
-
-
-def _agreed(model: nn.Module, answer: Any) -> Any:
-    """The answer of the first of the processes that compute one model together: they have to draft alike."""
-    mesh = mesh_of(model)
-    if mesh is None:
-        return answer
-    group = mesh.get_group(mesh.ndim - 1)
-    answers = [answer]
-    torch.distributed.broadcast_object_list(answers, torch.distributed.get_global_rank(group, 0), group)
-    return answers[0]
-
-
-def _read(path: Path, use: Callable[[Any], Any] | None) -> Any:
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))["result"]
-        if use is not None:
-            use(result)
-        return result
-    except FileNotFoundError:
-        return None
-    except (OSError, AttributeError, TypeError, LookupError, ValueError) as error:
-        logger.warning("The measured costs in %s cannot be read (%s); measuring again.", path, error)
-        return None
-
-
-def _write(path: Path, content: Any) -> None:
-    """Whole or not at all; a directory that cannot be written to costs a measurement next time, nothing more."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=1, default=str))
-    except OSError as error:
-        logger.warning("The measured costs could not be kept in %s: %s", path, error)

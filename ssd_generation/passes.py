@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .cache import SpareRoomLayer, add_spare_room
 from .config import SkipConfig
+from .kernels import fastest_kernels, linear_of_few_rows
 from .machine import is_intel
 from .precision import LowBitCopies, LowBitCopy, copies_of
 from .program import (
@@ -29,6 +30,7 @@ from .program import (
     compile_recording,
     fuse_norms,
     fuse_rotary,
+    linear_weight,
     merge_linears,
     rotate_together,
     share_results,
@@ -48,7 +50,6 @@ __all__ = [
     "draft_of",
     "draft_passes",
     "flat_passes",
-    "linear_of_few_rows",
     "prompt_mode",
     "skip_mode_of",
     "why_not_recorded",
@@ -118,28 +119,7 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# kernels
-
-
-def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Callable[..., Any] | None:
-    """A faster kernel than `F.linear` for `rows` rows of float32 activations on the CPU; `None` where there is none.
-
-    MKL's GEMM, which `F.linear` calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on
-    the plain weight streams it once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC
-    1.0 to 1.8 times as fast at one row, up to 3 times at three).
-    """
-    if rows < (4 if is_intel() else 1):
-        return None
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
-        return None
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
-        return None
-    kernel = torch.ops.mkldnn._linear_pointwise.default
-
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        return kernel(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-
-    return linear
+# the pass over a prompt
 
 
 def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any]:
@@ -164,17 +144,6 @@ def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any
     ]
     exchanged = [(module, kernel) for module, kernel in kernels if kernel is not None]
     return SkipMode(model, SkipConfig(), exchanged) if exchanged else nullcontext()
-
-
-def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
-    """A layer that stays as it is in a draft whose activations are bfloat16."""
-    faster = linear_of_few_rows(weight, bias, 1)
-
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        x = x.to(weight.dtype)
-        return (functional.linear(x, weight, bias) if faster is None else faster(x)).to(torch.bfloat16)
-
-    return linear
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -379,7 +348,7 @@ class FlatPasses:
             return program
         if model.dtype == torch.float32:
             recording = fuse_rotary(fuse_norms(recording))
-            recording = swap_linears(recording, lambda w, b: linear_of_few_rows(w, b, length))
+            recording = _faster(model, recording)
         program = compile_recording(recording)
         self._remember(program)
         if not any(self._programs.values()):
@@ -396,7 +365,7 @@ class FlatPasses:
         recording = fuse_rotary(fuse_norms(recording))
         if self._copies is None:
             if model.dtype == torch.float32:
-                recording = swap_linears(recording, lambda w, b: linear_of_few_rows(w, b, recording.length))
+                recording = _faster(model, recording)
             return self._remember(compile_recording(recording))
         held = self._copies()
         if held is None:
@@ -417,6 +386,23 @@ class FlatPasses:
         if recording.length == 1:
             recording = rotate_together(recording, lambda o: getattr(o.target, "__func__", None) is LowBitCopy.apart)
         return self._remember(compile_recording(swap_linears(recording, _mixed)))
+
+
+def _faster(model: PreTrainedModel, recording: Recording) -> Recording:
+    """The same with the linear layers' fastest kernels."""
+    layers = [layer for operation in recording.operations if (layer := linear_weight(operation)) is not None]
+    return swap_linears(recording, fastest_kernels(model, layers, recording.length))
+
+
+def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
+    """A layer that stays as it is in a draft whose activations are bfloat16."""
+    faster = linear_of_few_rows(weight, bias, 1)
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(weight.dtype)
+        return (functional.linear(x, weight, bias) if faster is None else faster(x)).to(torch.bfloat16)
+
+    return linear
 
 
 def _try_out(model: PreTrainedModel, program: Program) -> None:

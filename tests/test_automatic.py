@@ -25,9 +25,11 @@ from ssd_generation import (
     costs,
     enable_self_speculative,
     generation,
+    keeping,
 )
 from ssd_generation.automatic import automatic_choice, automatic_config, check_budget, weight_bytes
-from ssd_generation.costs import VERIFIED, describe_machine, kept, measure_costs
+from ssd_generation.costs import VERIFIED, describe_machine, measure_costs
+from ssd_generation.keeping import kept
 from ssd_generation.precision import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
 from tiny_models import left_padded, prompt, tiny_model
 
@@ -87,7 +89,7 @@ def test_the_cheapest_draft_is_chosen(model: Any, monkeypatch: pytest.MonkeyPatc
     for name, expected in (("int8", "int8"), ("int4", "int4"), ("both", "int4, head int4")):
         price(monkeypatch, by_precision(**{name: 0.1}))
         drop_copies(model)
-        costs._MEMORY.clear()
+        keeping._MEMORY.clear()
         monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
         choice = automatic_choice(model, prompt(30), draft_memory=1.0)
         assert choice.precision == expected and choice.config.lookup == LookupConfig()
@@ -124,13 +126,13 @@ def test_agreement_with_the_prompt_counts(model: Any, monkeypatch: pytest.Monkey
     chosen = automatic_choice(model, prompt(90), draft_memory=1.0)
     # 0.98 where nothing was seen; the prompt moves it.
     assert chosen.acceptance is not None and chosen.acceptance != automatic._USUAL_AGREEMENT["int8"]
-    costs._MEMORY.clear()
+    keeping._MEMORY.clear()
     monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
     without = automatic_choice(model, None, draft_memory=1.0)
     assert without.acceptance == pytest.approx(automatic._USUAL_AGREEMENT["int8"])
     original = LowBitCopy.whole
     monkeypatch.setattr(LowBitCopy, "whole", lambda self, x: torch.randn_like(original(self, x)))
-    costs._MEMORY.clear()
+    keeping._MEMORY.clear()
     monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
     assert automatic_choice(model, prompt(90), draft_memory=1.0).expected["int8"] < chosen.expected["int8"]
 
@@ -243,7 +245,7 @@ def test_a_choice_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch, cache: Pa
     first = automatic_config(model, prompt(20))
     assert automatic_config(model, prompt(20)) == first and len(chosen) == 1
     assert [file.suffix for file in files(cache)] == [".json"]
-    costs._MEMORY.clear()  # a new process
+    keeping._MEMORY.clear()  # a new process
     assert automatic_config(made(), prompt(30)) == first and len(chosen) == 1
     # What the answer depends on: budget, dtype, threads.
     automatic_config(model, prompt(20), 0.2)
@@ -281,7 +283,7 @@ def test_a_ruined_choice_is_made_again(
     (file,) = files(cache)
     sound = file.read_text()
     file.write_bytes(content)
-    costs._MEMORY.clear()
+    keeping._MEMORY.clear()
     with caplog.at_level(logging.WARNING):
         assert automatic_config(model, prompt(20)) == first
     assert file.read_text() == sound
@@ -310,7 +312,7 @@ def test_ruined_costs_are_measured_again(
     assert measured == ["verification", "drafting"] and first.draft_step == pytest.approx(0.25)
     for file in files(cache):
         file.write_text(f'{{"result": {content}}}')
-    costs._MEMORY.clear()
+    keeping._MEMORY.clear()
     with caplog.at_level(logging.WARNING):
         assert costs.costs_of(model, config) == first
     # A number may well be a ratio, but is no times.
@@ -456,5 +458,5 @@ def test_what_a_busy_machine_measured_is_not_kept(model: Any, cache: Path, monke
     monkeypatch.setattr(costs, "_STEADY", 0.0)  # as if no pass ever took the same time twice
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]))
     found = costs.costs_of(model, config)
-    assert files(cache) == [] and costs.was_unsteady(model)
+    assert files(cache) == [] and keeping.was_unsteady(model)
     assert costs.costs_of(model, config) == found, "remembered as long as the model lives"

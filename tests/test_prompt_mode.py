@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, passes
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, kernels, passes
 from ssd_generation.acceptance import judge, verify_text
+from ssd_generation.kernels import linear_of_few_rows
 from tiny_models import prompt, tiny_model
 
 
@@ -17,7 +18,7 @@ from tiny_models import prompt, tiny_model
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Another processor, where all matrices are large; the rows of each linear layer that the kernel has run."""
     seen: list[int] = []
-    original = passes.linear_of_few_rows
+    original = linear_of_few_rows
 
     def kernel_of(weight: Any, bias: Any, rows: int) -> Any:
         kernel = original(weight, bias, rows)
@@ -29,7 +30,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return counted
 
-    monkeypatch.setattr(passes, "is_intel", lambda: False)
+    for room in (passes, kernels):
+        monkeypatch.setattr(room, "is_intel", lambda: False)
     monkeypatch.setattr(passes, "_LARGE", 1)
     monkeypatch.setattr(passes, "linear_of_few_rows", kernel_of)
     return seen

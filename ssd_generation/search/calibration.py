@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..acceptance import VerifiedText, verify_text
-from ..files import write_whole
-from ..models import default_cache_dir
+from ..files import default_cache_dir, write_whole
 from ..prompts import Prompt, encode_prompt, hub_rows, read_prompts
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import torch
 from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..costs import LONGEST_VERIFIED, Passes, describe_machine
 from ..files import write_whole
-from ..passes import linear_of_few_rows
+from ..kernels import linear_of_few_rows
 from ..precision import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
 from ..sublayers import locate_sublayers
 from .space import KEEP

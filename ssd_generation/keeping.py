@@ -1,0 +1,110 @@
+"""What was measured on this machine, kept on the disk for the next process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .files import default_cache_dir, write_whole
+from .sublayers import mesh_of
+
+__all__ = ["Unsteady", "agreed", "kept", "settled", "was_unsteady"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Unsteady:
+    """What was measured while the machine was busy: good enough for now, not to be kept."""
+
+    result: Any
+
+
+def settled(measured: Any) -> Any:
+    """What was measured, on a busy machine or not."""
+    return measured.result if isinstance(measured, Unsteady) else measured
+
+
+_MEMORY: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+_UNSTEADY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def was_unsteady(model: nn.Module) -> bool:
+    """Whether something was measured for this model while the machine was busy."""
+    return model in _UNSTEADY
+
+
+def kept(
+    model: nn.Module,
+    described: dict[str, Any],
+    measure: Callable[[], Any],
+    again: bool = False,
+    use: Callable[[Any], Any] | None = None,
+) -> Any:
+    """What `measure` gives (of plain JSON types), from memory or the disk if it was measured before.
+
+    Args:
+        model: in whose company the answer is remembered.
+        described: all that the answer depends on.
+        measure: called where it is not known; an `Unsteady` answer is remembered, and not written to the disk.
+        again: call it in any case.
+        use: does with an answer what the caller will; where that fails, what was on the disk is measured again.
+    """
+    memory = _MEMORY.setdefault(model, {})
+    key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    if not again and key in memory:
+        return memory[key]
+    path = default_cache_dir() / "costs" / f"{key}.json"
+    result = agreed(model, None if again else _read(path, use))
+    if result is None:
+        measured = measure()
+        result, is_unsteady = agreed(model, (settled(measured), isinstance(measured, Unsteady)))
+        if is_unsteady:
+            _UNSTEADY.add(model)
+            logger.info("The machine is busy: what was measured holds for this process only.")
+        else:
+            _write(path, {"described": described, "result": result})
+    memory[key] = result
+    return result
+
+
+def agreed(model: nn.Module, answer: Any) -> Any:
+    """The answer of the first of the processes that compute one model together: they have to draft alike."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return answer
+    group = mesh.get_group(mesh.ndim - 1)
+    answers = [answer]
+    torch.distributed.broadcast_object_list(answers, torch.distributed.get_global_rank(group, 0), group)
+    return answers[0]
+
+
+def _read(path: Path, use: Callable[[Any], Any] | None) -> Any:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))["result"]
+        if use is not None:
+            use(result)
+        return result
+    except FileNotFoundError:
+        return None
+    except (OSError, AttributeError, TypeError, LookupError, ValueError) as error:
+        logger.warning("What was measured, in %s, cannot be read (%s); measuring again.", path, error)
+        return None
+
+
+def _write(path: Path, content: Any) -> None:
+    """Whole or not at all; a directory that cannot be written to costs a measurement next time, nothing more."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content, indent=1, default=str))
+    except OSError as error:
+        logger.warning("What was measured could not be kept in %s: %s", path, error)
