@@ -4,6 +4,7 @@
 from ssd_generation import SkipConfig, enable_self_speculative
 
 model = enable_self_speculative(model)
+model.generate(**inputs, self_speculative="auto")  # by whatever pays: low bits, skipping, lookup, or nothing
 model.generate(**inputs, self_speculative=SkipConfig(attention=[5, 7], mlp=[9]))
 ```
 """

@@ -74,16 +74,30 @@ class Draft:
 
 
 class SelfSpeculativeCandidateGenerator(CandidateGenerator):
-    """Candidate generator whose draft is the target model itself, with chosen sub-layers left out.
+    """Candidate generator whose draft is the target model itself: sub-layers left out, in low bits, by prompt lookup.
 
     Implements transformers' candidate-generator interface, and works in transformers' own assisted decoding loop
     unmodified. The target fills its cache with the prompt alone; from then on each round drafts some tokens in skip
     mode. The draft reads the target's keys and values in place, never writes to them, and keeps its own only until the
     end of the round.
 
+    `generate(..., self_speculative=config)` makes one by itself. transformers has no argument that takes one; where its
+    own loop is wanted, a subclass of the model hands it over:
+
+    ```python
+    class WithGenerator(type(model)):
+        def _get_candidate_generator(self, generation_config, logits_processor, **kwargs):
+            config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=4))
+            return SelfSpeculativeCandidateGenerator(self, config, generation_config, logits_processor)
+
+
+    model.__class__ = WithGenerator
+    model.generate(**inputs, assistant_model=model)  # any: it only leads there
+    ```
+
     Args:
         model: the target model.
-        config: what to skip and how far to draft.
+        config: what to draft with and how far.
         generation_config: the prepared generation config of the call (`do_sample`, `max_length`, end-of-sequence
             tokens).
         logits_processor: the processors of the call, applied to the draft's logits exactly as to the target's.

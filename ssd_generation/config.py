@@ -326,6 +326,8 @@ class PrecisionConfig:
 class LookupConfig:
     """Prompt lookup: the draft continues as the context did after the last tokens' earlier occurrence.
 
+    After A. Saxena, Prompt Lookup Decoding (2023), whose form in transformers is `prompt_lookup_num_tokens`.
+
     Args:
         max_ngram: how many of the last tokens are looked for first, ≥ `min_ngram`.
         min_ngram: how few are still looked for, one fewer at a time, ≥ 1.
@@ -466,8 +468,9 @@ class Costs:
         plain_step: seconds of one plain decoding step, > 0.
         draft_step: seconds of one draft step, > 0.
         verify: pairs (tokens in the verify pass, seconds), ascending in tokens, at least one.
-        measured_on: device, threads, dtype and attention implementation in free text, such as "cpu Intel Xeon 2
-            threads float32 sdpa", or None.
+        measured_on: where they were measured, in the words of `ssd_generation.costs.describe_machine(model)`, such as
+            "cpu (AMD EPYC, 2 threads), float32, sdpa, torch 2.13.0"; `generate` warns where it stands on another. None
+            holds everywhere.
 
     Raises:
         TypeError: a value that is not a number, `verify` is not a sequence of pairs, or `measured_on` not a string.

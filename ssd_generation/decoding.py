@@ -104,7 +104,13 @@ class _RowPrefixes(LogitsProcessor):
 
 @dataclass
 class SelfSpeculativeOutput(GenerateDecoderOnlyOutput):
-    """`GenerateDecoderOnlyOutput` with the statistics of the call under `speculation`."""
+    """What `generate(..., return_dict_in_generate=True)` gives: `GenerateDecoderOnlyOutput`, and `speculation`.
+
+    Attributes:
+        sequences (`torch.LongTensor` of shape `(B, prompt + new tokens)`): prompt and text, as from plain decoding.
+        scores, logits, attentions, hidden_states, past_key_values: as from plain decoding, where they were asked for.
+        speculation: the statistics of the call, also `model.last_speculation`.
+    """
 
     speculation: SpeculationStatistics | None = None
 

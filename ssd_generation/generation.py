@@ -271,8 +271,8 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
 
     Args:
         model: a decoder-only transformers model, or a PEFT model around one.
-        default: a config to store in `model.generation_config.self_speculative`, used by `self_speculative=True`; it is
-            saved and loaded with the generation config.
+        default: a config, or "auto", to store in `model.generation_config.self_speculative`, used by
+            `self_speculative=True`; it is saved and loaded with the generation config.
 
     Returns:
         The same object.
@@ -311,6 +311,9 @@ def disable_self_speculative(model: _ModelT) -> _ModelT:
 
     Returns:
         The same object.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
     """
     target = _target_of(model)
     if isinstance(target, SelfSpeculativeMixin):
@@ -322,7 +325,11 @@ def disable_self_speculative(model: _ModelT) -> _ModelT:
 
 
 def is_self_speculative(model: torch.nn.Module) -> bool:
-    """Whether `enable_self_speculative` was called on this model."""
+    """Whether `enable_self_speculative` was called on this model.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+    """
     return isinstance(_target_of(model), SelfSpeculativeMixin)
 
 
@@ -426,8 +433,8 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> Draf
                 warnings.warn(
                     f"The costs in this config were measured on another machine, dtype or version "
                     f"({costs.measured_on}) than this one ({describe_machine(model)}): the draft length may not be the "
-                    "best here. Leave `costs` out to have them measured, or store those of `measure_costs(model, "
-                    "config)`.",
+                    "best here. Leave `costs` out to have them measured, or store those of "
+                    "`ssd_generation.costs.measure_costs(model, config)`.",
                     stacklevel=3,
                 )
         policies[config] = make_policy(

@@ -182,6 +182,18 @@ class SpeculationStatistics:
             return None
         return self.tokens_per_round / (self.self_drafted_tokens / self.rounds * draft_cost + verify_cost)
 
+    def __str__(self) -> str:
+        """The call in a sentence."""
+        said = f"{self.generated_tokens} tokens in {self.target_passes} passes of the whole model"
+        if not self.drafted_tokens:
+            return f"{said}, {self.total_seconds:.2f} s; nothing was drafted."
+        looked_up = f" ({self.looked_up_tokens} of them looked up)" if self.looked_up_tokens else ""
+        return (
+            f"{said} and {self.draft_passes} of the draft, {self.total_seconds:.2f} s: {self.drafted_tokens} tokens "
+            f"drafted{looked_up}, {self.accepted_tokens} accepted ({self.acceptance_rate:.0%}), "
+            f"{self.tokens_per_round:.2f} tokens per round."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """All counts, times and derived figures, as plain JSON types."""
         return {

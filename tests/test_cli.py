@@ -700,6 +700,8 @@ def test_help_teaches(ssd: Callable[..., Run]) -> None:
         assert option in shown
     assert "ssd inspect demo" in ssd("inspect", "--help").out
     assert "--config" in ssd("presets", "--help").out
+    # Square brackets would be markup for rich.
+    assert "ID[:CONFIG][@SPLIT][#COLUMN]" in "".join(ssd("search", "--help").out.split())
 
 
 def test_version(ssd: Callable[..., Run]) -> None:

@@ -29,6 +29,19 @@ def test_counts() -> None:
     assert statistics.tokens_per_round_histogram == {1: 2, 2: 1, 4: 1}
 
 
+def test_a_call_in_a_sentence() -> None:
+    statistics = SpeculationStatistics(generated_tokens=5, target_passes=3, total_seconds=0.5)
+    assert str(statistics) == "5 tokens in 3 passes of the whole model, 0.50 s; nothing was drafted."
+    statistics.round_accepted = [[]]
+    statistics.draft_passes = 2
+    statistics.record_round([4], [3], [0], [2])
+    assert str(statistics) == (
+        "5 tokens in 3 passes of the whole model and 2 of the draft, 0.50 s: 4 tokens drafted (2 of them looked up), 3 "
+        "accepted (75%), 4.00 tokens per round."
+    )
+    assert "looked up" not in str(recorded(([3], [1])))
+
+
 def test_rows_that_rest_do_not_count() -> None:
     statistics = SpeculationStatistics(batch_size=2, round_accepted=[[], []], new_tokens=[0, 0])
     statistics.record_round([2, 2], [1, 2], [1])

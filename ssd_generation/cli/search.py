@@ -79,7 +79,7 @@ def search(
         typer.Option(
             metavar="FILE|ID",
             help="Calibration prompts: a .jsonl or .txt file, or a data set of the Hub as "
-            "ID[:CONFIG][@SPLIT][#COLUMN]. Default: a small mixed set of the package.",
+            "ID\\[:CONFIG]\\[@SPLIT]\\[#COLUMN]. Default: a small mixed set of the package.",
             rich_help_panel=_JUDGE,
         ),
     ] = None,
