@@ -21,7 +21,7 @@ from ssd_generation.search import calibration as calibration_module
 from ssd_generation.search import profile as profile_module
 from ssd_generation.search import runner as runner_module
 from ssd_generation.search.calibration import calibrate, calibration_prompts, describe_weights
-from ssd_generation.search.confirm import confirm, generated_acceptance
+from ssd_generation.search.confirm import NOTHING_DRAFTED, confirm, generated_acceptance
 from ssd_generation.search.plots import plot_all, plot_map, plot_progress, sensitivities
 from ssd_generation.search.profile import CostProfile, measure_profile
 from ssd_generation.search.runner import search
@@ -311,6 +311,10 @@ def test_everything_is_written(done: tuple[Path, Any]) -> None:
     assert written["held_out"]["texts"] == 1
     assert written["passes"]["trials"] == sum(result.found.passes)
     assert result.confirmed.identical[f"trial {result.best.number}"] == 1
+    name = f"trial {result.best.number}"
+    (drafted,), (loop,) = result.confirmed.ratios[name], result.confirmed.ratios[NOTHING_DRAFTED]
+    assert result.confirmed.by_the_draft(name) == drafted / loop
+    assert written["confirmed"][NOTHING_DRAFTED]["acceptance"] is None
     origins = [t.origin for t in result.found.tried]
     assert origins[:3] == ["uniform"] * 3
     assert set(origins[3:11]) == {"single"}

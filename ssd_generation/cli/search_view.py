@@ -154,6 +154,7 @@ def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
 
 def result_view(result: SearchResult, num_layers: int) -> list[Any]:
     """What a search found, for people."""
+    from ..search.confirm import NOTHING_DRAFTED
     from ..search.study import mean_acceptance
 
     best = result.best
@@ -162,14 +163,14 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     held = result.held_out
     table.add_row(
-        "promised, on the texts it was chosen on",
+        "promised over this library's plain steps, on the texts it was chosen on",
         f"{best.speedup:.2f}×",
         str(best.draft_length),
         f"{mean_acceptance(best):.1%}",
     )
     if held is not None:
         table.add_row(
-            f"promised, on {held['texts']} texts held back",
+            f"… on {held['texts']} texts held back",
             f"{held['speedup']:.2f}×",
             str(held["draft_length"]),
             f"{held['acceptance']:.1%}",
@@ -179,11 +180,20 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
         ratios = result.confirmed.ratios[name]
         rate = result.confirmed.acceptance[name]
         table.add_row(
-            f"measured in generation, {len(ratios)} texts, prompts included",
+            f"measured over plain generate, {len(ratios)} texts, prompts included",
             f"{result.confirmed.median(name):.2f}× ({min(ratios):.2f}–{max(ratios):.2f})",
             "by cost",
             "–" if rate is None else f"{rate:.1%}",
         )
+        by_the_draft = result.confirmed.by_the_draft(name)
+        if by_the_draft is not None:
+            table.add_row(
+                "… of which by the loop alone, nothing drafted",
+                f"{result.confirmed.median(NOTHING_DRAFTED):.2f}×",
+                "–",
+                "–",
+            )
+            table.add_row("… of which by the draft", f"{by_the_draft:.2f}×", "", "")
     shown: list[Any] = [table]
     shown += [f"  {line}" for line in describe_draft(result.config, num_layers)]
     if best.speedup < 1.0:

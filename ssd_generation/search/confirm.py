@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
     from .calibration import Calibration
 
-__all__ = ["Confirmed", "confirm", "generated_acceptance", "tokens_per_second"]
+__all__ = ["NOTHING_DRAFTED", "Confirmed", "confirm", "generated_acceptance", "tokens_per_second"]
 
 PLAIN = "plain"
+
+NOTHING_DRAFTED = "nothing drafted"
+"""The name of this library's loop without a draft, whose steps are what drafts promise their speed-up over."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,15 @@ class Confirmed:
     def median(self, name: str) -> float:
         """The median ratio."""
         return statistics.median(self.ratios[name])
+
+    def by_the_draft(self, name: str) -> float | None:
+        """The median ratio to this library's own loop without a draft; `None` where that was not timed.
+
+        What is promised of a draft is this, rather than the ratio to plain `generate`.
+        """
+        if NOTHING_DRAFTED not in self.ratios:
+            return None
+        return statistics.median(r / n for r, n in zip(self.ratios[name], self.ratios[NOTHING_DRAFTED], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, with medians, as plain JSON types."""

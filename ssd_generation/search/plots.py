@@ -201,13 +201,14 @@ def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    axes = _axes(path, 2 + 4.6 * len(founds), 4, len(founds))
+    several = len(founds) > 1
+    axes = _axes(path, 2 + 4.6 * len(founds), 5.6 if several else 4, len(founds))
     names = list(dict.fromkeys(name for found in founds.values() for name in found))
     for ax, (model, found) in zip(axes, founds.items(), strict=True):
         plot_progress(found, ax=ax, names=names)
-        ax.set_title(model, fontsize=10)
-        if len(founds) > 1:
-            ax.legend(fontsize=7.5, loc="best")
+        ax.set_title(model, fontsize=12)
+        if several:  # below, where it covers no line
+            ax.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2, frameon=False)
         if ax is not axes[0]:
             ax.set_ylabel("")
     _saved(axes[0], path)
@@ -258,9 +259,9 @@ def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path
     ax.set_yticks(range(len(kinds)), [{"attention": "attention", "mlp": "MLP"}[kind] for kind in kinds])
     ax.set_xticks(range(0, layers, 2 if layers > 16 else 1))
     ax.set_xlabel("layer")
-    used = {choice for name, choice in (chosen.choices if chosen else {}).items()}
-    legend = [f"{marks[c]} {'left out' if c == SKIP else c}" for c in (SKIP, "int8", "int4") if c in used]
-    ax.set_title(f"The chosen draft: {', '.join(legend) or 'everything kept'}", fontsize=10)
+    used = {c for name, c in (chosen.choices if chosen else {}).items() if name.startswith(tuple(kinds))}
+    legend = [f"{marks[c]} = {'left out' if c == SKIP else c}" for c in (SKIP, "int8", "int4") if c in used]
+    ax.set_title(f"The chosen draft ({', '.join(legend) or 'everything kept'})", fontsize=10)
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.03, pad=0.02)
     bar.set_label("acceptance lost", fontsize=8)
     return _saved(ax, path)

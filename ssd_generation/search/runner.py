@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import optuna
 
 from ..acceptance import Acceptance, judge_all
-from ..config import LookupConfig, Provenance, SelfSpeculativeConfig
+from ..config import DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
 from ..files import write_whole
 from ..precision import drop_copies
 from ..speedup import theoretical_speedup
 from .calibration import calibrate, calibration_prompts, describe_weights, digest_of, encode_all
-from .confirm import Confirmed, confirm
+from .confirm import NOTHING_DRAFTED, Confirmed, confirm
 from .profile import CostProfile, measure_profile
 from .space import Space, space_of
 from .study import (
@@ -270,14 +270,15 @@ def search(
     if confirmed:
         observer.stage("Timing generation")
         names = {f"trial {t.number}": worker.config_of(t) for t in winners}
+        nothing = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
         said: list[int] = []
 
         def step(text: str) -> None:
             said.append(1)
-            total = (len(names) + 1) * (len(others_texts or texts) + 1)
+            total = (len(names) + 2) * (len(others_texts or texts) + 1)
             observer.step(text, len(said) - 1, total)
 
-        timed = confirm(model, names, others_texts or texts, step)
+        timed = confirm(model, {NOTHING_DRAFTED: nothing, **names}, others_texts or texts, step)
     best = winners[0]
     if timed is not None:
         best = max(winners, key=lambda t: timed.median(f"trial {t.number}"))
