@@ -43,7 +43,7 @@ Results go to a folder as they are made; the same command with the same folder g
 [bold]Methods[/bold]
 
   auto             self_speculative="auto": whatever pays on this machine
-  auto-free        the same without low-bit copies: lookup and skipping
+  auto-free        the same without low-bit copies: lookup, and skipping once some pays
   lookup           drafting by prompt lookup alone
   int8, int4       all linear layers low-bit while drafting
   config, skip     --config as it is; its skip set alone

@@ -29,7 +29,7 @@ PLAIN = "plain"
 METHODS: Mapping[str, str] = {
     PLAIN: "transformers' own decoding; always there",
     "auto": 'self_speculative="auto": whatever pays on this machine',
-    "auto-free": "the same without low-bit copies: lookup and skipping",
+    "auto-free": "the same without low-bit copies: lookup, and skipping once some pays",
     "lookup": "this library, drafting by prompt lookup alone",
     "skip": "this library, the skip set of --config alone, draft length by cost",
     "int8": "this library, all linear layers in int8 while drafting",
