@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, files of lines, and where this library keeps its own."""
+"""Files that appear whole or not at all, and files of lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["default_cache_dir", "filled_lines", "replacing", "write_whole"]
+__all__ = ["filled_lines", "replacing", "write_whole"]
 
 
 @contextmanager
@@ -47,17 +47,3 @@ def filled_lines(path: Path) -> list[tuple[int, str]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not UTF-8 text: {error}.") from error
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-
-
-def default_cache_dir() -> Path:
-    """The directory where this library keeps what it fetches.
-
-    `$SSD_GENERATION_CACHE`, else `ssd_generation` under `%LOCALAPPDATA%` (Windows) or under `$XDG_CACHE_HOME`, else
-    `~/.cache/ssd_generation`.
-    """
-    if own := os.environ.get("SSD_GENERATION_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative path.
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "ssd_generation"

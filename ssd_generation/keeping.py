@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .files import default_cache_dir, write_whole
+from .files import write_whole
+from .models import default_cache_dir
 from .sublayers import mesh_of
 
 __all__ = ["Unsteady", "agreed", "kept", "settled", "was_unsteady"]

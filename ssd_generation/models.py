@@ -30,12 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .files import default_cache_dir
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["fetch_demo", "load_demo", "load_model"]
+__all__ = ["default_cache_dir", "fetch_demo", "load_demo", "load_model"]
 
 _ALLOWED = (
     "Allowed are a Hub id (`organisation/model`), a folder written by `save_pretrained` (model and tokenizer), "
@@ -238,6 +236,20 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
         size = sum(file.stat().st_size for file in target.iterdir())
         steps.say(f"3/3 saved to {target} ({size / 1e6:.0f} MB); from now on no network is needed")
     return target
+
+
+def default_cache_dir() -> Path:
+    """The directory where this library keeps what it fetches.
+
+    `$SSD_GENERATION_CACHE`, else `ssd_generation` under `%LOCALAPPDATA%` (Windows) or under `$XDG_CACHE_HOME`, else
+    `~/.cache/ssd_generation`.
+    """
+    if own := os.environ.get("SSD_GENERATION_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path.
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "ssd_generation"
 
 
 # Finding and loading -------------------------------------------------------------------------------------------------

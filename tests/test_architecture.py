@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "precision": {"sublayers"},
     "skip_mode": {"sublayers", "cache"},
     "acceptance": {"passes", "precision", "skip_mode"},
-    "keeping": {"files", "sublayers"},
+    "keeping": {"files", "models", "sublayers"},
     "kernels": {"keeping", "machine"},
     "passes": {"kernels", "program", "precision", "skip_mode", "cache"},
     "candidate_generator": {"passes", "cache", "drafting", "lookup", "statistics", "timing", "verification"},

@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ssd_generation import fetch_demo, files, load_demo, load_model, models
+from ssd_generation import fetch_demo, load_demo, load_model, models
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
@@ -666,7 +666,7 @@ def test_default_cache_directory(variables: dict[str, str], expected: str, monke
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert files.default_cache_dir() == Path(expected)
+    assert models.default_cache_dir() == Path(expected)
 
 
 def broken_wheels() -> dict[str, tuple[Callable[[Index], Any], str]]:

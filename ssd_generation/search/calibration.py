@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..acceptance import VerifiedText, verify_text
-from ..files import default_cache_dir, write_whole
+from ..files import write_whole
+from ..models import default_cache_dir
 from ..prompts import Prompt, encode_prompt, hub_rows, read_prompts
 
 if TYPE_CHECKING:
