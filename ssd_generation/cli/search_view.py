@@ -163,7 +163,7 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     held = result.held_out
     table.add_row(
-        "promised over this library's plain steps, on the texts it was chosen on",
+        "promised, over this library's plain step",
         f"{best.speedup:.2f}×",
         str(best.draft_length),
         f"{mean_acceptance(best):.1%}",
@@ -180,7 +180,7 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
         ratios = result.confirmed.ratios[name]
         rate = result.confirmed.acceptance[name]
         table.add_row(
-            f"measured over plain generate, {len(ratios)} texts, prompts included",
+            f"measured, over plain generate, {len(ratios)} texts",
             f"{result.confirmed.median(name):.2f}× ({min(ratios):.2f}–{max(ratios):.2f})",
             "by cost",
             "–" if rate is None else f"{rate:.1%}",
@@ -188,12 +188,12 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
         by_the_draft = result.confirmed.by_the_draft(name)
         if by_the_draft is not None:
             table.add_row(
-                "… of which by the loop alone, nothing drafted",
+                "… the loop alone, nothing drafted",
                 f"{result.confirmed.median(NOTHING_DRAFTED):.2f}×",
                 "–",
                 "–",
             )
-            table.add_row("… of which by the draft", f"{by_the_draft:.2f}×", "", "")
+            table.add_row("… what the draft adds to it", f"{by_the_draft:.2f}×", "", "")
     shown: list[Any] = [table]
     shown += [f"  {line}" for line in describe_draft(result.config, num_layers)]
     if best.speedup < 1.0:
