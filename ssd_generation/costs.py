@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ from transformers.utils import logging as hf_logging
 
 from .cache import DraftCache, SpareRoomLayer, add_spare_room
 from .config import Costs, SelfSpeculativeConfig
-from .keeping import Unsteady, agreed, kept, settled
+from .keeping import Unsteady, agreed, kept, settled, unless_busy
 from .machine import cpu_name
 from .passes import draft_of, flat_passes, why_not_recorded
 from .timing import Stopwatch
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Passes", "costs_of", "describe_machine", "measure_costs"]
 
-logger = logging.getLogger(__name__)
-
 VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
 """Lengths of the verify passes that are measured; 13: the pending token and the 12 drafted ones of a longest round."""
 
@@ -34,9 +30,6 @@ LONGEST_VERIFIED = 32
 
 _CONTEXT = 64
 _REPEATS = 3
-_STEADY = 1.25
-"""Median / least time of a pass, above which the machine is too busy for the measurement to be kept."""
-
 _SECONDS = 6.0
 """Beyond this much time a repetition is left out: a large model's passes vary less."""
 
@@ -123,8 +116,7 @@ def _measure(
             if agreed(model, spent > (_SECONDS / 4 if repeat + 1 >= _REPEATS else _SECONDS)):
                 break
     least = {length: min(values) for length, values in times.items()}
-    spread = statistics.median(statistics.median(values) / least[length] for length, values in times.items())
-    return least if spread <= _STEADY else Unsteady(least)
+    return unless_busy(least, times.values())
 
 
 class Passes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import statistics
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from .files import write_whole
 from .models import default_cache_dir
 from .sublayers import mesh_of
 
-__all__ = ["Unsteady", "agreed", "kept", "settled", "was_unsteady"]
+__all__ = ["Unsteady", "agreed", "kept", "settled", "unless_busy", "was_unsteady"]
 
 logger = logging.getLogger(__name__)
+
+_STEADY = 1.25
+"""Median / least time of what was repeated, above which the machine is too busy for the measurement to be kept."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,17 @@ class Unsteady:
     """What was measured while the machine was busy: good enough for now, not to be kept."""
 
     result: Any
+
+
+def unless_busy(result: Any, times: Iterable[Sequence[float]]) -> Any:
+    """What was measured; `Unsteady` where the machine was busy.
+
+    Args:
+        result: what follows from the times.
+        times: seconds of each thing that was repeated.
+    """
+    spread = statistics.median(statistics.median(values) / min(values) for values in times)
+    return result if spread <= _STEADY else Unsteady(result)
 
 
 def settled(measured: Any) -> Any:

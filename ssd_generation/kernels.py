@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .keeping import Unsteady, kept
+from .keeping import kept, unless_busy
 from .machine import cpu_name, is_intel
 
 __all__ = ["KERNELS", "Layer", "Linear", "fastest_kernels", "linear_of_few_rows"]
@@ -41,8 +41,6 @@ _BYTES = 2**26
 _REPEATS = 5
 _AHEAD = 0.95
 """A kernel takes the place of the rule's where it needs less than this share of its time."""
-
-_STEADY = 1.25
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -197,5 +195,4 @@ def _measure(by_shape: Mapping[str, Sequence[Layer]], rows: int) -> Any:
     for shape in by_shape:
         best = min(KERNELS, key=lambda name: middle[shape, name])
         names[shape] = best if middle[shape, best] < _AHEAD * middle[shape, usual] else usual
-    spread = statistics.median(middle[key] / min(values) for key, values in times.items())
-    return names if spread <= _STEADY else Unsteady(names)
+    return unless_busy(names, times.values())

@@ -373,7 +373,7 @@ def test_measured_costs_are_sensible(model: Any) -> None:
 @pytest.mark.measures
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # played back, and run as it is
 def test_auto_with_costs_measured_here(family: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_STEADY", float("inf"))  # a test runs beside whatever else runs
+    monkeypatch.setattr(keeping, "_STEADY", float("inf"))  # a test runs beside whatever else runs
     model: Any = enable_self_speculative(tiny_model(family, num_hidden_layers=2, hidden_size=64))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, ours = texts(model)
@@ -455,7 +455,7 @@ def test_a_pipeline(model: Any) -> None:
 
 @pytest.mark.measures
 def test_what_a_busy_machine_measured_is_not_kept(model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_STEADY", 0.0)  # as if no pass ever took the same time twice
+    monkeypatch.setattr(keeping, "_STEADY", 0.0)  # as if no pass ever took the same time twice
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]))
     found = costs.costs_of(model, config)
     assert files(cache) == [] and keeping.was_unsteady(model)

@@ -148,7 +148,7 @@ def test_the_choice_is_kept(clock: dict[str, float], cache: Path) -> None:
 def test_what_a_busy_machine_measured_is_not_kept(
     clock: dict[str, float], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_STEADY", 0.0)
+    monkeypatch.setattr(keeping, "_STEADY", 0.0)
     model = tiny_model()
     assert name_of(fastest_kernels(model, layers(), 5)(*layers()[0])) == "onednn-turned"
     assert not cache.exists() and keeping.was_unsteady(model)

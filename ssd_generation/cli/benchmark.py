@@ -11,7 +11,6 @@ import typer
 
 from .options import (
     DEMO,
-    DEMO_PRESET,
     WHAT_TO_COMPARE,
     AssistantOption,
     ConfigNameOption,
@@ -131,16 +130,15 @@ def benchmark(
     with quiet_libraries(), elsewhere:
         from ..benchmark.paired import check_checkout, own_methods
         from ..benchmark.runner import BenchmarkSettings, benchmark_arguments
-        from ..config import SelfSpeculativeConfig
         from ..prompts import load_prompts
         from ..run_folder import RunFolder
         from ..side_by_side.methods import default_methods
-        from .options import default_folder, requested_config, requested_methods
+        from .options import default_config, default_folder, requested_config, requested_methods
 
         # What can be refused is refused before anything slow begins.
         chosen = requested_config(config, config_name, skip_attention, skip_mlp)
-        if chosen is None and model == DEMO:
-            chosen = SelfSpeculativeConfig.preset(DEMO_PRESET)
+        if chosen is None:
+            chosen = default_config(model, None)
         names = requested_methods(methods, chosen, assistant, default_methods if paired is None else own_methods)
         settings = BenchmarkSettings(
             methods=names,

@@ -12,7 +12,6 @@ import typer
 
 from .options import (
     DEMO,
-    DEMO_PRESET,
     AssistantOption,
     ConfigNameOption,
     ConfigToCompareOption,
@@ -197,19 +196,18 @@ def evaluate(
     # In a --json run nothing but the document may reach stdout.
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with quiet_libraries(), elsewhere:
-        from ..config import SelfSpeculativeConfig
         from ..evaluation.runner import CodeExecution, EvaluationSettings, default_methods, run_evaluation
         from ..evaluation.sandbox import Limits, run_program
         from ..evaluation.tasks import TASKS, check_data, make_task
         from .benchmark_view import live_progress
-        from .options import default_folder, load, requested_config, requested_methods, set_threads
+        from .options import default_config, default_folder, load, requested_config, requested_methods, set_threads
 
         # What can be refused is refused before anything slow begins.
         if task not in TASKS:
             raise ValueError(f"There is no task {task!r}. Choose from {', '.join(TASKS)}.")
         chosen = requested_config(config, config_name, skip_attention, skip_mlp)
-        if chosen is None and model == DEMO:
-            chosen = SelfSpeculativeConfig.preset(DEMO_PRESET)
+        if chosen is None:
+            chosen = default_config(model, None)
         names = requested_methods(methods, chosen, assistant, default_methods)
         ks = _numbers(k)
 

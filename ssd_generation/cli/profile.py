@@ -69,8 +69,8 @@ def profile(
     # Behind the figures: where they cannot be written, they have been seen.
     if output is not None:
         measured.save(output)
-    if output is not None and not as_json:
-        err().print(f"Written to {output}", style="dim", soft_wrap=True, markup=False)
+        if not as_json:
+            err().print(f"Written to {output}", style="dim", soft_wrap=True, markup=False)
 
 
 def parse_contexts(text: str) -> list[int]:

@@ -271,14 +271,15 @@ def search(
         observer.stage("Timing generation")
         names = {f"trial {t.number}": worker.config_of(t) for t in winners}
         nothing = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+        compared = {NOTHING_DRAFTED: nothing, **names}
         said: list[int] = []
 
         def step(text: str) -> None:
             said.append(1)
-            total = (len(names) + 2) * (len(others_texts or texts) + 1)
+            total = (len(compared) + 1) * (len(others_texts or texts) + 1)
             observer.step(text, len(said) - 1, total)
 
-        timed = confirm(model, {NOTHING_DRAFTED: nothing, **names}, others_texts or texts, step)
+        timed = confirm(model, compared, others_texts or texts, step)
     best = winners[0]
     if timed is not None:
         best = max(winners, key=lambda t: timed.median(f"trial {t.number}"))

@@ -277,21 +277,17 @@ class SideBySide:
 
     def _warm_up(self, method: Method) -> None:
         before = copy_bytes(self.model)
-        last = min(len(self.items), _MOST_TRIES) - 1
         try:
-            while True:
-                try:
-                    inputs, seed = self._inputs_to_try(), self.settings.seed_of(0, 0)
-                    self.caller.call(method.name, method.request, inputs, self.short_options(), seed)
-                    break
-                except Exception:
-                    # Where plain decoding fails, the item may be to blame, a longer one than there is memory for.
-                    if method.name != PLAIN or self.tries_from >= last:
-                        raise
-                    self.tries_from += 1
+            inputs = self._inputs_to_try()
+            self.caller.call(method.name, method.request, inputs, self.short_options(), self.settings.seed_of(0, 0))
         except Exception as error:
             if method.name == PLAIN:
-                raise
+                # The item may be to blame, a longer one than there is memory for.
+                if self.tries_from + 1 >= min(len(self.items), _MOST_TRIES):
+                    raise
+                self.tries_from += 1
+                self._warm_up(method)
+                return
             self.failed.add(method.name)
             self.folder.append({"kind": "failed", "method": method.name, "error": first_line(error)})
         self.copies[method.name] = max(self.copies.get(method.name, 0), copy_bytes(self.model) - before)
