@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import Costs
 
-__all__ = ["expected_tokens", "hopeless", "speedup_within_chance", "theoretical_speedup"]
+__all__ = ["expected_tokens", "share_within_chance", "speedup_within_chance", "theoretical_speedup"]
 
 LONGEST_DRAFT = 12
 
@@ -50,13 +51,25 @@ def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int 
     return best, length
 
 
-def speedup_within_chance(
-    tried: Sequence[int | float], accepted: Sequence[int | float], costs: Costs, errors: float
-) -> tuple[float, int]:
-    """`theoretical_speedup` with every acceptance moved by so many standard errors of what was counted.
+def share_within_chance(tried: float, accepted: float, errors: float) -> float:
+    """`accepted / tried`, moved by so many standard errors.
 
     Two observations are added, one of each kind, so that few observations leave much to chance (the rule of Agresti and
     Coull for the interval of a proportion, The American Statistician 52, 1998).
+
+    Args:
+        tried: how many there were.
+        accepted: how many of them were accepted.
+        errors: standard errors, upwards where positive.
+    """
+    share = (accepted + 1) / (tried + 2)
+    return min(1.0, max(0.0, share + errors * math.sqrt(share * (1 - share) / (tried + 2))))
+
+
+def speedup_within_chance(
+    tried: Sequence[int | float], accepted: Sequence[int | float], costs: Costs, errors: float
+) -> tuple[float, int]:
+    """`theoretical_speedup` with every acceptance moved by so many standard errors (`share_within_chance`).
 
     Args:
         tried: by depth, how often a draft got as far.
@@ -64,20 +77,5 @@ def speedup_within_chance(
         costs: of a draft step and of verification.
         errors: standard errors, upwards where positive.
     """
-    moved = []
-    for n, k in zip(tried, accepted, strict=True):
-        share = (k + 1) / (n + 2)
-        moved.append(min(1.0, max(0.0, share + errors * (share * (1 - share) / (n + 2)) ** 0.5)))
+    moved = [share_within_chance(n, k, errors) for n, k in zip(tried, accepted, strict=True)]
     return theoretical_speedup(moved, costs)
-
-
-def hopeless(tried: Sequence[int], accepted: Sequence[int], costs: Costs, best: float) -> bool:
-    """Whether a draft is behind the best one by more than chance can explain: three standard errors do not help it.
-
-    Args:
-        tried: by depth, how often a draft got as far.
-        accepted: by depth, how often its token was accepted.
-        costs: of a draft step and of verification.
-        best: the best speed-up so far.
-    """
-    return speedup_within_chance(tried, accepted, costs, 3.0)[0] < best

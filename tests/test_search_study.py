@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from ssd_generation import SelfSpeculativeConfig, SkipConfig
 from ssd_generation.acceptance import Acceptance
 from ssd_generation.acceptance import judge as judge_really
 from ssd_generation.config import Provenance
-from ssd_generation.search.proposals import forward_selection, warm_start
+from ssd_generation.search.proposals import Worth, forward_selection, warm_start
 from ssd_generation.search.runner import read_study, retarget
 from ssd_generation.search.space import SKIP, space_of
 from ssd_generation.search.study import (
@@ -544,6 +544,51 @@ def test_warm_start_goes_for_what_costs_least() -> None:
     assert {origin for origin, _ in sets} == {"set"}
     first = {name for name, choice in sets[0][1].items() if choice == SKIP}
     assert first == {"mlp.3", "attention.2"}
+
+
+def test_proposals_keep_to_a_budget() -> None:
+    space, profile, worth = space_of(tiny_model()), cost_profile(), Worth(0.8)
+
+    def cost(choices: Mapping[str, str]) -> float:
+        return profile.costs(space.config(choices), 64).draft_step
+
+    # By speed-up, nothing would be left out: each sub-layer loses more than it saves, an attention least.
+    singles = [c for _, c in warm_start(space, profile, [], 64, worth=worth)]
+    losses = {"attention.0": 20, "attention.1": 15, "attention.2": 10, "attention.3": 40} | {
+        f"mlp.{i}": 25 + i for i in range(4)
+    }
+    done = []
+    for number, choices in enumerate(singles):
+        lost = losses[next(name for name, choice in choices.items() if choice == SKIP)]
+        done.append(dataclasses.replace(tried(number, choices, 100 - lost, lost, 0.9), value=0.8 - cost(choices)))
+    sets = [c for origin, c in warm_start(space, profile, done, 64, worth=worth) if origin == "set"]
+    # 0.2 is to be saved: an attention is 0.08, an MLP 0.16. The best of each size, within the budget, come first.
+    assert {name for name, c in sets[0].items() if c == SKIP} == {"attention.2", "mlp.0"}
+    assert cost(sets[0]) <= 0.8 < cost(singles[0])
+    # What is as dear as it may be goes on by exchanges.
+    done += [
+        dataclasses.replace(
+            tried(9 + i, c, 70, 30, 0.9), value=(0.7 if i == 0 else 0.1) if cost(c) <= 0.8 else 0.8 - cost(c)
+        )
+        for i, c in enumerate(sets)
+    ]
+    moves = warm_start(space, profile, done, 64, worth=worth)
+    assert {origin for origin, _ in moves} == {"move"}
+    assert {"attention.1", "mlp.0"} in [{name for name, c in choices.items() if c == SKIP} for _, choices in moves]
+    assert all(cost(choices) <= 0.8 for _, choices in moves)
+
+
+def test_what_a_budget_rules_out_is_given_up() -> None:
+    settings = SearchSettings(depth=3, objective="acceptance", budget=0.8)
+    search, _ = worker(memory(), settings, new=90)
+    found = search.run(40)
+    everything = len(search.calibration)
+    best = found.best()[0].value
+    assert best is not None and 0 < best <= 1
+    pruned = [t for t in found.tried if t.pruned]
+    assert pruned and all(t.acceptance.passes < everything for t in pruned)
+    # Some for their acceptance, not for their cost alone.
+    assert any(t.draft_cost <= 0.8 for t in pruned)
 
 
 def test_few_trials_for_many_sublayers() -> None:

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import Costs
-from ssd_generation.speedup import expected_tokens, hopeless, speedup_within_chance, theoretical_speedup
+from ssd_generation.acceptance import Acceptance
+from ssd_generation.search.proposals import Worth
+from ssd_generation.speedup import expected_tokens, speedup_within_chance, theoretical_speedup
 
 RATES = st.floats(0.0, 0.999)
 
@@ -54,16 +56,23 @@ def test_chance_moves_a_speedup_both_ways(right: int, wrong: int, errors: float)
     assert lower < middle < upper
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.floats(1.0, 3.0))
-def test_a_draft_is_not_given_up_for_what_chance_explains(right: int, wrong: int, best: float) -> None:
-    c = costs(0.3)
+@given(st.integers(0, 40), st.integers(0, 40), st.sampled_from([None, 0.3, 0.2]))
+def test_a_draft_is_not_given_up_for_what_chance_explains(right: int, wrong: int, budget: float | None) -> None:
+    c, worth = costs(0.3), Worth(budget)
     tried = right + wrong
-    promised = theoretical_speedup([right / tried if tried else 0.5], c)[0]
-    assert promised > 0
-    if promised >= best:
-        assert not hopeless([tried], [right], c, best)
+    promised = worth.of(right / tried if tried else 0.5, c)
+    assert worth.within_chance(Acceptance([tried], [right]), c, 3.0) >= promised
 
 
-def test_a_draft_that_is_never_right_is_given_up() -> None:
-    assert hopeless([40], [0], costs(0.5), 1.2)
-    assert not hopeless([2], [0], costs(0.5), 1.2)
+@pytest.mark.parametrize(("budget", "best"), [(None, 1.2), (0.6, 0.5)])
+def test_a_draft_that_is_never_right_is_given_up(budget: float | None, best: float) -> None:
+    worth = Worth(budget)
+    assert worth.within_chance(Acceptance([40], [0]), costs(0.5), 3.0) < best
+    assert worth.within_chance(Acceptance([2], [0]), costs(0.5), 3.0) >= best
+
+
+def test_worth_under_a_budget() -> None:
+    worth = Worth(0.5)
+    assert worth.of(0.9, costs(0.5)) == 0.9
+    assert worth.of(0.2, costs(0.1)) == 0.2, "cheaper than it may be counts for nothing"
+    assert worth.of(0.9, costs(0.7)) == pytest.approx(-0.2), "too dear, the less the nearer it is"

@@ -7,18 +7,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..speedup import theoretical_speedup
+from ..speedup import share_within_chance, speedup_within_chance, theoretical_speedup
 from .space import HEAD, KEEP, SKIP, Space
 
 if TYPE_CHECKING:
+    from ..acceptance import Acceptance
+    from ..config import Costs
     from .profile import CostProfile
     from .study import Tried
 
-__all__ = ["forward_selection", "next_proposals", "uniform_drafts", "warm_start"]
+__all__ = ["Worth", "forward_selection", "next_proposals", "uniform_drafts", "warm_start"]
 
 Proposal = tuple[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a draft is worth to a search, by the share of its tokens that are accepted and by its costs.
+
+    Args:
+        budget: the greatest cost of a draft step, relative to a plain one. Within it a draft is worth its acceptance,
+            beyond it the less the dearer it is. `None`: the theoretical speed-up.
+    """
+
+    budget: float | None = None
+
+    def of(self, acceptance: float, costs: Costs) -> float:
+        """The worth of a draft of which so many tokens are accepted, at every depth alike."""
+        if self.budget is None:
+            return theoretical_speedup([acceptance], costs)[0]
+        cost = costs.draft_step / costs.plain_step
+        return acceptance if cost <= self.budget else self.budget - cost
+
+    def within_chance(self, acceptance: Acceptance, costs: Costs, errors: float) -> float:
+        """The worth of a draft, were its acceptance so many standard errors above what was counted."""
+        if self.budget is None:
+            return speedup_within_chance(acceptance.tried, acceptance.accepted, costs, errors)[0]
+        return self.of(share_within_chance(sum(acceptance.tried), sum(acceptance.accepted), errors), costs)
+
+    def found(self, tried: Tried) -> float:
+        """What a draft that was tried is worth."""
+        return tried.speedup if self.budget is None or tried.value is None else tried.value
+
+
+SPEEDUP = Worth()
 
 _MOST_SINGLES = 80
 _MOST_SETS = 12
@@ -32,6 +67,7 @@ def next_proposals(
     tried: Sequence[Tried],
     context: int,
     layerwise: Sequence[Mapping[str, str]] = (),
+    worth: Worth = SPEEDUP,
 ) -> list[Proposal]:
     """What to try next, each with the name of its origin; nothing where the strategy is at its end.
 
@@ -42,10 +78,11 @@ def next_proposals(
         tried: what was tried.
         context: tokens before a drafted one.
         layerwise: skip sets found by hidden states (`layerwise.layerwise_skips`), by size.
+        worth: what the search is after.
     """
     if strategy == "forward":
         return forward_selection(space, tried)
-    return warm_start(space, profile, tried, context, layerwise)
+    return warm_start(space, profile, tried, context, layerwise, worth=worth)
 
 
 def _letters(choices: Mapping[str, str]) -> tuple[str, ...]:
@@ -75,6 +112,7 @@ def warm_start(
     context: int,
     layerwise: Sequence[Mapping[str, str]] = (),
     most_singles: int = _MOST_SINGLES,
+    worth: Worth = SPEEDUP,
 ) -> list[Proposal]:
     """Stage by stage, what is worth trying before a sampler has its say.
 
@@ -107,13 +145,13 @@ def warm_start(
         name: max(0.0, -_log_acceptance(by_key[_letters(choices)]) - at_first) for name, choices in singles.items()
     }
     losses = {name: measured[_nearest(name, measured)] for name in space.skippable}
-    sets = [("set", choices) for choices in _sets(space, profile, base, at_first, losses, context)]
+    sets = [("set", choices) for choices in _sets(space, profile, base, at_first, losses, context, worth)]
     sets += [
         ("layerwise", choices) for choices in _by_hidden_states(base, layerwise) if choices not in (c for _, c in sets)
     ]
     if waiting := _missing(sets, by_key):
         return waiting
-    return _missing([("move", c) for c in _moves(space, profile, tried, losses, context)], by_key)
+    return _missing([("move", c) for c in _moves(space, profile, tried, losses, context, worth)], by_key)
 
 
 def _spread(names: Sequence[str], most: int) -> list[str]:
@@ -144,8 +182,9 @@ def _sets(
     at_first: float,
     losses: Mapping[str, float],
     context: int,
+    worth: Worth,
 ) -> list[dict[str, str]]:
-    """The sets with the greatest promised speed-up, best first, no two of them next to one another."""
+    """The sets that promise most, best first, no two of them next to one another."""
     ordered = {
         kind: sorted((name for name in losses if name.startswith(kind)), key=lambda name: (losses[name], name))
         for kind in ("attention", "mlp")
@@ -158,16 +197,16 @@ def _sets(
             if loss + at_first > 2.5 or not space.is_possible(choices):
                 break
             costs = profile.costs(space.config(choices), context)
-            promised.append((theoretical_speedup([math.exp(-loss - at_first)], costs)[0], a, m))
+            promised.append((worth.of(math.exp(-loss - at_first), costs), a, m))
     promised.sort(key=lambda p: (-p[0], p[1], p[2]))
     taken: list[tuple[int, int]] = []
     for _, a, m in promised:
         # What adds up on paper loses more in truth the more is left out: sizes on either side are worth a look, too.
         if (a, m) != (0, 0) and all(abs(a - x) + abs(m - y) > 1 for x, y in taken):
             taken.append((a, m))
-        if len(taken) == _MOST_SETS // 2:
+        if len(taken) == (_MOST_SETS // 2 if worth.budget is None else _MOST_SETS):
             break
-    if taken:
+    if taken and worth.budget is None:  # a budget says what sizes there are
         a, m = taken[0]
         taken += [(round(a * f), round(m * f)) for f in (0.25, 0.5, 0.75, 1.25, 1.5, 2.0)]
     sets = []
@@ -193,30 +232,47 @@ def _with_skipped(base: Mapping[str, str], names: Sequence[str]) -> dict[str, st
 
 
 def _moves(
-    space: Space, profile: CostProfile, tried: Sequence[Tried], losses: Mapping[str, float], context: int
+    space: Space,
+    profile: CostProfile,
+    tried: Sequence[Tried],
+    losses: Mapping[str, float],
+    context: int,
+    worth: Worth,
 ) -> list[dict[str, str]]:
-    """The best draft with one sub-layer more or fewer, those that promise most first."""
+    """The best draft with one sub-layer more or fewer, those that promise most first.
+
+    Under a budget also with one in place of another: the best draft is as dear as it may be, so that what is taken
+    back has to be paid for.
+    """
     whole = [t for t in tried if not t.pruned]
     if not whole:
         return []
-    best = max(whole, key=lambda t: (t.speedup, -t.number))
+    best = max(whole, key=lambda t: (worth.found(t), -t.number))
     choices = {name: best.choices[name] for name in space.choices}
     log_rate = _log_acceptance(best)
-    promised = []
+    changed: dict[str, dict[str, str]] = {}
     for name in (*losses, *((HEAD,) if HEAD in space.choices else ())):
         for choice in space.choices[name]:
             if choice == choices[name] or (SKIP not in (choice, choices[name]) and name != HEAD):
                 continue
             if choice == KEEP and len(space.choices[name]) > 2 and name != HEAD:
                 continue  # back to a copy, not to the weights as loaded
-            other = {**choices, name: choice}
-            if not space.is_possible(other) or all(c == KEEP for c in other.values()):
-                continue
+            changed[f"{name} {choice}"] = {name: choice}
+    if worth.budget is not None:
+        back = {key: change for key, change in changed.items() if SKIP not in change.values()}
+        out = {key: change for key, change in changed.items() if SKIP in change.values()}
+        changed |= {f"{a}, {b}": {**back[a], **out[b]} for a in back for b in out}
+    promised = []
+    for key, change in changed.items():
+        other = {**choices, **change}
+        if not space.is_possible(other) or all(c == KEEP for c in other.values()):
+            continue
+        guess = log_rate
+        for name, choice in change.items():
             loss = losses.get(name, 0.0)
-            change = -loss if choice == SKIP else loss if choices[name] == SKIP else 0.0
-            guess = min(0.0, log_rate + change)
-            costs = profile.costs(space.config(other), context)
-            promised.append((theoretical_speedup([math.exp(guess)], costs)[0], name, other))
+            guess += -loss if choice == SKIP else loss if choices[name] == SKIP else 0.0
+        costs = profile.costs(space.config(other), context)
+        promised.append((worth.of(math.exp(min(0.0, guess)), costs), key, other))
     promised.sort(key=lambda p: (-p[0], p[1]))
     return [other for _, _, other in promised[:_MOST_MOVES]]
 

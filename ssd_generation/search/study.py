@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import socket
@@ -26,9 +27,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ..acceptance import Acceptance, judge, why_not_judged
 from ..config import DraftingConfig, Provenance, SelfSpeculativeConfig
-from ..speedup import hopeless, theoretical_speedup
+from ..speedup import theoretical_speedup
 from .layerwise import layerwise_skips
-from .proposals import next_proposals
+from .proposals import Worth, next_proposals
 from .space import SKIP, Space
 
 if TYPE_CHECKING:
@@ -128,6 +129,11 @@ class SearchSettings:
             )
         if not 0 < self.budget <= 1:
             raise ValueError(f"The budget is a share of a plain step, above 0 and up to 1, but got {self.budget}.")
+
+    @property
+    def worth(self) -> Worth:
+        """What drafts are proposed and given up by; where speed is measured, the theoretical speed-up."""
+        return Worth(self.budget if self.objective == "acceptance" else None)
 
     @property
     def directions(self) -> list[Any]:
@@ -611,7 +617,9 @@ class Search:
         if self.settings.warm_start or self.settings.sampler == "forward":
             strategy = "forward" if self.settings.sampler == "forward" else "warm"
             layerwise = self._layerwise() if strategy == "warm" else []
-            proposals += next_proposals(strategy, self.space, self.profile, done, self.context, layerwise)
+            proposals += next_proposals(
+                strategy, self.space, self.profile, done, self.context, layerwise, self.settings.worth
+            )
         last = [t for t in trials if t.state.is_finished()][-_REPEATS_IN_A_ROW:]
         # By key: the same draft may be proposed by several.
         fresh: dict[str, tuple[str, dict[str, str]]] = {}
@@ -723,7 +731,8 @@ class Search:
             speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
             self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
             return measured
-        best = max((t.speedup for t in tried_in(self.study).tried if not t.pruned), default=0.0)
+        worth = self.settings.worth
+        best = max((worth.found(t) for t in tried_in(self.study).tried if not t.pruned), default=-math.inf)
         acceptance = Acceptance()
         told = time.monotonic()
         for index, text in enumerate(self.calibration.texts):
@@ -732,12 +741,7 @@ class Search:
                 trial.set_user_attr("alive", time.time())
             acceptance.add(judge(self.model, config, text, self.settings.depth, self.settings.exact_depth))
             is_last = index == len(self.calibration.texts) - 1
-            if (
-                self.settings.prune
-                and not is_last
-                and self.settings.objective == "speedup"
-                and hopeless(acceptance.tried, acceptance.accepted, costs, best)
-            ):
+            if self.settings.prune and not is_last and worth.within_chance(acceptance, costs, 3.0) < best:
                 speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
                 self._note(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
                 raise optuna.TrialPruned
@@ -746,9 +750,7 @@ class Search:
         rate = sum(acceptance.accepted) / max(1, sum(acceptance.tried))
         if self.settings.sampler == "nsga2":
             return rate, draft_cost
-        if self.settings.objective == "acceptance":
-            return rate if draft_cost <= self.settings.budget else self.settings.budget - draft_cost
-        return speedup
+        return speedup if worth.budget is None else worth.of(rate, costs)
 
     @staticmethod
     def _note(
