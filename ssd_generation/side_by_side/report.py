@@ -335,7 +335,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     axes.set_yticks([], minor=True)
     axes.yaxis.set_major_formatter(ScalarFormatter())
     other = "the other checkout" if summary["kind"] == "paired" else "plain decoding"
-    axes.set_ylabel(f"speed relative to {other}")
+    axes.set_ylabel(f"speed relative to {other} (logarithmic)")
     environment = summary["environment"] or {}
     if environment:
         single = all(figures["n"] == 1 for ratio in methods.values() for figures in ratio["categories"].values())
