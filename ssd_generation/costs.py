@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +32,11 @@ LONGEST_VERIFIED = 32
 
 _CONTEXT = 64
 _REPEATS = 3
+_MOST_REPEATS = 15
+_ENOUGH_SECONDS = 4.0
+"""Beyond this much time there are no more than `_REPEATS` repetitions."""
 _SECONDS = 6.0
-"""Beyond this much time a repetition is left out: a large model's passes vary less."""
+"""Beyond this much time there are fewer: a large model's passes vary less."""
 
 
 def describe_machine(model: PreTrainedModel) -> str:
@@ -53,8 +58,8 @@ def describe_machine(model: PreTrainedModel) -> str:
 def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Costs:
     """Measure a plain step, a draft step and verify passes of this library's loop, in seconds, on random tokens.
 
-    The passes take turns, so that a machine that slows down meanwhile slows all of them; the least
-    are taken: other work on the machine only ever adds.
+    The passes take turns with plain steps, and each counts relative to those beside it, so that a machine that slows
+    down meanwhile slows both; the medians are taken.
 
     Args:
         model: the target model.
@@ -63,7 +68,7 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     Returns:
         The costs, with `measured_on` set.
     """
-    verify = settled(_measure(model, None, [1, *VERIFIED], "verification"))
+    verify = settled(_measure(model, None, VERIFIED, "verification"))
     return _put_together(model, verify, settled(_draft_ratio(model, config)))
 
 
@@ -71,7 +76,7 @@ def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: b
     """A draft step / a plain step."""
     if not config.drafts_itself:
         return 1.0
-    measured = _measure(model, config, [1, 0], "drafting", shows)
+    measured = _measure(model, config, [0], "drafting", shows)
     times = settled(measured)
     ratio = times[0] / times[1]
     return Unsteady(ratio) if isinstance(measured, Unsteady) else ratio
@@ -88,14 +93,20 @@ def _put_together(model: PreTrainedModel, verify: dict[int, float], draft_ratio:
 
 
 def _measure(
-    model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: list[int], what: str, shows: bool = True
+    model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: Sequence[int], what: str, shows: bool = True
 ) -> Any:
-    """Least seconds of passes over so many tokens, 0 for a draft step: a dictionary, or an `Unsteady` one."""
-    times: dict[int, list[float]] = {}
+    """Seconds of passes over so many tokens, 0 for a draft step, and of plain steps: a dictionary, or `Unsteady`.
+
+    The machine is not the same from one moment to the next: other work takes its memory's bandwidth or its clock. So
+    each pass counts relative to the plain steps on either side of it, and the median of these ratios is taken.
+    """
+    times: dict[int, list[float]] = {1: []}
+    ratios: dict[int, list[float]] = {}
+    order = [length for pair in _pairs(lengths) for length in (1, *pair)]
     with (
         torch.inference_mode(),
         hf_logging.tqdm(
-            total=(_REPEATS + 1) * len(lengths),
+            total=len(lengths) + 1 + _REPEATS * len(order),
             desc=f"Measuring the cost of {what} here, once",
             leave=False,
             disable=not shows,
@@ -103,20 +114,32 @@ def _measure(
         ) as bar,
     ):
         passes = Passes(model, config)
-        for length in lengths:
+        for length in (1, *lengths):
             passes.once(length)  # recording, first touch
             bar.update()
         started = time.perf_counter()
-        for repeat in range(4 * _REPEATS):
-            for length in lengths:
-                times.setdefault(length, []).append(passes.once(length))
+        after = passes.once(1)
+        for repeat in range(_MOST_REPEATS):
+            for pair in _pairs(lengths):
+                before, between = after, [passes.once(length) for length in pair]
+                after = passes.once(1)
+                times[1].append(after)
+                for length, seconds in zip(pair, between, strict=True):
+                    times.setdefault(length, []).append(seconds)
+                    ratios.setdefault(length, []).append(2 * seconds / (before + after))
                 if repeat < _REPEATS:
-                    bar.update()
+                    bar.update(1 + len(pair))
             spent = time.perf_counter() - started
-            if agreed(model, spent > (_SECONDS / 4 if repeat + 1 >= _REPEATS else _SECONDS)):
+            if agreed(model, spent > (_ENOUGH_SECONDS if repeat + 1 >= _REPEATS else _SECONDS)):
                 break
-    least = {length: min(values) for length, values in times.items()}
-    return unless_busy(least, times.values())
+    plain = statistics.median(times[1])
+    return unless_busy(
+        {1: plain} | {length: plain * statistics.median(values) for length, values in ratios.items()}, times.values()
+    )
+
+
+def _pairs(lengths: Sequence[int]) -> list[Sequence[int]]:
+    return [lengths[i : i + 2] for i in range(0, len(lengths), 2)]
 
 
 class Passes:
@@ -230,7 +253,7 @@ def _described(model: PreTrainedModel) -> dict[str, Any]:
             if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
         },
         "recorded": why_not_recorded(model) is None,
-        "format": 3,
+        "format": 4,
     }
 
 
@@ -252,7 +275,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
     verify = kept(
         model,
         {"what": "verify", **shape},
-        lambda: _measure(model, None, [1, *VERIFIED], "verification", shows),
+        lambda: _measure(model, None, VERIFIED, "verification", shows),
         again,
         use=lambda result: put_together(result, 1.0),
     )

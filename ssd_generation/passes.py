@@ -6,6 +6,7 @@ modules, same weights, no hooks, nothing patched. Where a pass cannot be recorde
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
@@ -37,7 +38,7 @@ from .program import (
     swap_linears,
     use_bfloat16,
 )
-from .recording import CannotRecord, Recording, record_pass, same_recording
+from .recording import CannotRecord, Recording, of_any_length, record_pass, same_recording
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ class FlatPasses:
         # Not held: the copies hold their passes, and are to go when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
+        self._longer: Callable[[int], Recording] | None = None
+        self._longer_known = False
         self._attention = threading.local()
         self._fingerprint = _fingerprint(model)
         self._folded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -332,16 +335,7 @@ class FlatPasses:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _make(self, model: PreTrainedModel, length: int) -> Program:
-        recordings = []
-        for behind in (7, 19):
-            if self._skip_mode is None:
-                recordings.append(record_pass(model, length, behind))
-            else:
-                with self._skip_mode:
-                    recordings.append(record_pass(model, length, behind))
-        if not same_recording(*recordings):
-            raise CannotRecord("the pass depends on the length of the text")
-        recording = share_results(recordings[0])
+        recording = share_results(self._recording(model, length))
         if self.is_draft:
             program = self._draft_program(model, recording)
             _try_out(model, program)
@@ -354,6 +348,22 @@ class FlatPasses:
         if not any(self._programs.values()):
             _compare(model, program, length)
         return program
+
+    def _recording(self, model: PreTrainedModel, length: int) -> Recording:
+        with nullcontext() if self._skip_mode is None else self._skip_mode:
+            if length > 1 and not self._longer_known:
+                self._longer_known = True
+                # A single token is a case of its own in many models; beyond that, one is like another.
+                with contextlib.suppress(CannotRecord):
+                    self._longer = of_any_length(
+                        [record_pass(model, n, behind) for n, behind in ((2, 7), (3, 19), (_LONGEST, 11))]
+                    )
+            if length > 1 and self._longer is not None:
+                return self._longer(length)
+            one, other = (record_pass(model, length, behind) for behind in (7, 19))
+        if not same_recording(one, other):
+            raise CannotRecord("the pass depends on the length of the text")
+        return one
 
     def _remember(self, program: Program) -> Program:
         """Note the weights that a program has copies of: unlike others, it would not see them change in place."""

@@ -14,7 +14,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CannotRecord", "Operation", "Recording", "Value", "attend", "needed", "record_pass", "same_recording"]
+__all__ = [
+    "CannotRecord",
+    "Operation",
+    "Recording",
+    "Value",
+    "attend",
+    "needed",
+    "of_any_length",
+    "record_pass",
+    "same_recording",
+]
 
 _LARGE = 1 << 16
 """Elements from which on a linear layer's product is not computed while recording: only shapes matter then."""
@@ -512,3 +522,108 @@ def same_recording(first: Recording, second: Recording) -> bool:
             return False
         names[x.output] = y.output
     return True
+
+
+@dataclass(frozen=True)
+class _Grows:
+    """A number that grows with the tokens of a pass."""
+
+    start: int
+    step: int
+
+
+class _Differ(Exception):
+    """Recordings of several lengths that do not do the same."""
+
+
+def of_any_length(recordings: Sequence[Recording]) -> Callable[[int], Recording] | None:
+    """The recording of a pass over any number of tokens between those of some that were made, without the model's code.
+
+    A number in a recording (of a shape, of a slice) is the same in all of them, or grows with the tokens by the same
+    step. Where that is not so, or where the operations are others, there is no such recording.
+
+    Args:
+        recordings: three or more, of ascending lengths (two for the step, one to see that it holds), and behind caches
+            of several lengths, since nothing may depend on these.
+
+    Returns:
+        n ↦ the recording of a pass over n tokens, or `None`.
+    """
+    first = recordings[0]
+    lengths = [recording.length for recording in recordings]
+    if len({(len(r.operations), r.logits.name) for r in recordings}) > 1:
+        return None
+    names: list[dict[Value, Value]] = [{r.ids: first.ids, r.positions: first.positions} for r in recordings]
+
+    def together(leaves: tuple[Any, ...]) -> Any:
+        one = leaves[0]
+        if any(type(leaf) is not type(one) for leaf in leaves):
+            raise _Differ
+        if isinstance(one, Value):
+            if one.tensor is not None:
+                same = all(leaf.tensor is one.tensor for leaf in leaves)
+            else:
+                same = all(known.get(leaf) is one for known, leaf in zip(names, leaves, strict=True))
+        elif isinstance(one, (tuple, list)):
+            if len({len(leaf) for leaf in leaves}) > 1:
+                raise _Differ
+            return type(one)(map(together, zip(*leaves, strict=True)))
+        elif isinstance(one, dict):
+            if any(leaf.keys() != one.keys() for leaf in leaves):
+                raise _Differ
+            return {key: together(tuple(leaf[key] for leaf in leaves)) for key in one}
+        elif isinstance(one, slice):
+            return slice(*(together(tuple(getattr(leaf, part) for leaf in leaves)) for part in _PARTS))
+        else:
+            same = all(bool(leaf == one) for leaf in leaves)
+            if not same and type(one) is int:
+                step = (leaves[1] - one) // (lengths[1] - lengths[0])
+                grows = _Grows(one - step * lengths[0], step)
+                if all(_at(length, grows) == leaf for length, leaf in zip(lengths, leaves, strict=True)):
+                    return grows
+        if not same:
+            raise _Differ
+        return one
+
+    operations = []
+    try:
+        for row in zip(*(recording.operations for recording in recordings), strict=True):
+            one = row[0]
+            if any(
+                (o.target, o.dtype, o.has_effect, o.is_view) != (one.target, one.dtype, one.has_effect, one.is_view)
+                for o in row
+            ):
+                return None
+            args, kwargs, shape = (
+                together(tuple(getattr(o, part) for o in row)) for part in ("args", "kwargs", "shape")
+            )
+            operations.append(replace(one, args=args, kwargs=kwargs, shape=shape))
+            for known, operation in zip(names, row, strict=True):
+                known[operation.output] = one.output
+    except _Differ:
+        return None
+
+    def recording(length: int) -> Recording:
+        made = [
+            replace(o, args=_at(length, o.args), kwargs=_at(length, o.kwargs), shape=_at(length, o.shape))
+            for o in operations
+        ]
+        return replace(first, operations=made, constants=dict(first.constants), length=length, folded=[])
+
+    return recording
+
+
+_PARTS = ("start", "stop", "step")
+
+
+def _at(length: int, tree: Any) -> Any:
+    """Arguments with their numbers for a pass over so many tokens."""
+    if isinstance(tree, _Grows):
+        return tree.start + tree.step * length
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_at(length, entry) for entry in tree)
+    if isinstance(tree, dict):
+        return {key: _at(length, entry) for key, entry in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(_at(length, getattr(tree, part)) for part in _PARTS))
+    return tree

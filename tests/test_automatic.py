@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -302,9 +303,9 @@ def test_ruined_costs_are_measured_again(
 ) -> None:
     measured = []
 
-    def measure(model: Any, config: Any, lengths: list[int], what: str, shows: bool) -> dict[int, float]:
+    def measure(model: Any, config: Any, lengths: Sequence[int], what: str, shows: bool) -> dict[int, float]:
         measured.append(what)
-        return {n: 0.25 if n == 0 else 1.0 + (n - 1) / 100 for n in lengths}
+        return {n: 0.25 if n == 0 else 1.0 + (n - 1) / 100 for n in (1, *lengths)}
 
     monkeypatch.setattr(costs, "_measure", measure)
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]))
@@ -451,6 +452,30 @@ def test_a_pipeline(model: Any) -> None:
         assert pipe(text, batch_size=batch, self_speculative="auto", **options) == expected
         assert model.last_speculation.rounds > 0
         assert pipe(text, batch_size=batch, self_speculative="auto", draft_memory=0, **options) == expected
+
+
+def test_a_machine_that_slows_down_makes_no_pass_dearer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    class Pretend:
+        """Passes that take 0.9 + n / 10, on a machine that gets slower with each, and stops now and then."""
+
+        def __init__(self, model: Any, config: Any) -> None:
+            pass
+
+        def once(self, length: int) -> float:
+            calls.append(length)
+            stopped = 30.0 if len(calls) % 17 == 0 else 0.0
+            return (1 + len(calls) / 50) * (0.9 + length / 10 if length else 0.25) + stopped
+
+    monkeypatch.setattr(costs, "Passes", Pretend)
+    config = SelfSpeculativeConfig(SkipConfig(mlp=[1]))
+    found = measure_costs(model, config)
+    assert found.draft_step / found.plain_step == pytest.approx(0.25, rel=0.02)
+    for n, seconds in found.verify:
+        assert seconds / found.plain_step == pytest.approx(0.9 + n / 10, rel=0.02)
+    # Each pass has a plain step near it on either side.
+    assert all(1 in calls[i - 2 : i] and 1 in calls[i + 1 : i + 3] for i in range(20, len(calls) - 3) if calls[i] != 1)
 
 
 @pytest.mark.measures

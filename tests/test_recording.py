@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, cache, enable_self_speculative, recording
 from ssd_generation.passes import FlatPasses, flat_passes, why_not_recorded
 from ssd_generation.program import compile_recording
-from ssd_generation.recording import CannotRecord, record_pass, same_recording
+from ssd_generation.recording import CannotRecord, Recording, of_any_length, record_pass, same_recording
 from tiny_models import FAMILIES, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
@@ -213,6 +213,53 @@ def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch
     assert not same_recording(record_pass(model, 2, 7), record_pass(model, 2, 19))
     assert same_recording(record_pass(model, 2, 7), record_pass(model, 2, 7))
     assert BY_LENGTH in str(refusal(model))
+
+
+def longer(model: PreTrainedModel) -> Callable[[int], Recording] | None:
+    return of_any_length([record_pass(model, length, behind) for length, behind in ((2, 7), (3, 19), (33, 11))])
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if REFUSALS[family] is None])
+def test_a_recording_of_any_length_is_the_one_that_the_model_gives(family: str) -> None:
+    model = tiny_model(family)
+    of_length = longer(model)
+    assert of_length is not None
+    for length in (2, 4, 7, 13, 32):
+        made, recorded = of_length(length), record_pass(model, length, 5)
+        assert made.length == length and same_recording(made, recorded)
+        assert made.constants.keys() == recorded.constants.keys()
+    assert not same_recording(of_length(4), record_pass(model, 5, 5))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x if x.shape[1] <= 8 else x.clone(),
+        lambda x: x + torch.zeros(x.shape[1] ** 2).sum(),
+        lambda x: x + 0 * float(x.shape[1]) * x + x.shape[1] / 1e9,
+        lambda x: x.reshape(tuple(x.shape)) if x.shape[1] != 3 else x.reshape(list(x.shape)),
+    ],
+    ids=["other operations", "a square", "a fraction", "another type"],
+)
+def test_lengths_that_differ_are_recorded_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    changed_mlp(monkeypatch, change)
+    assert longer(model) is None
+    passes = FlatPasses(model)
+    assert passes.program(4) is not None and passes.program(12) is not None and passes.refusal is None
+
+
+def test_what_hangs_on_the_cache_is_of_no_length(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    original = modeling_llama.LlamaAttention.forward
+
+    def by_length(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, weights = original(self, *args, **kwargs)
+        return output + torch.zeros(kwargs["past_key_values"].get_seq_length()).sum(), weights
+
+    assert longer(model) is not None
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", by_length)
+    assert longer(model) is None
 
 
 def test_a_wrong_recording_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
@@ -448,7 +495,8 @@ def test_an_unchanged_model_is_not_recorded_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(passes, "record_pass", watched)
     texts(model)
-    assert lengths[:4] == [1, 1, 3, 3]  # the draft's and the target's, both twice
+    # The draft's step twice, and the target's passes of three lengths, from which all others follow.
+    assert lengths[:5] == [1, 1, 2, 3, 33] and set(lengths[5:]) <= {1}
     lengths.clear()
     texts(model)
     assert lengths == []
