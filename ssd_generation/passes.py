@@ -38,7 +38,7 @@ from .program import (
     swap_linears,
     use_bfloat16,
 )
-from .recording import CannotRecord, Recording, of_any_length, record_pass, same_recording
+from .recording import CannotRecord, Recording, at_length, of_any_length, record_pass, same_recording
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class FlatPasses:
         # Not held: the copies hold their passes, and are to go when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
-        self._longer: Callable[[int], Recording] | None = None
+        self._longer: Recording | None = None
         self._longer_known = False
         self._attention = threading.local()
         self._fingerprint = _fingerprint(model)
@@ -335,7 +335,7 @@ class FlatPasses:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _make(self, model: PreTrainedModel, length: int) -> Program:
-        recording = share_results(self._recording(model, length))
+        recording = self._recording(model, length)
         if self.is_draft:
             program = self._draft_program(model, recording)
             _try_out(model, program)
@@ -355,15 +355,14 @@ class FlatPasses:
                 self._longer_known = True
                 # A single token is a case of its own in many models; beyond that, one is like another.
                 with contextlib.suppress(CannotRecord):
-                    self._longer = of_any_length(
-                        [record_pass(model, n, behind) for n, behind in ((2, 7), (3, 19), (_LONGEST, 11))]
-                    )
+                    common = of_any_length([record_pass(model, n, at) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))])
+                    self._longer = None if common is None else share_results(common)
             if length > 1 and self._longer is not None:
-                return self._longer(length)
+                return at_length(self._longer, length)
             one, other = (record_pass(model, length, behind) for behind in (7, 19))
         if not same_recording(one, other):
             raise CannotRecord("the pass depends on the length of the text")
-        return one
+        return share_results(one)
 
     def _remember(self, program: Program) -> Program:
         """Note the weights that a program has copies of: unlike others, it would not see them change in place."""

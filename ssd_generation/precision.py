@@ -11,7 +11,7 @@ kernels are ATen's, and take bfloat16 activations.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,15 +62,12 @@ class LowBitCopy:
         if reason is not None:
             raise ValueError(reason)
         with torch.inference_mode():
+            weights = [weight for weight, _ in layers]
             if precision == "int8":
-                parts = [_to_int8(weight) for weight, _ in layers]
-                self.weight = torch.cat([part[0] for part in parts])
-                self.scales = torch.cat([part[1] for part in parts])
+                self.weight, self.scales = _to_int8(weights)
             else:
-                halves = [_to_int4(weight, group_size) for weight, _ in layers]
-                self.weight = torch._convert_weight_to_int4pack_for_cpu(torch.cat([half[0] for half in halves]), 1)
-                # Scales and offsets lie by group, then by output channel.
-                self.scales = torch.cat([half[1] for half in halves], dim=1).contiguous()
+                quantised, self.scales = _to_int4(weights, group_size)
+                self.weight = torch._convert_weight_to_int4pack_for_cpu(quantised, 1)
             self.bias: torch.Tensor | None = None
             if any(bias is not None for _, bias in layers):
                 self.bias = torch.cat(
@@ -114,34 +111,43 @@ class LowBitCopy:
         return outputs[index]  # type: ignore[no-any-return]
 
 
-def _chunks(weight: torch.Tensor) -> Sequence[torch.Tensor]:
-    return torch.split(weight.detach(), max(1, _ROWS // weight.shape[1]))
+def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows at a time of weights below each other, in float32, and which they are."""
+    step = max(1, _ROWS // weights[0].shape[1])
+    place = 0
+    for weight in weights:
+        for rows in torch.split(weight.detach(), step):
+            yield slice(place, place + rows.shape[0]), rows.float()
+            place += rows.shape[0]
 
 
-def _to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(N, K)` int8 and scales `(N,)`."""
-    quantised, scales = [], []
-    for rows in _chunks(weight):
-        w = rows.float()
+def _to_int8(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of weights `(N_i, K)` below each other: `(N, K)` int8 and scales `(N,)`."""
+    rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
+    quantised = weights[0].new_empty((rows, columns), dtype=torch.int8)
+    scales = weights[0].new_empty(rows, dtype=torch.bfloat16)
+    for at, w in _chunks(weights):
         # Rounded to bfloat16 before it is used, so that the kernel multiplies by what was divided by.
         scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-12).to(torch.bfloat16)
-        quantised.append((w / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8))
-        scales.append(scale)
-    return torch.cat(quantised), torch.cat(scales)
+        quantised[at] = (w / scale.float()[:, None]).round_().clamp_(-127, 127)
+        scales[at] = scale
+    return quantised, scales
 
 
-def _to_int4(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(N, K)` int32 in 0 … 15, and `(K / group_size, N, 2)` scales and offsets."""
-    quantised, scales = [], []
-    for rows in _chunks(weight):
-        w = rows.float().view(rows.shape[0], -1, group_size)
+def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of weights `(N_i, K)` below each other: `(N, K)` int32 in 0 … 15; `(K / group_size, N, 2)` scales and offsets."""
+    rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
+    quantised = weights[0].new_empty((rows, columns), dtype=torch.int32)
+    # As the kernel wants them: by group, then by output channel.
+    scales = weights[0].new_empty((columns // group_size, rows, 2), dtype=torch.bfloat16)
+    for at, whole in _chunks(weights):
+        w = whole.reshape(whole.shape[0], -1, group_size)
         least, greatest = w.amin(dim=2, keepdim=True), w.amax(dim=2, keepdim=True)
         scale = ((greatest - least) / 15).clamp(min=1e-9).to(torch.bfloat16).float()
         offset = (least + 8 * scale).to(torch.bfloat16).float()
-        q = (w - offset).div_(scale).round_().add_(8).clamp_(0, 15)
-        quantised.append(q.to(torch.int32).view(rows.shape))
-        scales.append(torch.cat((scale, offset), dim=2).to(torch.bfloat16).transpose(0, 1))
-    return torch.cat(quantised), torch.cat(scales, dim=1)
+        quantised[at] = (w - offset).div_(scale).round_().add_(8).clamp_(0, 15).view(whole.shape)
+        scales[:, at] = torch.cat((scale, offset), dim=2).transpose(0, 1)
+    return quantised, scales
 
 
 def refused_shape(weight: torch.Tensor, precision: str, group_size: int, rows: int | None = None) -> str | None:

@@ -31,6 +31,7 @@ __all__ = [
     "Operation",
     "Recording",
     "Value",
+    "at_length",
     "attend",
     "needed",
     "of_any_length",
@@ -536,8 +537,8 @@ class _Differ(Exception):
     """Recordings of several lengths that do not do the same."""
 
 
-def of_any_length(recordings: Sequence[Recording]) -> Callable[[int], Recording] | None:
-    """The recording of a pass over any number of tokens between those of some that were made, without the model's code.
+def of_any_length(recordings: Sequence[Recording]) -> Recording | None:
+    """What the passes over any number of tokens between those of some recordings have in common; see `at_length`.
 
     A number in a recording (of a shape, of a slice) is the same in all of them, or grows with the tokens by the same
     step. Where that is not so, or where the operations are others, there is no such recording.
@@ -547,7 +548,7 @@ def of_any_length(recordings: Sequence[Recording]) -> Callable[[int], Recording]
             of several lengths, since nothing may depend on these.
 
     Returns:
-        n ↦ the recording of a pass over n tokens, or `None`.
+        A recording of length 0 that does for all between, or `None`.
     """
     first = recordings[0]
     lengths = [recording.length for recording in recordings]
@@ -603,14 +604,16 @@ def of_any_length(recordings: Sequence[Recording]) -> Callable[[int], Recording]
     except _Differ:
         return None
 
-    def recording(length: int) -> Recording:
-        made = [
-            replace(o, args=_at(length, o.args), kwargs=_at(length, o.kwargs), shape=_at(length, o.shape))
-            for o in operations
-        ]
-        return replace(first, operations=made, constants=dict(first.constants), length=length, folded=[])
+    return replace(first, operations=operations, length=0, folded=[])
 
-    return recording
+
+def at_length(common: Recording, length: int) -> Recording:
+    """The recording of a pass over so many tokens, from what `of_any_length` gave; the model's code is not run."""
+    made = [
+        replace(o, args=_at(length, o.args), kwargs=_at(length, o.kwargs), shape=_at(length, o.shape))
+        for o in common.operations
+    ]
+    return replace(common, operations=made, constants=dict(common.constants), length=length, folded=[])
 
 
 _PARTS = ("start", "stop", "step")

@@ -83,7 +83,7 @@ weights = st.builds(
 @given(weights)
 def test_int8_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
     weight, _ = case
-    q, scales = precision._to_int8(weight)
+    q, scales = precision._to_int8([weight])
     assert q.dtype == torch.int8 and scales.dtype == torch.bfloat16 and q.abs().max() <= 127
     scale = scales.float()[:, None]
     # Where the scale was rounded down, the largest weights are cut off at 127 steps.
@@ -96,7 +96,7 @@ def test_int8_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
 @given(weights)
 def test_int4_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
     weight, group = case
-    q, packed = precision._to_int4(weight, group)
+    q, packed = precision._to_int4([weight], group)
     rows, groups = weight.shape[0], weight.shape[1] // group
     assert q.shape == weight.shape and packed.shape == (groups, rows, 2)
     assert q.min() >= 0 and q.max() <= 15
@@ -112,9 +112,9 @@ def test_int4_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
 
 def test_large_weights_are_quantised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(48, 64)
-    whole = [*precision._to_int8(weight), *precision._to_int4(weight, 32)]
+    whole = [*precision._to_int8([weight]), *precision._to_int4([weight], 32)]
     monkeypatch.setattr(precision, "_ROWS", 64 * 5)
-    for a, b in zip(whole, [*precision._to_int8(weight), *precision._to_int4(weight, 32)], strict=True):
+    for a, b in zip(whole, [*precision._to_int8([weight]), *precision._to_int4([weight], 32)], strict=True):
         assert torch.equal(a, b)
 
 
@@ -131,7 +131,7 @@ def test_the_kernels_compute_what_the_copy_says(name: str, dtype: torch.dtype, r
     if name == "int8":
         meant = copy.weight.float() * copy.scales.float()[:, None]
     else:
-        q, packed = precision._to_int4(weight, 32)
+        q, packed = precision._to_int4([weight], 32)
         scale, offset = (packed[..., i].float().T[:, :, None] for i in (0, 1))
         meant = ((q.view(48, 3, 32) - 8) * scale + offset).reshape(48, 96)
     x = torch.randn(rows, 96).to(torch.bfloat16)

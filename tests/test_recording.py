@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, cache, enable_self_speculative, recording
 from ssd_generation.passes import FlatPasses, flat_passes, why_not_recorded
 from ssd_generation.program import compile_recording
-from ssd_generation.recording import CannotRecord, Recording, of_any_length, record_pass, same_recording
+from ssd_generation.recording import CannotRecord, Recording, at_length, of_any_length, record_pass, same_recording
 from tiny_models import FAMILIES, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
@@ -215,20 +215,20 @@ def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch
     assert BY_LENGTH in str(refusal(model))
 
 
-def longer(model: PreTrainedModel) -> Callable[[int], Recording] | None:
+def longer(model: PreTrainedModel) -> Recording | None:
     return of_any_length([record_pass(model, length, behind) for length, behind in ((2, 7), (3, 19), (33, 11))])
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if REFUSALS[family] is None])
 def test_a_recording_of_any_length_is_the_one_that_the_model_gives(family: str) -> None:
     model = tiny_model(family)
-    of_length = longer(model)
-    assert of_length is not None
+    common = longer(model)
+    assert common is not None
     for length in (2, 4, 7, 13, 32):
-        made, recorded = of_length(length), record_pass(model, length, 5)
+        made, recorded = at_length(common, length), record_pass(model, length, 5)
         assert made.length == length and same_recording(made, recorded)
         assert made.constants.keys() == recorded.constants.keys()
-    assert not same_recording(of_length(4), record_pass(model, 5, 5))
+    assert not same_recording(at_length(common, 4), record_pass(model, 5, 5))
 
 
 @pytest.mark.parametrize(
