@@ -121,7 +121,7 @@ class Refinement:
         costs: of `config`.
 
     Attributes:
-        reason: why this model's drafts cannot be judged; `None` where they can.
+        reason: why this model's drafts cannot be judged; `None` where they can, or none has been yet.
         passes: passes made to judge drafts.
         seconds: that it took, by the clock; nothing hangs on it.
         changes: how often the draft in use has changed.
@@ -129,11 +129,11 @@ class Refinement:
 
     def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, costs: Costs) -> None:
         self.base = config
-        self.reason = why_not_judged(model)
+        self.reason: str | None = None
         self.passes = self.changes = 0
         self.seconds = 0.0
         self._measures = costs.measured_on == describe_machine(model)
-        self._steps = _Steps(model, config, costs, self._measures and self.reason is None)
+        self._steps = _Steps(model, config, costs, self._measures)
         self._in_use = _Runner(config, costs)
         if config.drafting.acceptance:
             # Measured before, as by a search.
@@ -217,6 +217,10 @@ class Refinement:
     def _judge(self, model: PreTrainedModel, text: VerifiedText) -> bool:
         self._balance -= self._price(len(text))
         if self._distances is None:
+            # Not before: it takes a few passes, and most calls end before a draft is judged.
+            self.reason = why_not_judged(model)
+            if self.reason is not None:
+                return False
             self.passes += 1
             self._distances = _distances(model, text)
             return False
