@@ -354,7 +354,7 @@ class FlatPasses:
             if length > 1 and not self._longer_known:
                 self._longer_known = True
                 # A single token is a case of its own in many models; beyond that, one is like another.
-                with contextlib.suppress(CannotRecord):
+                with contextlib.suppress(Exception):  # such as a context that is shorter
                     common = of_any_length([record_pass(model, n, at) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))])
                     self._longer = None if common is None else share_results(common)
             if length > 1 and self._longer is not None:

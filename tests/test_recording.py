@@ -250,6 +250,12 @@ def test_lengths_that_differ_are_recorded_one_by_one(
     assert passes.program(4) is not None and passes.program(12) is not None and passes.refusal is None
 
 
+def test_a_context_too_short_for_the_longest_pass() -> None:
+    model = tiny_model("gpt2", n_positions=32)
+    passes = FlatPasses(model)
+    assert passes.program(4) is not None and passes.program(9) is not None and passes.refusal is None
+
+
 def test_what_hangs_on_the_cache_is_of_no_length(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     original = modeling_llama.LlamaAttention.forward
 
