@@ -13,6 +13,7 @@ import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
+from ssd_generation.precision import copy_bytes
 from ssd_generation.prompts import Prompt
 from ssd_generation.run_folder import RunFolder
 from ssd_generation.side_by_side import environment, runner
@@ -215,6 +216,19 @@ def test_modes(model: Any, tmp_path: Path, name: str) -> None:
     if name != "auto":
         assert bool(config.precision) == (name == "int8")
         assert (entry["memory"]["persistent_bytes"] > 0) == (name == "int8")
+
+
+def test_making_copies_is_no_part_of_the_peak(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    def peak(model: Any, *args: Any, **options: Any) -> int:
+        held.append(copy_bytes(model))
+        return 1000
+
+    monkeypatch.setattr(runner, "peak_bytes", peak)
+    summary = run(model, tmp_path, ("plain", "lookup", "int8"), memory=True)
+    memory = summary["methods"]["int8"]["memory"]
+    assert memory["extra_bytes"] == memory["persistent_bytes"] == held[-1] > 0
 
 
 def test_a_method_that_fails_is_reported_and_the_run_goes_on(

@@ -334,6 +334,8 @@ class SideBySide:
         row: dict[str, Any] = {"kind": "memory", "method": method.name}
         try:
             inputs = self._inputs_to_try()
+            # First of all, since this makes the copies: while a peak is measured, they are there already.
+            row["persistent_bytes"] = self._persistent_bytes(method)
             with self.caller.alone(method.name, learn=False):
                 row["peak_bytes"] = peak_bytes(
                     self.model,
@@ -341,7 +343,6 @@ class SideBySide:
                     attention_mask=inputs.get("attention_mask"),
                     **{**self.short_options(), **self.caller.arguments(method.request)},
                 )
-            row["persistent_bytes"] = self._persistent_bytes(method)
         except Exception as error:
             row["error"] = first_line(error)
         self.folder.append(row)
