@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -245,13 +246,26 @@ class _Recorder(TorchFunctionMode):
         self.constants: dict[str, torch.Tensor] = {}
         self._known = known
         self._values: dict[int, Value] = {}
-        self._alive: list[Any] = []  # an id is good only as long as its tensor lives
+        self._made = 0
+        # An id is good only as long as its tensor lives. What comes from outside is kept; of results, which the model
+        # lets go as it goes along, it is noted when they end, since all of them together would take much memory.
+        self._alive: list[torch.Tensor] = []
+        self._ends: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def new_value(self, result: Any) -> Value:
-        value = Value(f"v{len(self._alive)}")
-        self._alive.append(result)
-        self._values[id(result)] = value
+    def new_value(self, result: torch.Tensor) -> Value:
+        value, key = self.unnamed(), id(result)
+        values, ends = self._values, self._ends
+
+        def ended(end: weakref.ref[torch.Tensor]) -> None:
+            if ends.get(key) is end:  # and not another tensor in its place
+                del ends[key], values[key]
+
+        values[key], ends[key] = value, weakref.ref(result, ended)
         return value
+
+    def unnamed(self) -> Value:
+        self._made += 1
+        return Value(f"v{self._made}")
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         value = self._values.get(id(tensor))
@@ -318,8 +332,7 @@ class _Recorder(TorchFunctionMode):
             shape, dtype = tuple(result.shape), result.dtype
             self.operations.append(Operation(func, arguments, keywords, value, has_effect, shape, dtype, is_view))
             return
-        value = Value(f"v{len(self._alive)}")
-        self._alive.append(result)
+        value = self.unnamed()
         self.operations.append(Operation(func, arguments, keywords, value, has_effect, is_view=is_view))
         if isinstance(result, (tuple, list)):
             for index, entry in enumerate(result):
