@@ -510,32 +510,7 @@ def same_recording(first: Recording, second: Recording) -> bool:
 
     A number that the model computed from the cache's length (an offset, a scale) shows as a difference.
     """
-    if len(first.operations) != len(second.operations) or first.logits.name != second.logits.name:
-        return False
-    names: dict[Value, Value] = {first.ids: second.ids, first.positions: second.positions}
-
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, Value):
-            if not isinstance(b, Value):
-                return False
-            if a.tensor is not None:
-                return a.tensor is b.tensor
-            return names.get(a) is b
-        if isinstance(a, (tuple, list)):
-            return (
-                isinstance(b, (tuple, list)) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-            )
-        if isinstance(a, dict):
-            return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-        if isinstance(a, slice):
-            return isinstance(b, slice) and same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-        return type(a) is type(b) and bool(a == b)
-
-    for x, y in zip(first.operations, second.operations, strict=True):
-        if x.target is not y.target or x.shape != y.shape or not same(x.args, y.args) or not same(x.kwargs, y.kwargs):
-            return False
-        names[x.output] = y.output
-    return True
+    return first.length == second.length and of_any_length([first, second]) is not None
 
 
 @dataclass(frozen=True)
@@ -558,7 +533,7 @@ def of_any_length(recordings: Sequence[Recording]) -> Recording | None:
 
     Args:
         recordings: three or more, of ascending lengths (two for the step, one to see that it holds), and behind caches
-            of several lengths, since nothing may depend on these.
+            of several lengths, since nothing may depend on these. Of one length, any two.
 
     Returns:
         A recording of length 0 that does for all between, or `None`.
@@ -590,7 +565,7 @@ def of_any_length(recordings: Sequence[Recording]) -> Recording | None:
             return slice(*(together(tuple(getattr(leaf, part) for leaf in leaves)) for part in _PARTS))
         else:
             same = all(bool(leaf == one) for leaf in leaves)
-            if not same and type(one) is int:
+            if not same and type(one) is int and lengths[0] != lengths[1]:
                 step = (leaves[1] - one) // (lengths[1] - lengths[0])
                 grows = _Grows(one - step * lengths[0], step)
                 if all(_at(length, grows) == leaf for length, leaf in zip(lengths, leaves, strict=True)):
