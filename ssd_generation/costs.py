@@ -102,11 +102,11 @@ def _measure(
     """
     times: dict[int, list[float]] = {1: []}
     ratios: dict[int, list[float]] = {}
-    order = [length for pair in _pairs(lengths) for length in (1, *pair)]
+    pairs = [lengths[i : i + 2] for i in range(0, len(lengths), 2)]
     with (
         torch.inference_mode(),
         hf_logging.tqdm(
-            total=len(lengths) + 1 + _REPEATS * len(order),
+            total=len(lengths) + 1 + _REPEATS * (len(lengths) + len(pairs)),
             desc=f"Measuring the cost of {what} here, once",
             leave=False,
             disable=not shows,
@@ -120,7 +120,7 @@ def _measure(
         started = time.perf_counter()
         after = passes.once(1)
         for repeat in range(_MOST_REPEATS):
-            for pair in _pairs(lengths):
+            for pair in pairs:
                 before, between = after, [passes.once(length) for length in pair]
                 after = passes.once(1)
                 times[1].append(after)
@@ -136,10 +136,6 @@ def _measure(
     return unless_busy(
         {1: plain} | {length: plain * statistics.median(values) for length, values in ratios.items()}, times.values()
     )
-
-
-def _pairs(lengths: Sequence[int]) -> list[Sequence[int]]:
-    return [lengths[i : i + 2] for i in range(0, len(lengths), 2)]
 
 
 class Passes:
