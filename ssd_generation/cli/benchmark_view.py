@@ -72,12 +72,12 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
         summary: of the run.
         width: of the terminal; a table by category that is wider is cut into several.
     """
-    from ..side_by_side.report import conditions, problems
+    from ..side_by_side.report import conditions, draws_notes, problems
 
     parts: list[RenderableType] = [_overview(summary)]
     parts.append(Text("Ratio by category: median, below it the least and the greatest."))
     parts += _category_tables(summary, width)
-    notes = problems(summary)
+    notes = [*draws_notes(summary), *problems(summary)]
     parts += [Text(note) for note in notes]
     parts += [Text()] * bool(notes)
     parts += [Text(line, style="dim") for line in conditions(summary)]
@@ -141,6 +141,7 @@ _HEADERS = {
     "worst category": "worst\ncategory",
     "decoding only": "decode\nonly",
     "identical text": "same\ntext",
+    "drawn as plain, z": "drawn as\nplain, z",
     "acceptance": "accep-\ntance",
     "tokens per round": "tok./\nround",
     "engine efficiency": "effi-\nciency",

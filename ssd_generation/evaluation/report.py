@@ -12,7 +12,7 @@ from ..files import replacing
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
 from ..side_by_side.figures import latest_calls
 from ..side_by_side.methods import PLAIN
-from ..side_by_side.report import COLOURS, MARKERS, conditions, markdown, markdown_table, new_figure
+from ..side_by_side.report import COLOURS, MARKERS, conditions, draws_cell, markdown, markdown_table, new_figure
 from ..side_by_side.runner import write_summary
 
 __all__ = [
@@ -301,8 +301,8 @@ def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], l
         metric = next(iter(_metrics_of(summary)), None) if quality else None
         for name in [PLAIN, *summary["methods"]]:
             own = quality.get(name, {}).get(metric)
-            entry = summary["methods"].get(name, {})
-            ratio, text = entry.get("ratio"), entry.get("text")
+            entry = summary.get("plain", {}) if name == PLAIN else summary["methods"][name]
+            ratio, text, cell = entry.get("ratio"), entry.get("text"), draws_cell(entry)
             if name != PLAIN and ratio is None:
                 continue
             overall = None if ratio is None else ratio["overall"]
@@ -313,7 +313,7 @@ def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], l
                     name,
                     "1" if ratio is None else f"{ratio['geometric_mean']:.2f}",
                     _NONE if overall is None else f"{overall['min']:.2f}–{overall['max']:.2f}",
-                    _NONE if text is None else f"{text['identical']} of {text['calls']}",
+                    f"{text['identical']} of {text['calls']}" if text else "z = " + cell if cell != _NONE else _NONE,
                     _NONE if own is None else f"{_NAMES.get(str(metric), metric)} {_percent(own)}",
                     _points(own["difference"]) if own and "difference" in own else _NONE,
                 ]

@@ -6,10 +6,12 @@ import math
 import statistics as averages
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ..comparison import first_difference
 from ..config import Costs
+from ..draws import Draws
 from ..statistics import SpeculationStatistics
 from .methods import PLAIN
 
@@ -247,6 +249,19 @@ def _identity(pairs: Sequence[tuple[Row, Row]], margins: Mapping[tuple[Any, ...]
     }
 
 
+def _draws(rows: Sequence[Row], method: str) -> dict[str, Any] | None:
+    """How a method's sampled tokens compare with the model's distributions, see `Draws`; `None` if none was judged."""
+    judged = {
+        (r["prompt"], r["repeat"], r["session"]): r for r in finished_calls(rows, "draws") if r["method"] == method
+    }
+    calls = [row for row in latest_calls(rows) if row["method"] == method]
+    found = [judged[key] for row in calls if (key := (row["prompt"], row["repeat"], row["session"])) in judged]
+    if not found:
+        return None
+    total = sum((Draws(*(row[key] for key in asdict(Draws()))) for row in found), Draws())
+    return {**total.to_dict(), "z": total.z, "texts": len(found)}
+
+
 def summarise(
     rows: Sequence[Row],
     arguments: Mapping[str, Any],
@@ -279,7 +294,9 @@ def summarise(
             of_loop = [(row, plain) for row, plain in own if row["speculation"] is not None]
             entry["decode_ratio"] = _ratio_summary(_by_category(of_loop, _decode_ratio, lambda row: row["category"]))
             entry["tokens_per_second"] = spread([_rate(row) for row, _ in own])
-            if not arguments["do_sample"]:
+            if arguments["do_sample"]:
+                entry["draws"] = _draws(rows, name)
+            else:
                 entry["text"] = _identity(own, margins)
             entry["drafting"] = _drafting([row for row, _ in own])
             entry["config"] = configs.get(name)
@@ -304,6 +321,7 @@ def summarise(
             "tokens_per_second": spread([_rate(row) for row in plain_calls]),
             "step_seconds": spread(_known(_step_seconds(row) for row in plain_calls)),
             "prompt_seconds": spread([row["prompt_seconds"] for row in plain_calls]),
+            **({"draws": _draws(rows, PLAIN)} if arguments["do_sample"] else {}),
             "errors": _errors(rows, PLAIN),
         },
         "methods": methods,

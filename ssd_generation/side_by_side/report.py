@@ -15,6 +15,8 @@ __all__ = [
     "categories_of",
     "category_cell",
     "conditions",
+    "draws_cell",
+    "draws_notes",
     "markdown",
     "markdown_table",
     "memory_cell",
@@ -68,8 +70,9 @@ def categories_of(summary: Mapping[str, Any]) -> list[str]:
 def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the main table: one line per method that ran."""
     paired = summary["kind"] == "paired"
+    sampling = summary["arguments"]["do_sample"] and not paired
     header = ["method", "geometric mean", "worst category"]
-    header += ["identical text"] if paired else ["decoding only", "identical text"]
+    header += ["identical text"] if paired else ["decoding only", "drawn as plain, z" if sampling else "identical text"]
     header += [] if paired else ["acceptance", "tokens per round", "engine efficiency", "extra memory"]
     lines = []
     for name, entry in summary["methods"].items():
@@ -90,7 +93,7 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             [
                 *line,
                 _figure(entry["decode_ratio"]["geometric_mean"]),
-                _NONE if text is None else _share(text["identical"], text["calls"]),
+                draws_cell(entry) if sampling else _NONE if text is None else _share(text["identical"], text["calls"]),
                 _percent(drafting.get("acceptance_rate")),
                 _figure(drafting.get("tokens_per_round")),
                 _NONE if efficiency is None else _figure(efficiency["median"]),
@@ -98,6 +101,36 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return header, lines
+
+
+def draws_cell(entry: Mapping[str, Any]) -> str:
+    """How far a method's draws are from the model's distribution, in standard deviations: `+0.6`."""
+    draws = entry.get("draws")
+    return _NONE if draws is None or draws["z"] is None else f"{draws['z']:+.1f}"
+
+
+def draws_notes(summary: Mapping[str, Any]) -> list[str]:
+    """What the draws say of whether sampling is the model's own, a sentence each; nothing under greedy decoding."""
+    entries = {PLAIN: summary.get("plain", {}), **summary["methods"]}
+    lines = []
+    for name, entry in entries.items():
+        draws = entry.get("draws")
+        if draws is None:
+            continue
+        per_token = draws["excess"] / max(draws["tokens"] - draws["impossible"], 1)
+        line = f"{name}: {draws['tokens']:,} tokens, {per_token:+.4f} a token, z = {draws_cell(entry)}."
+        if draws["impossible"]:
+            line += f" {draws['impossible']} of them the model itself could not have drawn."
+        lines.append(line)
+    if lines:
+        lines.insert(
+            0,
+            "Drawn as the model draws? For each token: its log-probability under the model's own distribution, after "
+            "temperature, top-p and all else, plus that distribution's entropy. For tokens drawn from it, that is 0 on "
+            "average; above 0, a method draws likelier tokens than the model does. z is their sum in standard "
+            "deviations, by chance beyond ±2 in one run of 20.",
+        )
+    return lines
 
 
 def memory_cell(memory: Mapping[str, Any]) -> str:
@@ -212,6 +245,9 @@ def markdown(summary: Mapping[str, Any], title: str) -> str:
             ),
         )
         page.append("")
+    if drawn := draws_notes(summary):
+        first, *others = drawn
+        page += ["## Sampling", "", first, "", *(f"- {line}" for line in others), ""]
     if summary["kind"] == "methods":
         own = {name: entry["drafting"] for name, entry in summary["methods"].items() if entry.get("drafting")}
         if own:

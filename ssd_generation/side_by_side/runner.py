@@ -13,13 +13,14 @@ from ..automatic import weight_bytes
 from ..comparison import find_difference, first_difference
 from ..config import SelfSpeculativeConfig
 from ..costs import costs_of
+from ..draws import judge_draws
 from ..files import replacing
 from ..generation import enable_self_speculative
 from ..precision import copy_bytes, drop_copies
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
 from .calls import Caller, TimedCall, first_line, load_average
 from .environment import run_environment, sessions_of, start_session, where_measured
-from .figures import ratios_so_far, summarise
+from .figures import finished_calls, ratios_so_far, summarise
 from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
 from .report import markdown, plot_summary
@@ -233,7 +234,7 @@ class SideBySide:
         self.total = len(finished) + len(wanted) + len(weighed) + len(to_warm) * self.settings.warm_up
         self.done = len(finished)
         if not wanted and not weighed:
-            self._measure_margins()
+            self._compare_texts()
             return
         # In rounds: what a method's first call makes for itself may cost others what they had made.
         for _ in range(self.settings.warm_up):
@@ -257,7 +258,7 @@ class SideBySide:
             if method.name not in self.failed:
                 self._measure_memory(method)
             self.done += 1
-        self._measure_margins()
+        self._compare_texts()
 
     def _turn(self, offset: int) -> list[Method]:
         first = offset % len(self.methods)
@@ -360,10 +361,31 @@ class SideBySide:
             self.model.generate(**self._inputs_to_try(), **{**options, **self.caller.arguments(method.request)})
         return max(copy_bytes(self.model), self.copies.get(method.name, 0))
 
+    def _compare_texts(self) -> None:
+        """What the texts say of whether each method is still exactly the model."""
+        if self.settings.do_sample:
+            self._judge_draws()
+        else:
+            self._measure_margins()
+
+    def _judge_draws(self) -> None:
+        """Whether tokens were drawn from the model's distribution."""
+        known = {(*_key(row), row["session"]) for row in self.rows if row["kind"] == "draws"}
+        places = {self.items[index].id: index for index in self._mine()}
+        for row in finished_calls(self.rows):
+            if (*_key(row), row["session"]) in known or row["prompt"] not in places:
+                continue
+            self._tell(f"{row['prompt']}, judging the draws of {row['method']}")
+            judged: dict[str, Any] = {key: row[key] for key in ("session", "prompt", "method", "repeat")}
+            try:
+                inputs = self.inputs(places[row["prompt"]])
+                judged |= judge_draws(self.model, inputs, row["token_ids"], **self.options).to_dict()
+            except Exception as error:
+                judged["error"] = first_line(error)
+            self.folder.append({"kind": "draws", **judged})
+
     def _measure_margins(self) -> None:
         """How close plain decoding's decision was wherever a text has left its text."""
-        if self.settings.do_sample:
-            return
         known = {_key(row) for row in self.rows if row["kind"] == "difference"}
         calls = [row for row in self.rows if row["kind"] == "call" and "error" not in row]
         plain = {row["prompt"]: row for row in calls if row["method"] == PLAIN}

@@ -1,0 +1,152 @@
+"""Sampled tokens are judged by the model's own distributions: what is drawn from them passes, all else does not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.draws import Draws, judge_draws
+from ssd_generation.run_folder import read_rows
+from ssd_generation.side_by_side import runner as side_by_side
+from ssd_generation.side_by_side.report import draws_notes, problems
+from test_evaluation import METHODS, TEXTS, own_place, run  # noqa: F401
+from test_evaluation import model as model  # the fixture
+from tiny_models import tiny_model
+
+PROMPT = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "pad_token_id": 0, "eos_token_id": None}
+CONFIG = SelfSpeculativeConfig(SkipConfig([1], [2]), DraftingConfig(policy="fixed", max_draft_length=3))
+
+
+def drawn(
+    model: Any, texts: int, new_tokens: int = 40, judged_as: dict[str, Any] | None = None, **changes: Any
+) -> Draws:
+    """Texts sampled one way, judged as if sampled another."""
+    total = Draws()
+    for seed in range(texts):
+        torch.manual_seed(seed)
+        out = model.generate(**PROMPT, **{**SAMPLING, "max_new_tokens": new_tokens, **changes})
+        total += judge_draws(model, PROMPT, out[0, 4:].tolist(), **(judged_as or SAMPLING))
+    return total
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return enable_self_speculative(tiny_model(seed=3))
+
+
+def test_one_token_by_hand(target: Any) -> None:
+    logits = target(**PROMPT).logits[0, -1].detach().double() / 0.5
+    p = logits.softmax(-1)
+    entropy = -float((p * p.log()).sum())
+    token = int(p.argmax())
+    found = judge_draws(target, PROMPT, [token], do_sample=True, temperature=0.5, top_k=0, pad_token_id=0)
+    assert found.tokens == 1 and found.impossible == 0
+    assert found.excess == pytest.approx(float(p[token].log()) + entropy, abs=1e-4)
+    assert found.variance == pytest.approx(float((p * (p.log() + entropy) ** 2).sum()), abs=1e-4)
+
+
+def test_each_token_is_judged_behind_those_before_it(target: Any) -> None:
+    ids = [9, 3, 3, 11]
+    whole = judge_draws(target, PROMPT, ids, **SAMPLING, repetition_penalty=1.3)
+    parts = Draws()
+    for n, token in enumerate(ids):
+        before = torch.tensor([[5, 6, 7, 8, *ids[:n]]])
+        parts += judge_draws(
+            target, {"input_ids": before, "attention_mask": torch.ones_like(before)}, [token], **SAMPLING,
+            repetition_penalty=1.3,
+        )  # fmt: skip
+    assert whole.tokens == parts.tokens == 4
+    assert whole.impossible == parts.impossible
+    assert whole.excess == pytest.approx(parts.excess, abs=1e-3)
+    assert whole.variance == pytest.approx(parts.variance, abs=1e-3)
+
+
+@pytest.mark.parametrize("way", [{}, {"self_speculative": CONFIG}, {"self_speculative": {"lookup": True}}])
+def test_what_is_drawn_from_the_model_passes(target: Any, way: dict[str, Any]) -> None:
+    found = drawn(target, 12, **way)
+    assert found.tokens == 480 and found.impossible == 0
+    assert found.variance > 100  # there was something left to chance
+    assert found.z is not None and abs(found.z) < 3.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "sign"),
+    [({"temperature": 0.5}, 1), ({"temperature": 1.3}, -1), ({"do_sample": False}, 1), ({"top_p": 0.6}, 1)],
+)
+def test_what_is_drawn_otherwise_is_noticed(target: Any, changes: dict[str, Any], sign: int) -> None:
+    found = drawn(target, 12, judged_as=SAMPLING, **changes)
+    assert found.z is not None and sign * found.z > 5
+
+
+def test_tokens_outside_are_counted(target: Any) -> None:
+    unlikely = int(target(**PROMPT).logits[0, -1].detach().argmin())
+    found = judge_draws(target, PROMPT, [unlikely], **SAMPLING)
+    assert found == Draws(tokens=1, impossible=1) and found.z is None
+
+
+def test_nothing_is_nothing(target: Any) -> None:
+    assert judge_draws(target, PROMPT, [], **SAMPLING) == Draws()
+    assert (Draws(2, 1.0, 4.0) + Draws(1, -0.5, 5.0)).z == pytest.approx(0.5 / 3)
+
+
+def test_what_cannot_be_judged(target: Any) -> None:
+    with pytest.raises(ValueError, match="draws nothing"):
+        judge_draws(target, PROMPT, [3], do_sample=False)
+    with pytest.raises(ValueError, match="got 2 prompts"):
+        judge_draws(target, {"input_ids": torch.ones(2, 3, dtype=torch.long)}, [3], do_sample=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# in a run
+
+
+def test_a_sampled_run_says_so(model: Any, tmp_path: Path) -> None:
+    summary = run(model, tmp_path / "r", do_sample=True, repeats=2, temperature=0.9, top_p=0.95)
+    rows = [row for row in read_rows(tmp_path / "r") if row["kind"] == "draws"]
+    assert len(rows) == len(METHODS) * len(TEXTS) * 2
+    calls = {(r["prompt"], r["method"], r["repeat"]): r for r in read_rows(tmp_path / "r") if r["kind"] == "call"}
+    assert all(row["tokens"] == len(calls[row["prompt"], row["method"], row["repeat"]]["token_ids"]) for row in rows)
+    for name in METHODS:
+        entry = summary["plain"] if name == "plain" else summary["methods"][name]
+        own = [row for row in rows if row["method"] == name]
+        assert entry["draws"]["texts"] == len(own) == 10
+        assert entry["draws"]["tokens"] == sum(row["tokens"] for row in own)
+        z = sum(row["excess"] for row in own) / math.sqrt(sum(row["variance"] for row in own))
+        assert entry["draws"]["z"] == pytest.approx(z) and abs(z) < 4
+    page = (tmp_path / "r" / "summary.md").read_text()
+    assert "drawn as plain, z" in page and "identical text" not in page and "Drawn as the model draws?" in page
+    # It goes on without judging anything twice.
+    again = run(model, tmp_path / "r", do_sample=True, repeats=2, temperature=0.9, top_p=0.95)
+    assert len([row for row in read_rows(tmp_path / "r") if row["kind"] == "draws"]) == len(rows)
+    assert again["methods"]["config"]["draws"] == summary["methods"]["config"]["draws"]
+
+
+def test_a_greedy_run_has_no_draws(model: Any, tmp_path: Path) -> None:
+    summary = run(model, tmp_path / "r")
+    assert "draws" not in summary["plain"] and "draws" not in summary["methods"]["config"]
+    assert draws_notes(summary) == []
+    assert "Drawn as" not in (tmp_path / "r" / "summary.md").read_text()
+
+
+def test_what_cannot_be_judged_ends_no_run(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(*_: Any, **__: Any) -> Draws:
+        raise MemoryError("no room for these logits")
+
+    monkeypatch.setattr(side_by_side, "judge_draws", judge)
+    summary = run(model, tmp_path / "r", do_sample=True)
+    assert summary["complete"] and summary["methods"]["config"]["draws"] is None
+    assert any("no room for these logits" in line for line in problems(summary))
+
+
+def test_impossible_draws_are_told(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "judge_draws", lambda *_, **__: Draws(4, 2.0, 1.0, 1))
+    summary = run(model, tmp_path / "r", do_sample=True)
+    notes = draws_notes(summary)
+    assert len(notes) == 1 + len(METHODS)
+    assert "config: 20 tokens, +0.6667 a token, z = +4.5. 5 of them the model itself could not have drawn." in notes
