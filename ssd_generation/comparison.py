@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import Costs, Provenance, SelfSpeculativeConfig
+from .draws import Draws, judge_draws
 from .machine import cpu_name
 from .precision import copies_of, copy_bytes
 from .skip_mode import draft_mode
@@ -143,6 +144,7 @@ class MethodResult:
         speculation: per repeat, the statistics (self-speculative decoding only).
         difference: the first difference to plain decoding in any repeat; `None` where there is none, or under sampling.
         peak_bytes: highest memory allocated on the CUDA device during the calls; `None` elsewhere.
+        draws: under sampling, how the tokens of all repeats compare with the model's distributions; else `None`.
     """
 
     name: str
@@ -152,6 +154,7 @@ class MethodResult:
     speculation: tuple[SpeculationStatistics, ...] = ()
     difference: Difference | None = None
     peak_bytes: int | None = None
+    draws: Draws | None = None
 
     @property
     def new_tokens(self) -> float:
@@ -213,7 +216,8 @@ class Comparison:
         draft: the draft alone; `None` where the draft is no cheaper version of the model: prompt lookup, nothing left
             out, or nothing drafted.
         self_speculative: self-speculative decoding.
-        sampling: whether tokens were sampled: the texts then differ legitimately and are not compared.
+        sampling: whether tokens were sampled: the texts then differ legitimately, and tokens are judged by the model's
+            distributions instead (`MethodResult.draws`).
         skipped_sublayers: how many sub-layers the draft leaves out.
         sublayers: how many there are.
         parameters: how many parameters the model has.
@@ -290,6 +294,8 @@ class Comparison:
         if method is not self.plain and not self.sampling:
             data["identical_to_plain"] = method.difference is None
             data["first_difference"] = None if method.difference is None else method.difference.to_dict()
+        if method.draws is not None:
+            data["draws"] = {**method.draws.to_dict(), "z": method.draws.z}
         if method.speculation:
             data["acceptance_rate"] = method.acceptance_rate
             data["self_drafted_tokens"] = method.self_drafted_tokens
@@ -390,6 +396,11 @@ def compare(
                 None if sampling or parted is None else find_difference(model, inputs, *parted, **generate_kwargs)
             ),
             peak_bytes=peaks[name] if on_cuda else None,
+            draws=(
+                sum((judge_draws(model, inputs, ids, **generate_kwargs) for ids in texts[name]), Draws())
+                if sampling
+                else None
+            ),
         )
 
     layout = locate_sublayers(model)

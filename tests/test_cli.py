@@ -408,10 +408,18 @@ def test_compare_says_that_small_models_gain_nothing(
     assert "`auto` drafts only where the costs that it measured say" in " ".join(run.out.split())
 
 
-def test_compare_does_not_compare_sampled_texts(ssd: Callable[..., Run], folder: str) -> None:
-    run = ssd("generate", "x", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1", "--temperature", "1")
+def test_compare_judges_sampled_texts_by_their_draws(ssd: Callable[..., Run], folder: str) -> None:
+    arguments = ("generate", "x", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1", "--temperature", "1")
+    run = ssd(*arguments)
     assert run.status == 0
-    assert run.out.count("sampled") == 2 and "differs" not in run.out
+    shown = " ".join(run.out.split())
+    assert "plain, z" in shown and "in standard deviations" in shown
+    assert "differs" not in shown and "identical" not in shown
+    methods = json.loads(ssd(*arguments, "--json").out)["comparison"]["methods"]
+    for name, method in methods.items():
+        assert method["draws"]["tokens"] == sum(method["new_tokens"])
+        if name != "draft alone":  # that draws from another distribution
+            assert method["draws"]["impossible"] == 0 and abs(method["draws"]["z"]) < 4
 
 
 def test_compare_shows_both_texts_where_they_differ(

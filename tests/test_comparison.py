@@ -195,6 +195,8 @@ def test_all_methods_of_a_repeat_sample_from_the_same_seed(model: Any) -> None:
             assert list(result.draft.token_ids[repeat]) == new_tokens(model, **arguments)
     assert result.sampling
     assert [method.difference for method in result.methods] == [None] * 3
+    for method in result.methods:
+        assert method.draws is not None and method.draws.tokens == sum(map(len, method.token_ids)) == 24
     assert "identical_to_plain" not in result.to_dict()["methods"]["draft alone"]
 
 

@@ -23,6 +23,7 @@ _CHECKS = (2, 4, 8)  # lengths of verify passes that are told
 _SHOWN = 3
 _SMALL = 3e9  # parameters
 _MORE_THAN_ROUNDING = 1.0  # a few steps of bfloat16 at the size that logits have
+_MORE_THAN_CHANCE = 4.0  # standard deviations
 
 
 def comparison_view(
@@ -60,7 +61,7 @@ def _table(comparison: Comparison) -> Table:
     ):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column()  # some room
-    table.add_column("identical\nto plain", min_width=13)
+    table.add_column("drawn as\nplain, z" if comparison.sampling else "identical\nto plain", min_width=13)
     for method in comparison.methods:
         is_result = method is comparison.self_speculative
         table.add_row(
@@ -92,10 +93,13 @@ def _drafted(method: MethodResult) -> str:
 
 
 def _identity(comparison: Comparison, method: MethodResult) -> str:
+    if comparison.sampling:
+        draws = method.draws
+        if draws is None or draws.z is None:
+            return _NONE
+        return f"{draws.z:+.1f}" + (f", {draws.impossible} impossible" if draws.impossible else "")
     if method is comparison.plain:
         return _NONE
-    if comparison.sampling:
-        return "sampled"
     difference = method.difference
     if difference is None:
         return "yes"
@@ -121,6 +125,15 @@ def _verdict(comparison: Comparison, config: SelfSpeculativeConfig, choice: Auto
                 " Checking several tokens in one pass rounds differently from one at a time, which can turn a near tie "
                 "over: look at the logit margin. In float32 that is rare (--dtype float32)."
             )
+        lines.append(line)
+    z = None if result.draws is None else result.draws.z
+    if z is not None:
+        line = (
+            "z: how likely the tokens were under the model's own distribution, beside what is to be expected of tokens "
+            "drawn from it, in standard deviations; by chance beyond ±2 once in 20."
+        )
+        if abs(z) > _MORE_THAN_CHANCE:
+            line += f" {z:+.1f} is more than chance explains: please report it, with the model's name."
         lines.append(line)
     if config.drafts_itself and not config.skip and not config.precision:
         lines.append("The draft leaves out nothing, so it costs what the model costs: no speed-up can come of that.")
