@@ -145,6 +145,7 @@ class MethodResult:
         difference: the first difference to plain decoding in any repeat; `None` where there is none, or under sampling.
         peak_bytes: highest memory allocated on the CUDA device during the calls; `None` elsewhere.
         draws: under sampling, how the tokens of all repeats compare with the model's distributions; else `None`.
+        draws_error: why they could not be judged.
     """
 
     name: str
@@ -155,6 +156,7 @@ class MethodResult:
     difference: Difference | None = None
     peak_bytes: int | None = None
     draws: Draws | None = None
+    draws_error: str | None = None
 
     @property
     def new_tokens(self) -> float:
@@ -296,6 +298,8 @@ class Comparison:
             data["first_difference"] = None if method.difference is None else method.difference.to_dict()
         if method.draws is not None:
             data["draws"] = {**method.draws.to_dict(), "z": method.draws.z}
+        if method.draws_error is not None:
+            data["draws_error"] = method.draws_error
         if method.speculation:
             data["acceptance_rate"] = method.acceptance_rate
             data["self_drafted_tokens"] = method.self_drafted_tokens
@@ -339,7 +343,8 @@ def compare(
         config: the config of self-speculative decoding; its skip set and low-bit copies make the draft.
         repeats: how often, ≥ 1.
         seed: of the first repeat, and one more for each that follows. Sets torch's global random state when sampling.
-        advance: told what comes next, once per method for the warm-up and once per repeat.
+        advance: told what comes next, once per method for the warm-up, once per repeat, and once to judge its draws
+            when sampling.
         **generate_kwargs: passed on to `generate`.
 
     Raises:
@@ -382,6 +387,16 @@ def compare(
                 statistics: Any = model.last_speculation
                 speculation.append(statistics)
 
+    def judged(name: str) -> dict[str, Any]:
+        if not sampling:
+            return {}
+        if advance is not None:
+            advance(f"judging the draws, {name}")
+        try:
+            return {"draws": sum((judge_draws(model, inputs, ids, **generate_kwargs) for ids in texts[name]), Draws())}
+        except Exception as error:  # what was measured is worth more
+            return {"draws_error": f"{type(error).__name__}: {error}"}
+
     def result(name: str) -> MethodResult:
         rates = [len(ids) / s for ids, s in zip(texts[name], seconds[name], strict=True)]
         plain_rates = [len(ids) / s for ids, s in zip(texts[PLAIN], seconds[PLAIN], strict=True)]
@@ -396,11 +411,7 @@ def compare(
                 None if sampling or parted is None else find_difference(model, inputs, *parted, **generate_kwargs)
             ),
             peak_bytes=peaks[name] if on_cuda else None,
-            draws=(
-                sum((judge_draws(model, inputs, ids, **generate_kwargs) for ids in texts[name]), Draws())
-                if sampling
-                else None
-            ),
+            **judged(name),
         )
 
     layout = locate_sublayers(model)

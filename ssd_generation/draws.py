@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Draws", "judge_draws"]
 
+_AT_ONCE = 256  # tokens of a text whose logits are kept at a time
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -29,8 +31,9 @@ class Draws:
         tokens: that were judged.
         excess: Σ (log p_t(x_t) + H(p_t)), in nats. Above 0: likelier tokens than the model draws; below: unlikelier.
         variance: Σ Var(log p_t), what chance makes of `excess`.
-        impossible: tokens with p_t(x_t) = 0, left out of the sums. In float32 there are none, except where rounding
-            moves one over the edge of top-p.
+        impossible: tokens with p_t(x_t) = 0, left out of the sums, which therefore say nothing of them: what ignores
+            top-p altogether shows here, and not in `z`. In float32 there are none, except where rounding moves one over
+            the edge of top-p.
     """
 
     tokens: int = 0
@@ -48,7 +51,10 @@ class Draws:
 
     @property
     def z(self) -> float | None:
-        """The sum in standard deviations: beyond ±2 once in 20 by chance. `None` where nothing was left to chance."""
+        """The sum in standard deviations: beyond ±2 once in 20 by chance. `None` where nothing was left to chance.
+
+        A method that draws otherwise shows in `z`, in `impossible`, or in both.
+        """
         return self.excess / math.sqrt(self.variance) if self.variance > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def judge_draws(
         **generate_kwargs: those of the `generate` call, `do_sample=True` among them.
 
     Raises:
-        ValueError: more than one prompt, or greedy decoding, which draws nothing.
+        ValueError: more than one prompt, greedy decoding, which draws nothing, or logits that are not numbers.
     """
     prompt = inputs["input_ids"]
     if prompt.shape[0] != 1:
@@ -91,23 +97,35 @@ def judge_draws(
     length = {} if "max_length" in generate_kwargs else {"max_new_tokens": len(new_ids)}
     model.generate(**inputs, **{**length, **generate_kwargs, "custom_generate": look})
     text = torch.cat((prompt, prompt.new_tensor([list(new_ids)])), dim=1)
-    arguments: dict[str, Any] = {"input_ids": text[:, :-1], "use_cache": False}
-    if "attention_mask" in inputs:
-        mask = inputs["attention_mask"]
-        arguments["attention_mask"] = torch.cat((mask, mask.new_ones((1, len(new_ids) - 1))), dim=1)
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        arguments["logits_to_keep"] = len(new_ids)
-    logits = model(**arguments).logits[:, -len(new_ids) :]
-    for n, token in enumerate(new_ids):
-        seen = text[:, : prompt.shape[1] + n]
-        scores = processors[0](seen, logits[:, n].to(torch.float32, copy=True))
-        judged += _judge(scores[0].double().log_softmax(dim=-1), token)
+    mask = inputs.get("attention_mask", torch.ones_like(prompt))
+    mask = torch.cat((mask, mask.new_ones((1, len(new_ids)))), dim=1)
+    takes = inspect.signature(model.forward).parameters
+    cache, done = None, 0
+    # The logits of a long text by a large vocabulary are many bytes.
+    for start in range(0, len(new_ids), _AT_ONCE):
+        tokens = new_ids[start : start + _AT_ONCE]
+        end = prompt.shape[1] + start + len(tokens) - 1
+        arguments: dict[str, Any] = {"input_ids": text[:, done:end], "past_key_values": cache, "use_cache": True}
+        arguments["attention_mask"] = mask[:, :end]
+        if "position_ids" in takes:
+            arguments["position_ids"] = (mask[:, :end].long().cumsum(dim=-1) - 1).clamp(min=0)[:, done:]
+        if "logits_to_keep" in takes:
+            arguments["logits_to_keep"] = len(tokens)
+        out = model(**arguments)
+        cache, done = out.past_key_values, end
+        for n, token in enumerate(tokens):
+            seen = text[:, : prompt.shape[1] + start + n]
+            logits = out.logits[:, n - len(tokens)]
+            judged += _judge(processors[0](seen, logits.to(torch.float32, copy=True))[0].double(), token)
     return judged
 
 
-def _judge(log_p: torch.Tensor, token: int) -> Draws:
-    """One token, by the log-probabilities of shape `(V,)` that it should have been drawn from."""
+def _judge(scores: torch.Tensor, token: int) -> Draws:
+    """One token, by the scores of shape `(V,)` whose softmax it should have been drawn from."""
+    log_p = scores.log_softmax(dim=-1)
     own = float(log_p[token])
+    if math.isnan(own):
+        raise ValueError("The model's logits are not numbers here, so that nothing can be drawn from them.")
     if own == -math.inf:
         return Draws(1, impossible=1)
     possible = log_p[log_p > -math.inf]

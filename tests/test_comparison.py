@@ -200,6 +200,16 @@ def test_all_methods_of_a_repeat_sample_from_the_same_seed(model: Any) -> None:
     assert "identical_to_plain" not in result.to_dict()["methods"]["draft alone"]
 
 
+def test_draws_that_cannot_be_judged_cost_nothing_else(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(comparison, "judge_draws", judge)
+    result = compare(model, INPUTS, CONFIG, repeats=1, max_new_tokens=4, do_sample=True)
+    assert [method.draws for method in result.methods] == [None] * 3
+    assert result.to_dict()["methods"]["plain"]["draws_error"] == "MemoryError: no room"
+
+
 def test_sampling_by_the_models_own_default_is_noticed(model: Any) -> None:
     model.generation_config.do_sample = True
     assert compare(model, INPUTS, CONFIG, repeats=1, max_new_tokens=4).sampling

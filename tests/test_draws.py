@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draws, enable_self_speculative
 from ssd_generation.draws import Draws, judge_draws
 from ssd_generation.run_folder import read_rows
 from ssd_generation.side_by_side import runner as side_by_side
-from ssd_generation.side_by_side.report import draws_notes, problems
+from ssd_generation.side_by_side.report import draws_cell, draws_notes, problems
 from test_evaluation import METHODS, TEXTS, own_place, run  # noqa: F401
 from test_evaluation import model as model  # the fixture
 from tiny_models import tiny_model
@@ -84,6 +84,60 @@ def test_what_is_drawn_otherwise_is_noticed(target: Any, changes: dict[str, Any]
     assert found.z is not None and sign * found.z > 5
 
 
+@pytest.mark.parametrize("changes", [{"top_p": 1.0}, {"top_p": 0.97}])
+def test_what_ignores_top_p_draws_what_the_model_cannot(target: Any, changes: dict[str, Any]) -> None:
+    assert drawn(target, 12, judged_as=SAMPLING, **changes).impossible > 10
+
+
+def test_what_ignores_top_k_draws_what_the_model_cannot(target: Any) -> None:
+    assert drawn(target, 12, judged_as=SAMPLING | {"top_p": 1.0, "top_k": 10}, top_p=1.0).impossible > 10
+
+
+def test_a_text_may_end(target: Any) -> None:
+    torch.manual_seed(4)
+    ids = target.generate(**PROMPT, **{**SAMPLING, "max_new_tokens": 12})[0, 4:].tolist()
+    assert ids[5] not in ids[:5]
+    ends = {**SAMPLING, "eos_token_id": ids[5]}
+    torch.manual_seed(4)
+    ended = target.generate(**PROMPT, **{**ends, "max_new_tokens": 12})[0, 4:].tolist()
+    assert ended == ids[:6]
+    assert judge_draws(target, PROMPT, ended, **ends) == judge_draws(target, PROMPT, ids[:6], **SAMPLING)
+    # Where the end is not allowed yet, it cannot have been drawn.
+    assert judge_draws(target, PROMPT, ended, **ends, min_new_tokens=8, max_new_tokens=12).impossible == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_padding_at_the_left_changes_nothing(family: str) -> None:
+    model = tiny_model(family, seed=3)
+    ids = [9, 3, 3, 11]
+    padded = {
+        "input_ids": torch.tensor([[0, 0, 0, 5, 6, 7, 8]]),
+        "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
+    }
+    bare, beside = judge_draws(model, PROMPT, ids, **SAMPLING), judge_draws(model, padded, ids, **SAMPLING)
+    assert beside.impossible == bare.impossible
+    assert beside.excess == pytest.approx(bare.excess, abs=1e-4)
+    assert judge_draws(model, {"input_ids": PROMPT["input_ids"]}, ids, **SAMPLING) == bare
+
+
+def test_long_texts_are_judged_in_pieces(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [9, 3, 3, 11, 12, 4, 4]
+    whole = judge_draws(target, PROMPT, ids, **SAMPLING)
+    monkeypatch.setattr(draws, "_AT_ONCE", 3)
+    pieces = judge_draws(target, PROMPT, ids, **SAMPLING)
+    assert (pieces.tokens, pieces.impossible) == (7, whole.impossible)
+    assert pieces.excess == pytest.approx(whole.excess, abs=1e-4)
+    assert pieces.variance == pytest.approx(whole.variance, abs=1e-4)
+
+
+def test_logits_that_are_not_numbers(target: Any) -> None:
+    broken = tiny_model(seed=3)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="not numbers"):
+        judge_draws(broken, PROMPT, [3], **SAMPLING)
+
+
 def test_tokens_outside_are_counted(target: Any) -> None:
     unlikely = int(target(**PROMPT).logits[0, -1].detach().argmin())
     found = judge_draws(target, PROMPT, [unlikely], **SAMPLING)
@@ -127,6 +181,13 @@ def test_a_sampled_run_says_so(model: Any, tmp_path: Path) -> None:
     assert again["methods"]["config"]["draws"] == summary["methods"]["config"]["draws"]
 
 
+def test_progress_counts_what_is_judged(model: Any, tmp_path: Path) -> None:
+    steps: list[Any] = []
+    run(model, tmp_path / "r", do_sample=True, observe=steps.append)
+    count = 2 * len(METHODS) * len(TEXTS)
+    assert [step.done for step in steps] == list(range(count)) and {step.total for step in steps} == {count}
+
+
 def test_a_greedy_run_has_no_draws(model: Any, tmp_path: Path) -> None:
     summary = run(model, tmp_path / "r")
     assert "draws" not in summary["plain"] and "draws" not in summary["methods"]["config"]
@@ -149,4 +210,8 @@ def test_impossible_draws_are_told(model: Any, tmp_path: Path, monkeypatch: pyte
     summary = run(model, tmp_path / "r", do_sample=True)
     notes = draws_notes(summary)
     assert len(notes) == 1 + len(METHODS)
-    assert "config: 20 tokens, +0.6667 a token, z = +4.5. 5 of them the model itself could not have drawn." in notes
+    said = "config: 20 tokens, +0.6667 a token, z = +4.5. 5 of them the model itself could not have drawn"
+    assert any(note.startswith(said) for note in notes)
+    assert summary["methods"]["config"]["draws"]["z"] == pytest.approx(10 / math.sqrt(5))
+    assert "| +4.5, 5 impossible |" in (tmp_path / "r" / "summary.md").read_text()
+    assert draws_cell({"draws": {"z": None, "impossible": 3}}) == "3 impossible"

@@ -41,6 +41,7 @@ from tiny_models import tiny_model
 TOKENIZER = tiny_tokenizer()
 CONFIG = SelfSpeculativeConfig(SkipConfig([1], [2]), DraftingConfig(policy="fixed", max_draft_length=3))
 METHODS = ("plain", "config", "plain-loop")
+SAMPLING = {"do_sample": True, "repeats": 2, "temperature": 0.9, "top_p": 0.95}
 TEXTS = ("the rain", "a river runs", "the fields", "rain and rain", "the river")
 QUESTIONS = Task(
     "summarisation",
@@ -79,7 +80,7 @@ def without_times(summary: dict[str, Any]) -> dict[str, Any]:
     """What a summary says about texts and answers."""
     return {
         "quality": summary["quality"],
-        "texts": {name: entry["text"] for name, entry in summary["methods"].items()},
+        "texts": {name: entry.get("text", entry.get("draws")) for name, entry in summary["methods"].items()},
         "calls": {name: entry["calls"] for name, entry in summary["methods"].items()},
         "plain": (summary["plain"]["calls"], summary["plain"]["errors"]),
         "drafted": {
@@ -189,6 +190,20 @@ def test_settings_that_make_no_sense(changes: dict[str, Any], message: str) -> N
         settings_of(**changes)
 
 
+def test_what_the_model_adds_to_decoding_is_written_down(model: Any, tmp_path: Path) -> None:
+    assert "generation_config" not in run(model, tmp_path / "none")["arguments"]
+    model.generation_config.repetition_penalty = 1.3
+    model.generation_config.top_k = 7  # of sampling alone
+    summary = run(model, tmp_path / "r")
+    assert summary["arguments"]["generation_config"] == {"repetition_penalty": 1.3}
+    assert "generation config sets repetition_penalty 1.3." in (tmp_path / "r" / "summary.md").read_text()
+    sampled = run(model, tmp_path / "s", do_sample=True)
+    assert sampled["arguments"]["generation_config"] == {"repetition_penalty": 1.3, "top_k": 7}
+    model.generation_config.repetition_penalty = 1.0
+    with pytest.raises(ValueError, match="generation_config"):
+        run(model, tmp_path / "r")
+
+
 def test_a_folder_of_another_run_is_refused(model: Any, tmp_path: Path) -> None:
     run(model, tmp_path / "r")
     with pytest.raises(ValueError, match="new_tokens: 6 there, 7 now"):
@@ -274,8 +289,11 @@ def test_a_conversation_stays_in_one_process(model: Any, tmp_path: Path) -> None
 # interruptions and processes
 
 
-def test_interrupted_ten_times_and_resumed(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(model, tmp_path / "whole")
+@pytest.mark.parametrize("changes", [{}, SAMPLING], ids=["greedy", "sampled"])
+def test_interrupted_ten_times_and_resumed(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    whole = run(model, tmp_path / "whole", **changes)
     real, chance = Caller.call, random.Random(0)
     left = 0
 
@@ -291,7 +309,7 @@ def test_interrupted_ten_times_and_resumed(model: Any, tmp_path: Path, monkeypat
     while interrupted < 10:
         left = chance.randrange(3)
         try:
-            run(model, tmp_path / "parts")
+            run(model, tmp_path / "parts", **changes)
         except KeyboardInterrupt:
             interrupted += 1
             with (tmp_path / "parts" / "rows.jsonl").open("ab") as file:
@@ -300,7 +318,7 @@ def test_interrupted_ten_times_and_resumed(model: Any, tmp_path: Path, monkeypat
         else:  # it was done before it was interrupted ten times: begin anew
             shutil.rmtree(tmp_path / "parts")
     left = 10**6
-    assert without_times(run(model, tmp_path / "parts")) == without_times(whole)
+    assert without_times(run(model, tmp_path / "parts", **changes)) == without_times(whole)
 
 
 class Some:
@@ -315,9 +333,10 @@ class Some:
             self._waiting.pop(0)()
 
 
-def test_processes_share_the_questions(model: Any, tmp_path: Path) -> None:
-    whole = run(model, tmp_path / "one")
-    settings = settings_of()
+@pytest.mark.parametrize("changes", [{}, SAMPLING], ids=["greedy", "sampled"])
+def test_processes_share_the_questions(model: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    whole = run(model, tmp_path / "one", **changes)
+    settings = settings_of(**changes)
 
     def other() -> None:
         done = run_evaluation(
@@ -335,11 +354,11 @@ def test_processes_share_the_questions(model: Any, tmp_path: Path) -> None:
             "q-3",
         }
 
-    shared = run(model, tmp_path / "two", processes=Some(0, 2, [lambda: None, other]))
+    shared = run(model, tmp_path / "two", processes=Some(0, 2, [lambda: None, other]), **changes)
     assert without_times(shared) == without_times(whole)
     assert not (tmp_path / "two" / "parts").exists()
     # Alone again, it finds nothing to do.
-    assert without_times(run(model, tmp_path / "two")) == without_times(whole)
+    assert without_times(run(model, tmp_path / "two", **changes)) == without_times(whole)
 
 
 def test_rows_of_processes_that_were_killed_are_taken_over(

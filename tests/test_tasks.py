@@ -113,6 +113,15 @@ def test_helpers_of_the_prompt_stay_where_an_answer_leaves_them_out() -> None:
     assert holds(checked_program(code, problem, True))
 
 
+@pytest.mark.parametrize("start", ["", "```python\n", "\n```python\n"])
+def test_a_block_that_was_begun_may_be_begun_again(start: str) -> None:
+    """The model is given the beginning of the block; some begin it anew."""
+    task = Task("code", (Sample("double", "x", "?", "```python\n", PROBLEM),), True, 8, runs_code=True)
+    right = f"{start}def double(xs):\n    return [2 * x for x in xs]\n```\nIt doubles."
+    assert holds(task.program(0, right))
+    assert not holds(task.program(0, right.replace("2 *", "3 *")))
+
+
 def test_problems_are_read_packed_or_not(problems: str, tmp_path: Path) -> None:
     plain = read_problems(problems)
     assert [p.id for p in plain] == ["double", "half"] and plain[0] == PROBLEM

@@ -95,9 +95,8 @@ def _drafted(method: MethodResult) -> str:
 def _identity(comparison: Comparison, method: MethodResult) -> str:
     if comparison.sampling:
         draws = method.draws
-        if draws is None or draws.z is None:
-            return _NONE
-        return f"{draws.z:+.1f}" + (f", {draws.impossible} impossible" if draws.impossible else "")
+        parts = [] if draws is None or draws.z is None else [f"{draws.z:+.1f}"]
+        return ", ".join(parts + ([f"{draws.impossible} impossible"] if draws and draws.impossible else [])) or _NONE
     if method is comparison.plain:
         return _NONE
     difference = method.difference
@@ -126,15 +125,19 @@ def _verdict(comparison: Comparison, config: SelfSpeculativeConfig, choice: Auto
                 "over: look at the logit margin. In float32 that is rare (--dtype float32)."
             )
         lines.append(line)
-    z = None if result.draws is None else result.draws.z
-    if z is not None:
+    if result.draws is not None:
         line = (
             "z: how likely the tokens were under the model's own distribution, beside what is to be expected of tokens "
             "drawn from it, in standard deviations; by chance beyond ±2 once in 20."
         )
-        if abs(z) > _MORE_THAN_CHANCE:
-            line += f" {z:+.1f} is more than chance explains: please report it, with the model's name."
+        z, impossible = result.draws.z or 0.0, result.draws.impossible
+        if impossible:
+            line += " Impossible: tokens that the model itself could not have drawn there."
+        by_rounding = 0 if comparison.plain.draws is None else 1 + 2 * comparison.plain.draws.impossible
+        if abs(z) > _MORE_THAN_CHANCE or impossible > by_rounding:
+            line += " This is more than chance explains: please report it, with the model's name."
         lines.append(line)
+    lines += [f"{m.name}: its draws could not be judged: {m.draws_error}" for m in comparison.methods if m.draws_error]
     if config.drafts_itself and not config.skip and not config.precision:
         lines.append("The draft leaves out nothing, so it costs what the model costs: no speed-up can come of that.")
         return lines

@@ -293,7 +293,7 @@ def generate(
         comparison: Comparison | None = None
         if compare:
             repeats = repeats or 3
-            with progress("Comparing", total=len(methods_of(chosen)) * (1 + repeats)) as advance:
+            with progress("Comparing", total=len(methods_of(chosen)) * (1 + repeats + sampling)) as advance:
                 comparison = compare_methods(
                     target, inputs, chosen, repeats=repeats, seed=seed, advance=advance, **arguments
                 )

@@ -12,7 +12,16 @@ from ..files import replacing
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
 from ..side_by_side.figures import latest_calls
 from ..side_by_side.methods import PLAIN
-from ..side_by_side.report import COLOURS, MARKERS, conditions, draws_cell, markdown, markdown_table, new_figure
+from ..side_by_side.report import (
+    COLOURS,
+    LEAST_JUDGED,
+    MARKERS,
+    conditions,
+    draws_cell,
+    markdown,
+    markdown_table,
+    new_figure,
+)
 from ..side_by_side.runner import write_summary
 
 __all__ = [
@@ -207,7 +216,7 @@ def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -
             for depth, (rate, judged) in enumerate(
                 zip(entry["drafting"]["acceptance_by_depth"], entry["drafting"]["judged_by_depth"], strict=True), 1
             )
-            if rate is not None and judged >= 10  # below that it is chance
+            if rate is not None and judged >= LEAST_JUDGED
         ]
         for name, entry in summary["methods"].items()
         if entry.get("drafting")
@@ -294,7 +303,7 @@ def read_summaries(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the comparison: one line for each run and method."""
-    header = ["run", "task", "method", "speed", "least–greatest", "identical text", "quality", "difference to plain"]
+    header = ["run", "task", "method", "speed", "least–greatest", "text as plain's", "quality", "difference to plain"]
     lines = []
     for run, summary in summaries.items():
         quality = summary.get("quality", {})

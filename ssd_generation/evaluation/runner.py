@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..config import SelfSpeculativeConfig
 from ..run_folder import RunFolder, read_rows
 from ..side_by_side.calls import TimedCall
-from ..side_by_side.environment import take_over_sessions
+from ..side_by_side.environment import own_settings, take_over_sessions
 from ..side_by_side.figures import finished_calls
 from ..side_by_side.methods import PLAIN, of_config
 from ..side_by_side.runner import Observer, Progress, RunSettings, SideBySide
@@ -204,7 +204,10 @@ def run_evaluation(
     if code is not None:
         run_program("", code.limits, code.allow_weaker)  # whether it can be: said before hours of generating
     path = Path(path).expanduser()
-    named = {"model": model.config.name_or_path} if about is None else about
+    named = dict({"model": model.config.name_or_path} if about is None else about)
+    # Copies of a model differ in it, and so would their answers.
+    if own := own_settings(model, settings.options(None)):
+        named["generation_config"] = own
     arguments = evaluation_arguments(settings, task, config, **named)
 
     def part(folder: RunFolder, earlier: Sequence[Mapping[str, Any]] = ()) -> Evaluation:

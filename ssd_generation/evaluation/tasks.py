@@ -127,8 +127,9 @@ class Task:
     def program(self, index: int, text: str) -> str:
         """The program that judges an answer, see `problems.checked_program`."""
         problem = self.samples[index].reference
-        # An answer whose beginning was given to the model begins in the middle of a block.
-        said = self.samples[index].answer_start + text
+        # An answer whose beginning was given to the model begins in the middle of a block; some models open it again.
+        start = self.samples[index].answer_start
+        said = text.lstrip() if start and text.lstrip().startswith(start.strip()) else start + text
         return checked_program(answer_code(said, problem, self.is_chat), problem, self.is_chat)
 
 

@@ -38,12 +38,15 @@ class TimedCall:
             with the model's own first layers as assistant it is a pass of these.
         speculation: counts and times of self-speculative decoding, as `SpeculationStatistics.to_dict` gives them,
             with `drafted_by_depth`, `judged_by_depth` and `accepted_by_depth`; else `None`.
+        assisted: of transformers' assisted decoding, `target_passes`, `drafted_tokens` and `accepted_tokens`, by the
+            lengths of the model's passes; else `None`.
     """
 
     token_ids: list[int]
     seconds: float
     prompt_seconds: float
     speculation: dict[str, Any] | None
+    assisted: dict[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name."""
@@ -94,17 +97,27 @@ class Caller:
         on_cuda = model.device.type == "cuda"
         first_pass = 0.0
 
-        def note_first_pass(*_: Any) -> None:
+        # What early exit drafts with has fewer layers meanwhile.
+        inner = getattr(model, model.base_model_prefix, model).config
+        layers = getattr(inner, "num_hidden_layers", None)
+        lengths: list[int] = []
+
+        def note_pass(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
             nonlocal first_pass
-            if handle is not None:
-                handle.remove()
-            if on_cuda:
-                torch.cuda.synchronize(model.device)
-            first_pass = time.perf_counter() - started
+            if not first_pass:
+                if on_cuda:
+                    torch.cuda.synchronize(model.device)
+                first_pass = time.perf_counter() - started
+            if not request:
+                if handle is not None:
+                    handle.remove()
+            elif getattr(inner, "num_hidden_layers", None) == layers:
+                ids = kwargs.get("input_ids", args[0] if args else None)
+                lengths.append(0 if ids is None else ids.shape[1])
 
         # Passes of a model with a hook are not played back, so this library's calls go by its own clock.
         is_own = arguments.get("self_speculative") is not None
-        handle = None if is_own else model.register_forward_hook(note_first_pass)
+        handle = None if is_own else model.register_forward_hook(note_pass, with_kwargs=True)
         try:
             with self.alone(method):
                 if on_cuda:
@@ -128,7 +141,14 @@ class Caller:
                 "judged_by_depth": list(statistics.judged_by_depth),
                 "accepted_by_depth": list(statistics.accepted_by_depth),
             }
-        return TimedCall(tokens, seconds, first_pass, speculation)
+        counts = None
+        if request and not is_own and lengths:
+            # Behind the prompt, each pass takes the last token that was kept, and what was drafted; it keeps some of
+            # that and adds a token of its own.
+            drafted = lengths[0] - inputs["input_ids"].shape[1] + sum(length - 1 for length in lengths[1:])
+            accepted = min(max(len(tokens) - len(lengths), 0), max(drafted, 0))
+            counts = {"target_passes": len(lengths), "drafted_tokens": max(drafted, 0), "accepted_tokens": accepted}
+        return TimedCall(tokens, seconds, first_pass, speculation, counts)
 
     def arguments(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """A request as arguments of `generate`."""

@@ -16,9 +16,15 @@ from ..comparison import describe_environment
 from ..run_folder import ENVIRONMENT, RunFolder, read_json
 from .calls import load_average
 
-__all__ = ["run_environment", "sessions_of", "start_session", "take_over_sessions", "where_measured"]
+__all__ = ["own_settings", "run_environment", "sessions_of", "start_session", "take_over_sessions", "where_measured"]
 
 _OF_SESSION = ("session", "started", "load_average")
+# Of a generation config: what does not choose tokens, or is said with each call.
+_NOT_ABOUT_TOKENS = {
+    *("transformers_version", "use_cache", "cache_implementation", "return_dict_in_generate", "self_speculative"),
+    *("max_length", "max_new_tokens", "do_sample"),
+}
+_OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 
 
 def start_session(folder: RunFolder, environment: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> int:
@@ -79,6 +85,24 @@ def run_environment(model: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "commit": _commit(Path(__file__).resolve().parents[2]),
+    }
+
+
+def own_settings(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model's generation config adds to the way in which tokens are chosen, such as a repetition penalty.
+
+    It acts wherever a call says nothing else, and differs between copies of a model: GGUF files have none of it.
+
+    Args:
+        model: the target model.
+        options: what the calls say, `do_sample` among it.
+    """
+    silent = _NOT_ABOUT_TOKENS | set(options) | (set() if options.get("do_sample") else _OF_SAMPLING)
+    return {
+        key: value
+        for key, value in sorted(model.generation_config.to_diff_dict().items())
+        if value is not None and key not in silent and not key.startswith(("_", "output_"))
+        if not key.endswith("token_id")
     }
 
 

@@ -225,6 +225,22 @@ def _drafting(rows: Sequence[Row]) -> dict[str, Any] | None:
     }
 
 
+def _assisted(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Acceptance of transformers' assisted decoding, over all calls; `None` of other methods, and of older rows."""
+    done = [row["assisted"] for row in rows if row.get("assisted") is not None]
+    if not done:
+        return None
+    passes, drafted, accepted = (
+        sum(call[key] for call in done) for key in ("target_passes", "drafted_tokens", "accepted_tokens")
+    )
+    return {
+        "rounds": passes,
+        "drafted_tokens": drafted,
+        "tokens_per_round": (accepted + passes) / passes if passes else None,
+        "acceptance_rate": accepted / drafted if drafted else None,
+    }
+
+
 def _identity(pairs: Sequence[tuple[Row, Row]], margins: Mapping[tuple[Any, ...], Row]) -> dict[str, Any]:
     """How many texts are plain decoding's, and where the others part."""
     parted = []
@@ -254,8 +270,9 @@ def _draws(rows: Sequence[Row], method: str) -> dict[str, Any] | None:
     judged = {
         (r["prompt"], r["repeat"], r["session"]): r for r in finished_calls(rows, "draws") if r["method"] == method
     }
-    calls = [row for row in latest_calls(rows) if row["method"] == method]
-    found = [judged[key] for row in calls if (key := (row["prompt"], row["repeat"], row["session"])) in judged]
+    calls = {(r["prompt"], r["repeat"], r["session"]) for r in latest_calls(rows) if r["method"] == method}
+    # In one order, since sums hang on it in their last digits.
+    found = [judged[key] for key in sorted(calls & judged.keys())]
     if not found:
         return None
     total = sum((Draws(*(row[key] for key in asdict(Draws()))) for row in found), Draws())
@@ -299,6 +316,7 @@ def summarise(
             else:
                 entry["text"] = _identity(own, margins)
             entry["drafting"] = _drafting([row for row, _ in own])
+            entry["assisted"] = _assisted([row for row, _ in own])
             entry["config"] = configs.get(name)
             entry["engine_efficiency"] = spread(_known(engine_efficiency(row, plain) for row, plain in own))
             entry["engine_efficiency_at_stored_costs"] = spread(

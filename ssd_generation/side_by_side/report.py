@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from .methods import PLAIN
 
 __all__ = [
     "COLOURS",
+    "LEAST_JUDGED",
     "MARKERS",
     "categories_of",
     "category_cell",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _NONE = "–"
+LEAST_JUDGED = 10  # tokens at a depth: the acceptance of fewer is chance
 
 
 def _figure(value: float | None, digits: int = 2) -> str:
@@ -87,7 +90,7 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         if paired:
             lines.append([*line, _share(entry["identical"], entry["calls"])])
             continue
-        text, drafting = entry.get("text"), entry["drafting"] or {}
+        text, drafting = entry.get("text"), entry["drafting"] or entry.get("assisted") or {}
         efficiency, memory = entry["engine_efficiency"], entry["memory"]
         lines.append(
             [
@@ -103,10 +106,17 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
+def _signed(value: float | None) -> str:
+    return _NONE if value is None else f"{value:+.1f}"
+
+
 def draws_cell(entry: Mapping[str, Any]) -> str:
-    """How far a method's draws are from the model's distribution, in standard deviations: `+0.6`."""
+    """How far a method's draws are from the model's distribution: `+0.6`, and what the model could not have drawn."""
     draws = entry.get("draws")
-    return _NONE if draws is None or draws["z"] is None else f"{draws['z']:+.1f}"
+    if draws is None:
+        return _NONE
+    parts = [] if draws["z"] is None else [_signed(draws["z"])]
+    return ", ".join(parts + [f"{draws['impossible']} impossible"] * bool(draws["impossible"])) or _NONE
 
 
 def draws_notes(summary: Mapping[str, Any]) -> list[str]:
@@ -118,9 +128,9 @@ def draws_notes(summary: Mapping[str, Any]) -> list[str]:
         if draws is None:
             continue
         per_token = draws["excess"] / max(draws["tokens"] - draws["impossible"], 1)
-        line = f"{name}: {draws['tokens']:,} tokens, {per_token:+.4f} a token, z = {draws_cell(entry)}."
+        line = f"{name}: {draws['tokens']:,} tokens, {per_token:+.4f} a token, z = {_signed(draws['z'])}."
         if draws["impossible"]:
-            line += f" {draws['impossible']} of them the model itself could not have drawn."
+            line += f" {draws['impossible']} of them the model itself could not have drawn; z is that of the others."
         lines.append(line)
     if lines:
         lines.insert(
@@ -198,10 +208,11 @@ def _place(environment: Mapping[str, Any]) -> str:
         place = f"{environment['cpu']}, {environment['threads']} of {environment['cpu_count']} CPUs"
     commit, dirty, _ = (environment.get("commit") or "").partition("-dirty")
     commit = f" ({commit[:10]}{dirty})" if commit else ""
+    own = ", ".join(f"{key} {value}" for key, value in environment.get("generation_config", {}).items())
     return (
         f"{environment['model']} in {environment['dtype']} ({environment['attention_implementation']}) on {place}; "
         f"torch {versions['torch']}, transformers {versions['transformers']}, ssd_generation "
-        f"{versions['ssd_generation']}{commit}."
+        f"{versions['ssd_generation']}{commit}." + (f" The model's own generation config sets {own}." if own else "")
     )
 
 
@@ -224,6 +235,13 @@ def problems(summary: Mapping[str, Any]) -> list[str]:
                 f"token {first['token']} of {first['prompt']}{known}."
             )
     return lines
+
+
+def _by_depth(figures: Mapping[str, Any]) -> str:
+    """Acceptance by depth, as deep as there is a rate to speak of."""
+    rates = zip(figures["acceptance_by_depth"], figures["judged_by_depth"], strict=True)
+    shown = itertools.takewhile(lambda pair: pair[1] >= LEAST_JUDGED, rates)
+    return " ".join(_figure(rate) for rate, _ in shown) or _NONE
 
 
 def markdown(summary: Mapping[str, Any], title: str) -> str:
@@ -253,13 +271,16 @@ def markdown(summary: Mapping[str, Any], title: str) -> str:
         if own:
             page += ["## Where the time goes", ""]
             page += markdown_table(
-                ["method", "prompt", "draft", "verify", "elsewhere", "drafted per round", "acceptance by depth"],
+                [
+                    *("method", "prompt", "draft", "verify", "elsewhere", "drafted per round"),
+                    f"acceptance by depth (of {LEAST_JUDGED} tokens or more)",
+                ],
                 (
                     [
                         name,
                         *(_percent(figures["share_of_time"][p], 1) for p in ("prompt", "draft", "verify", "elsewhere")),
                         _figure(figures["drafted_per_round"]),
-                        " ".join(_figure(rate) for rate in figures["acceptance_by_depth"]) or _NONE,
+                        _by_depth(figures),
                     ]
                     for name, figures in own.items()
                 ),

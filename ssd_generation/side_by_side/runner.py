@@ -19,8 +19,8 @@ from ..generation import enable_self_speculative
 from ..precision import copy_bytes, drop_copies
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
 from .calls import Caller, TimedCall, first_line, load_average
-from .environment import run_environment, sessions_of, start_session, where_measured
-from .figures import finished_calls, ratios_so_far, summarise
+from .environment import own_settings, run_environment, sessions_of, start_session, where_measured
+from .figures import finished_calls, latest_calls, ratios_so_far, summarise
 from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
 from .report import markdown, plot_summary
@@ -165,9 +165,12 @@ class SideBySide:
         self.caller = Caller(model, assistant)
         self.options = settings.options(getattr(model.generation_config, "pad_token_id", None))
         self.methods = make_methods(settings.methods, model, config, settings.seed)
-        self.environment = run_environment(model)
+        own = own_settings(model, self.options)
+        self.environment = run_environment(model) | ({"generation_config": own} if own else {})
         self.session = start_session(folder, self.environment, self.rows)
-        self.failed = {row["method"] for row in self.rows if row["kind"] == "failed"}
+        # What failed in an earlier session gets another chance: there may be more memory now, or another version.
+        self.earlier_sessions = {row["session"] for row in self.rows if "session" in row}
+        self.failed: set[str] = set()
         self.tries_from = 0
         self.copies: dict[str, int] = {}
         self.configs: dict[str, SelfSpeculativeConfig] = {}
@@ -214,12 +217,26 @@ class SideBySide:
         """All rows, those that stand elsewhere included."""
         return [*self.earlier, *self.folder.rows]
 
+    def _finished(self) -> set[tuple[str, str, int]]:
+        """The calls that need not be made again: made in the session of their plain call, or failed in this run."""
+        calls = [row for row in self.rows if row["kind"] == "call"]
+        complete = {(*_key(row), row["session"]) for row in calls if row["method"] == PLAIN}
+        return {
+            _key(row)
+            for row in calls
+            if (
+                row["session"] not in self.earlier_sessions
+                if "error" in row
+                else (row["prompt"], PLAIN, row["repeat"], row["session"]) in complete
+            )
+        }
+
     def _mine(self) -> Sequence[int]:
         return range(self.part[0], len(self.items), self.part[1])
 
     def everything(self) -> None:
         mine = {self.items[index].id for index in self._mine()}
-        finished = {key for key in _finished(self.rows) if key[0] in mine}
+        finished = {key for key in self._finished() if key[0] in mine}
         measured = {row["method"] for row in self.rows if row["kind"] == "memory"}
         wanted = [
             (repeat, index, method)
@@ -231,7 +248,8 @@ class SideBySide:
         weighs = self.settings.memory and self.part[0] == 0
         weighed = [m for m in self.methods if weighs and m.name not in measured | self.failed]
         to_warm = [m for m in self.methods if m in weighed or any(m is method for _, _, method in wanted)]
-        self.total = len(finished) + len(wanted) + len(weighed) + len(to_warm) * self.settings.warm_up
+        judged = len(wanted) + len(self._unjudged()) if self.settings.do_sample else 0
+        self.total = len(finished) + len(wanted) + len(weighed) + len(to_warm) * self.settings.warm_up + judged
         self.done = len(finished)
         if not wanted and not weighed:
             self._compare_texts()
@@ -244,6 +262,9 @@ class SideBySide:
                     self._warm_up(method)
                 self.done += 1
         for (repeat, index), methods in _groups(wanted):
+            if all(method.name in self.failed for method in methods):
+                self.done += len(methods)
+                continue
             if PLAIN not in {method.name for method in methods}:
                 # The rest of a group that was interrupted: its ratio wants a plain call of the same session.
                 methods = [self.methods[0], *methods]
@@ -370,45 +391,51 @@ class SideBySide:
 
     def _judge_draws(self) -> None:
         """Whether tokens were drawn from the model's distribution."""
-        known = {(*_key(row), row["session"]) for row in self.rows if row["kind"] == "draws"}
-        places = {self.items[index].id: index for index in self._mine()}
-        for row in finished_calls(self.rows):
-            if (*_key(row), row["session"]) in known or row["prompt"] not in places:
-                continue
+        for row in self._unjudged():
             self._tell(f"{row['prompt']}, judging the draws of {row['method']}")
             judged: dict[str, Any] = {key: row[key] for key in ("session", "prompt", "method", "repeat")}
             try:
-                inputs = self.inputs(places[row["prompt"]])
+                inputs = self.inputs(self._places()[row["prompt"]])
                 judged |= judge_draws(self.model, inputs, row["token_ids"], **self.options).to_dict()
             except Exception as error:
                 judged["error"] = first_line(error)
             self.folder.append({"kind": "draws", **judged})
+            self.done += 1
+
+    def _unjudged(self) -> list[Mapping[str, Any]]:
+        """Sampled calls whose draws are still to be judged."""
+        known = {(*_key(row), row["session"]) for row in self.rows if row["kind"] == "draws"}
+        places = self._places()
+        return [
+            row
+            for row in latest_calls(self.rows)
+            if row["prompt"] in places and (*_key(row), row["session"]) not in known
+        ]
+
+    def _places(self) -> dict[str, int]:
+        return {self.items[index].id: index for index in self._mine()}
 
     def _measure_margins(self) -> None:
         """How close plain decoding's decision was wherever a text has left its text."""
         known = {_key(row) for row in self.rows if row["kind"] == "difference"}
-        calls = [row for row in self.rows if row["kind"] == "call" and "error" not in row]
+        calls = finished_calls(self.rows)
         plain = {row["prompt"]: row for row in calls if row["method"] == PLAIN}
-        places = {self.items[index].id: index for index in self._mine()}
+        places = self._places()
         for row in calls:
             base = plain.get(row["prompt"])
             if base is None or row["method"] == PLAIN or _key(row) in known or row["prompt"] not in places:
                 continue
             if first_difference(base["token_ids"], row["token_ids"]) is None:
                 continue
-            difference = find_difference(
-                self.model, self.inputs(places[row["prompt"]]), base["token_ids"], row["token_ids"], **self.options
-            )
-            assert difference is not None
-            self.folder.append(
-                {
-                    "kind": "difference",
-                    "prompt": row["prompt"],
-                    "method": row["method"],
-                    "repeat": row["repeat"],
-                    **difference.to_dict(),
-                }
-            )
+            found: dict[str, Any] = {key: row[key] for key in ("prompt", "method", "repeat")}
+            try:
+                inputs = self.inputs(places[row["prompt"]])
+                difference = find_difference(self.model, inputs, base["token_ids"], row["token_ids"], **self.options)
+                assert difference is not None
+                found |= difference.to_dict()
+            except Exception as error:
+                found["error"] = first_line(error)
+            self.folder.append({"kind": "difference", **found})
 
     def summary(self, complete: bool) -> dict[str, Any]:
         """Summarise what there is, and write it down."""
@@ -416,7 +443,7 @@ class SideBySide:
         summary = summarise(self.rows, self.folder.arguments, places, weight_bytes(self.model))
         rows = len(self.methods) * len(self.items) * self.settings.repeats
         failed = len(self.failed) * len(self.items) * self.settings.repeats
-        done = len(_finished(self.rows))
+        done = len(self._finished())
         return self.write({**summary, "complete": complete, "rows_done": done, "rows": rows - failed})
 
 
@@ -442,17 +469,6 @@ def write_summary(folder: RunFolder, summary: dict[str, Any], title: str) -> dic
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, int]:
     return row["prompt"], row["method"], row["repeat"]
-
-
-def _finished(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str, int]]:
-    """The calls that need not be made again: those whose plain call was made in the same session, or that failed."""
-    calls = [row for row in rows if row["kind"] == "call"]
-    complete = {(*_key(row), row["session"]) for row in calls if row["method"] == PLAIN}
-    return {
-        _key(row)
-        for row in calls
-        if "error" in row or (row["prompt"], PLAIN, row["repeat"], row["session"]) in complete
-    }
 
 
 def _groups(wanted: Sequence[tuple[int, int, Method]]) -> Iterator[tuple[tuple[int, int], list[Method]]]:
