@@ -239,7 +239,7 @@ def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -
                 markersize=5,
                 linewidth=1.2,
             )
-    left.set_xlabel("drafted tokens accepted in a round (0: also where none was drafted)")
+    left.set_xlabel("drafted tokens accepted in a round (0: or none drafted)")
     left.set_ylabel("rounds, percent")
     left.set_title(_title(summary), fontsize=10, loc="left")
     right.set_xlabel("depth of the drafted token in its round")
