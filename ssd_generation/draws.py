@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Draws", "judge_draws"]
+__all__ = ["Draws", "draws_figure", "judge_draws"]
 
 _AT_ONCE = 256  # tokens of a text whose logits are kept at a time
 
@@ -60,6 +60,12 @@ class Draws:
     def to_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return asdict(self)
+
+
+def draws_figure(z: float | None, impossible: int) -> str:
+    """`Draws` in a cell of a table: `+0.6`, or `+4.5, 3 impossible`; empty where there is nothing to say."""
+    parts = [] if z is None else [f"{z:+.1f}"]
+    return ", ".join(parts + [f"{impossible} impossible"] * bool(impossible))
 
 
 @torch.no_grad()

@@ -94,9 +94,9 @@ def _drafted(method: MethodResult) -> str:
 
 def _identity(comparison: Comparison, method: MethodResult) -> str:
     if comparison.sampling:
-        draws = method.draws
-        parts = [] if draws is None or draws.z is None else [f"{draws.z:+.1f}"]
-        return ", ".join(parts + ([f"{draws.impossible} impossible"] if draws and draws.impossible else [])) or _NONE
+        from ..draws import draws_figure
+
+        return (method.draws and draws_figure(method.draws.z, method.draws.impossible)) or _NONE
     if method is comparison.plain:
         return _NONE
     difference = method.difference

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..draws import draws_figure
 from .methods import PLAIN
 
 __all__ = [
@@ -106,17 +107,10 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
-def _signed(value: float | None) -> str:
-    return _NONE if value is None else f"{value:+.1f}"
-
-
 def draws_cell(entry: Mapping[str, Any]) -> str:
     """How far a method's draws are from the model's distribution: `+0.6`, and what the model could not have drawn."""
     draws = entry.get("draws")
-    if draws is None:
-        return _NONE
-    parts = [] if draws["z"] is None else [_signed(draws["z"])]
-    return ", ".join(parts + [f"{draws['impossible']} impossible"] * bool(draws["impossible"])) or _NONE
+    return (draws and draws_figure(draws["z"], draws["impossible"])) or _NONE
 
 
 def draws_notes(summary: Mapping[str, Any]) -> list[str]:
@@ -128,7 +122,8 @@ def draws_notes(summary: Mapping[str, Any]) -> list[str]:
         if draws is None:
             continue
         per_token = draws["excess"] / max(draws["tokens"] - draws["impossible"], 1)
-        line = f"{name}: {draws['tokens']:,} tokens, {per_token:+.4f} a token, z = {_signed(draws['z'])}."
+        z = draws_figure(draws["z"], 0) or _NONE
+        line = f"{name}: {draws['tokens']:,} tokens, {per_token:+.4f} a token, z = {z}."
         if draws["impossible"]:
             line += f" {draws['impossible']} of them the model itself could not have drawn; z is that of the others."
         lines.append(line)

@@ -391,11 +391,12 @@ class SideBySide:
 
     def _judge_draws(self) -> None:
         """Whether tokens were drawn from the model's distribution."""
+        places = self._places()
         for row in self._unjudged():
             self._tell(f"{row['prompt']}, judging the draws of {row['method']}")
             judged: dict[str, Any] = {key: row[key] for key in ("session", "prompt", "method", "repeat")}
             try:
-                inputs = self.inputs(self._places()[row["prompt"]])
+                inputs = self.inputs(places[row["prompt"]])
                 judged |= judge_draws(self.model, inputs, row["token_ids"], **self.options).to_dict()
             except Exception as error:
                 judged["error"] = first_line(error)
