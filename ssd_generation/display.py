@@ -1,0 +1,50 @@
+"""The one door for strings that go to a screen or into a report.
+
+What a file, a model or a folder's name says is data: it must not set a terminal's title, clear its screen, turn the
+direction of writing, open a tag or break a table. `visible` shows what would act as an escape; the other functions also
+escape what means something in the format that the string goes into.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+
+__all__ = ["for_html", "for_markdown", "visible"]
+
+# Control characters (C0, DEL, C1), line and paragraph separators, marks and overrides of the writing direction, tags
+# (invisible letters), and halves of characters.
+_ACTING = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+_MARKDOWN = re.compile(r"([\\`*_\[\]|~])")
+
+
+def visible(text: object, keep: str = "") -> str:
+    r"""A string as it may go to a screen: nothing in it acts, all of it can be seen and encoded.
+
+    Characters that act are shown as Python writes them (`\x1b`, `\u202e`).
+
+    Args:
+        text: the string, or what `str` makes of a value.
+        keep: characters that may act all the same, such as `"\n\t"` for a text of several lines.
+    """
+
+    def shown(match: re.Match[str]) -> str:
+        character = match.group()
+        if character in keep:
+            return character
+        return repr(character)[1:-1]
+
+    return _ACTING.sub(shown, str(text))
+
+
+def for_markdown(text: object) -> str:
+    """A string as a piece of Markdown that shows it, in a line or a table's cell."""
+    escaped = _MARKDOWN.sub(r"\\\1", visible(text))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def for_html(text: object, keep: str = "\n\t") -> str:
+    """A string as HTML text or as the value of an attribute."""
+    return html.escape(visible(text, keep))

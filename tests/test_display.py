@@ -1,0 +1,52 @@
+"""The door for strings that go to a screen or a report."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd_generation.display import for_html, for_markdown, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("\x9b2J", "\\x9b2J"),
+        ("abc\u202edcba", "abc\\u202edcba"),
+        ("\u2066a\u2069", "\\u2066a\\u2069"),
+        ("half \ud800", "half \\ud800"),
+        ("a\r\nb\tc", "a\\r\\nb\\tc"),
+        ("Ärger 你好 👩‍👩‍👧 \u200b", "Ärger 你好 👩‍👩‍👧 \u200b"),
+    ],
+)
+def test_visible(text: str, shown: str) -> None:
+    assert visible(text) == shown
+    assert visible(visible(text)) == shown
+
+
+def test_lines_may_be_kept() -> None:
+    assert visible("a\n\tb\r\x1b", keep="\n\t") == "a\n\tb\\r\\x1b"
+
+
+@given(st.text())
+def test_nothing_acts(text: str) -> None:
+    shown = visible(text)
+    assert not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in shown)
+    assert not any(
+        unicodedata.bidirectional(c) in ("RLO", "LRO", "RLE", "LRE", "PDF", "RLI", "LRI", "FSI", "PDI") for c in shown
+    )
+    shown.encode()
+
+
+def test_markdown_shows_what_it_is_given() -> None:
+    assert for_markdown("a|b<script>\n*x* [l](u) `c` ~~d~~ &amp;") == (
+        "a\\|b&lt;script&gt;\\\\n\\*x\\* \\[l\\](u) \\`c\\` \\~\\~d\\~\\~ &amp;amp;"
+    )
+
+
+def test_html_shows_what_it_is_given() -> None:
+    assert for_html('<b a="x">&\x1b\n\ud800') == "&lt;b a=&quot;x&quot;&gt;&amp;\\x1b\n\\ud800"
