@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from .config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from .costs import costs_of, describe_machine
+from .costs import costs_of, describe_model
 from .keeping import Unsteady, kept, was_unsteady
 from .passes import skip_mode_of
 from .precision import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
@@ -149,13 +149,10 @@ def automatic_choice(
         return AutomaticChoice(lookup, draft_memory, ruled_out=ruled_out)
     described = {
         "what": "auto",
-        "machine": describe_machine(model),
-        "model": type(model).__name__,
         "name": getattr(model.config, "_name_or_path", None),
-        "weights": weight_bytes(model),
-        "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
+        **describe_model(model),
         "names": names,
-        "format": 2,
+        "format": 3,
     }
 
     def chosen(choice: Any) -> AutomaticChoice:

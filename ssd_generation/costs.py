@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
@@ -16,13 +19,14 @@ from .config import Costs, SelfSpeculativeConfig
 from .keeping import Unsteady, agreed, kept, settled, unless_busy
 from .machine import cpu_name
 from .passes import draft_of, flat_passes, why_not_recorded
+from .precision import is_plain
 from .timing import Stopwatch
 from .verification import argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Passes", "costs_of", "describe_machine", "measure_costs"]
+__all__ = ["Passes", "costs_of", "describe_adapters", "describe_machine", "describe_model", "measure_costs"]
 
 VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
 """Lengths of the verify passes that are measured; 13: the pending token and the 12 drafted ones of a longest round."""
@@ -238,19 +242,55 @@ def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
 # keeping
 
 
-def _described(model: PreTrainedModel) -> dict[str, Any]:
+def describe_model(model: PreTrainedModel) -> dict[str, Any]:
+    """All that the cost of a model's passes depends on, as plain JSON types: what measurements are stored by."""
     text_config = model.config.get_text_config(decoder=True)
     return {
         "machine": describe_machine(model),
+        "transformers": transformers.__version__,
         "model": type(model).__name__,
+        "weights": _describe_weights(model),
+        "adapters": describe_adapters(model),
         "config": {
             key: value
             for key, value in sorted(text_config.to_dict().items())
             if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
         },
         "recorded": why_not_recorded(model) is None,
-        "format": 4,
+        "format": 5,
     }
+
+
+def _describe_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """Of which kind the weights are, where they lie, and what is done to bring them there."""
+    kinds: Counter[str] = Counter()
+    for parameter in itertools.chain(model.parameters(), model.buffers()):
+        kind = "" if is_plain(parameter) else f" {type(parameter).__name__}"
+        kinds[f"{parameter.device.type} {str(parameter.dtype).removeprefix('torch.')}{kind}"] += parameter.numel()
+    # A quantiser's layers differ in class from those that they took the place of, an offloaded layer in its hook.
+    layers = Counter(f"{type(m).__module__}.{type(m).__qualname__}" for m in model.modules())
+    hooks = Counter(type(m._hf_hook).__name__ for m in model.modules() if hasattr(m, "_hf_hook"))
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    return {
+        "kinds": dict(sorted(kinds.items())),
+        "layers": dict(sorted(layers.items())),
+        "hooks": dict(sorted(hooks.items())),
+        "quantisation": None if method is None else str(method),
+    }
+
+
+def describe_adapters(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Which adapters are loaded and in use: their layers are in the model's own, and may be switched off."""
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        return None
+    active = {
+        tuple(map(str, names if isinstance(names, (list, tuple)) else [names]))
+        for module in model.modules()
+        if (names := getattr(module, "active_adapters", None)) is not None and not callable(names)
+    }
+    disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    return {"names": sorted(map(str, adapters)), "active": sorted(active), "disabled": disabled}
 
 
 def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool = False, shows: bool = True) -> Costs:
@@ -262,7 +302,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         again: measure anew.
         shows: show a progress bar where the draft is measured; not in the middle of a text.
     """
-    shape = _described(model)
+    shape = describe_model(model)
 
     def put_together(verify: Any, ratio: Any) -> Costs:
         times = {int(n): float(seconds) for n, seconds in verify.items()}

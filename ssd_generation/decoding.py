@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
-__all__ = ["SelfSpeculativeDecoding", "SelfSpeculativeOutput"]
+    from .model_check import ScriptedDrafts
+
+__all__ = ["SelfSpeculativeDecoding", "SelfSpeculativeOutput", "end_tokens"]
 
 Refine = Callable[[int, int, "SelfSpeculativeDecoding"], None]
 
@@ -64,6 +66,12 @@ _BLIND_PROCESSORS: tuple[type, ...] = tuple(
 # Rows of a batch whose cache is returned may run this many tokens ahead of the slowest, so that sliding layers can be
 # put back.
 _MAX_LEAD = 64
+
+
+def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
+    """The tokens that end a text; a criterion that the user passed in takes the place of the config's here, too."""
+    ends = [criterion.eos_token_id for criterion in criteria if hasattr(criterion, "eos_token_id")]
+    return frozenset(number for end in ends for number in torch.as_tensor(end).flatten().tolist())
 
 
 def _move_mask(mask: torch.Tensor, moves: Sequence[int]) -> None:
@@ -127,18 +135,21 @@ class SelfSpeculativeDecoding:
         streamer: gets each committed step, or `None`.
         cache_is_returned: whether the caller sees the cache afterwards.
         refine: told the draft steps and verified tokens of each round; may then have drafts judged on the text so far.
+        same_lengths: whether all rows take the same number of tokens in each round, for models that count positions
+            from the length of the cache.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        generator: SelfSpeculativeCandidateGenerator,
+        generator: SelfSpeculativeCandidateGenerator | ScriptedDrafts,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
         cache_is_returned: bool,
         refine: Refine | None = None,
+        same_lengths: bool = False,
     ) -> None:
         self.model = model
         self.generator = generator
@@ -148,16 +159,15 @@ class SelfSpeculativeDecoding:
         self.streamer = streamer
         self.cache_is_returned = cache_is_returned
         self.refine = refine
+        self.same_lengths = same_lengths
         self.do_sample = bool(generation_config.do_sample)
         # A criterion that the user passed in takes the place of the config's.
         limit = stopping_criteria.max_length
         self.max_length = int(limit) if limit is not None else sys.maxsize
         # A class derived from one of them may look at anything.
         self.processors_are_blind = all(type(p) in _BLIND_PROCESSORS for p in logits_processor)
-        # A criterion that the user passed in takes the place of the config's here, too.
-        ends = [criterion.eos_token_id for criterion in stopping_criteria if hasattr(criterion, "eos_token_id")]
-        self.stops_at_eos = bool(ends)
-        self.eos_token_ids = frozenset(number for end in ends for number in torch.as_tensor(end).flatten().tolist())
+        self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.eos_token_ids = end_tokens(stopping_criteria)
         pad = getattr(generation_config, "_pad_token_tensor", None)
         self.pad_token_id = int(pad) if pad is not None else 0
         records = bool(generation_config.return_dict_in_generate)
@@ -330,6 +340,9 @@ class SelfSpeculativeDecoding:
         drafted = [0] * self.batch if draft is None else draft.lengths
         rows = [row for row in range(self.batch) if active[row]]
         added = [accepted[row] + 1 if active[row] else 0 for row in range(self.batch)]
+        if self.same_lengths:
+            # Rows that have ended go along, as they do in plain decoding.
+            added = [min(added[row] for row in rows)] * self.batch
         for row in rows:
             for step in range(added[row]):
                 self.records[row].append(
@@ -342,7 +355,7 @@ class SelfSpeculativeDecoding:
             new = torch.cat((draft.tokens, new), dim=1).scatter(1, kept[:, None], new)
         self._append(new, added)
         self._move_on(added, count + 1)
-        self.statistics.record_round(drafted, accepted, rows, None if draft is None else draft.self_lengths)
+        self.statistics.record_round(drafted, accepted, rows, None if draft is None else draft.self_lengths, added)
         if made is not None:
             self.generator.learn(made, accepted, drafting_rows)
         running = self._commit()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,9 @@ from .cache import add_spare_room, drop_spare_room
 from .candidate_generator import SelfSpeculativeCandidateGenerator
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_machine
-from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput
+from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput, end_tokens
 from .drafting import CostAwarePolicy, DraftPolicy, make_policy
+from .model_check import CannotDraft, ForcedText, ModelCheck, ScriptedDrafts, check_model
 from .precision import drop_copies
 from .refinement import WINDOW, Refinement
 from .statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
@@ -53,10 +56,21 @@ _HISTORY = 160
 
 @dataclass
 class _Call:
-    """A self-speculative `generate` call under way on this thread."""
+    """A self-speculative `generate` call under way on this thread.
+
+    Attributes:
+        model: the target model.
+        config: what to draft with; `None` where nothing can be drafted, or a script says what.
+        refusal: why nothing can be drafted with this model.
+        script: the drafts of a call that checks the model.
+        same_lengths: for such a call, as in `SelfSpeculativeDecoding`.
+    """
 
     model: PreTrainedModel
-    config: SelfSpeculativeConfig
+    config: SelfSpeculativeConfig | None = None
+    refusal: str | None = None
+    script: ScriptedDrafts | None = None
+    same_lengths: bool = False
     cache_is_returned: bool = False
 
 
@@ -123,13 +137,57 @@ class SelfSpeculativeMixin:
             generation_config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
             prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
             _refuse_beforehand(model, generation_config, kwargs)
-            config = _resolve(model, self_speculative, generation_config, draft_memory, prompt)
-            config.validate_for(num_layers=len(locate_sublayers(model)), model_type=_model_type(model))
-            token = _CALL.set(_Call(model=model, config=config))
+            request = _stored(model, generation_config) if self_speculative is True else self_speculative
+
+            def resolved() -> SelfSpeculativeConfig:
+                config = _resolve(model, request, generation_config, draft_memory, prompt)
+                config.validate_for(num_layers=len(locate_sublayers(model)), model_type=_model_type(model))
+                return config
+
+            # "auto" measures passes over several tokens: the model has to be one that has them.
+            config = None if isinstance(request, str) and request == "auto" else resolved()
+            refusal = self._check(is_batch=False, tokenizer=kwargs.get("tokenizer")).refusal
+            if config is None and refusal is None:
+                config = resolved()
+            token = _CALL.set(_Call(model, config, refusal))
         try:
             return parent(*args, **kwargs)
         finally:
             _CALL.reset(token)
+
+    def _check(self, is_batch: bool, tokenizer: Any = None) -> ModelCheck:
+        """Whether this model's tokens can be verified several at a time (model_check.py)."""
+        model = cast(PreTrainedModel, self)
+        parent = super().generate  # type: ignore[misc]
+
+        def decode(text: ForcedText, is_drafted: bool, same_lengths: bool) -> Sequence[torch.Tensor]:
+            script = ScriptedDrafts(model, text) if is_drafted else None
+            token = _CALL.set(_Call(model, script=script, same_lengths=same_lengths) if is_drafted else None)
+            try:
+                # Whatever the model's own generation config says.
+                output = parent(
+                    **text.inputs,
+                    max_new_tokens=text.tokens.shape[1],
+                    do_sample=False,
+                    num_beams=1,
+                    num_return_sequences=1,
+                    guidance_scale=1.0,
+                    use_cache=True,
+                    cache_implementation="dynamic",
+                    prefill_chunk_size=None,
+                    output_attentions=False,
+                    output_hidden_states=False,
+                    output_scores=False,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                    logits_processor=LogitsProcessorList([text.processor()]),
+                    tokenizer=tokenizer,
+                )
+            finally:
+                _CALL.reset(token)
+            return output.logits  # type: ignore[no-any-return]
+
+        return check_model(model, is_batch, decode)
 
     def _active_call(self) -> _Call | None:
         call = _CALL.get()
@@ -156,8 +214,8 @@ class SelfSpeculativeMixin:
         parent = super()._prepare_cache_for_generation  # type: ignore[misc]
         result = parent(generation_config, model_kwargs, *args, **kwargs)
         if call is not None:
-            cache = model_kwargs.get("past_key_values")
-            _refuse_cache(cast(PreTrainedModel, self), cache)
+            if call.refusal is None:
+                _refuse_cache(cast(PreTrainedModel, self), model_kwargs.get("past_key_values"))
             call.cache_is_returned = is_users or bool(generation_config.return_dict_in_generate)
         return result
 
@@ -172,8 +230,9 @@ class SelfSpeculativeMixin:
         **model_kwargs: Any,
     ) -> torch.LongTensor | SelfSpeculativeOutput | Any:
         call = self._active_call()
-        if call is None:
-            return super()._sample(  # type: ignore[misc]
+
+        def sample() -> Any:
+            return super(SelfSpeculativeMixin, self)._sample(  # type: ignore[misc]
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -182,33 +241,55 @@ class SelfSpeculativeMixin:
                 streamer=streamer,
                 **model_kwargs,
             )
+
+        if call is None:
+            return sample()
         model = cast(PreTrainedModel, self)
+        refusal, same_lengths = call.refusal, call.same_lengths
+        if refusal is None and call.script is None and input_ids.shape[0] > 1:
+            check = self._check(is_batch=True)
+            refusal, same_lengths = check.refusal, check.uneven_refusal is not None
+        if refusal is not None:
+            _warn_of_refusal(model, refusal)
+            output = sample()
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            prompt = input_ids.shape[1]
+            self.last_speculation = SpeculationStatistics.of_plain(
+                sequences[:, prompt:].tolist(), prompt, end_tokens(stopping_criteria), refusal
+            )
+            return output
         _refuse_processors(logits_processor)
         cache: Cache = model_kwargs["past_key_values"]
         sampled = bool(generation_config.do_sample)
-        decoding = None
+        decoding, refining = None, None
+        generator: SelfSpeculativeCandidateGenerator | ScriptedDrafts
         try:
             add_spare_room(cache, history=_HISTORY if input_ids.shape[0] > 1 and call.cache_is_returned else 0)
-            refining = None
-            if call.config.adapt and not sampled:
-                refining = _Refining(model, refinement_of(model, call.config))
-            config = call.config if refining is None else refining.refinement.config
+            if call.script is not None:
+                generator = call.script
+            else:
+                assert call.config is not None
+                refinement = refinement_of(model, call.config) if call.config.adapt and not sampled else None
+                config = call.config if refinement is None else refinement.config
+                policy = _policy_of(model, config, sampled)
+                own = SelfSpeculativeCandidateGenerator(
+                    model, config, generation_config, logits_processor, policy=policy
+                )
+                refining = None if refinement is None else _Refining(model, refinement, own.draft_by)
+                generator = own
             decoding = SelfSpeculativeDecoding(
                 model=model,
-                generator=SelfSpeculativeCandidateGenerator(
-                    model,
-                    config,
-                    generation_config,
-                    logits_processor,
-                    policy=_policy_of(model, config, sampled),
-                ),
+                generator=generator,
                 refine=refining,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=streamer,
                 cache_is_returned=call.cache_is_returned,
+                same_lengths=same_lengths,
             )
+            if call.script is not None:
+                call.script.decoding = decoding
             output = decoding.run(input_ids, model_kwargs)
         except BaseException:
             # Whoever cancels, say from a streamer, goes on from what was said.
@@ -223,13 +304,27 @@ class SelfSpeculativeMixin:
             drop_spare_room(output.past_key_values)
         if refining is not None:
             decoding.statistics.refinement = refining.refinement.to_dict()
-        self.last_speculation = decoding.statistics
+        if call.script is None:
+            self.last_speculation = decoding.statistics
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time and cannot be found by its name: pickling and copying go by the original one.
         state = self.__dict__.copy()
         return _rebuild, (_original_class(type(self)),), state
+
+
+_WARNED: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _warn_of_refusal(model: PreTrainedModel, refusal: str) -> None:
+    """Once per model and reason."""
+    said = _WARNED.setdefault(model, set())
+    if refusal not in said:
+        said.add(refusal)
+        warnings.warn(
+            f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.", stacklevel=6
+        )
 
 
 def _rebuild(original: type) -> Any:
@@ -450,9 +545,15 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> Draf
 class _Refining:
     """Has drafts judged between the rounds of a call, and exchanges the draft where another one is better."""
 
-    def __init__(self, model: PreTrainedModel, refinement: Refinement) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        refinement: Refinement,
+        draft_by: Callable[[SelfSpeculativeConfig, DraftPolicy], None],
+    ) -> None:
         self.model = model
         self.refinement = refinement
+        self.draft_by = draft_by
         self.judged = 0  # tokens of the text
 
     def __call__(self, draft_steps: int, verified: int, decoding: SelfSpeculativeDecoding) -> None:
@@ -474,7 +575,7 @@ class _Refining:
             # What was learnt of lookup, and what the accounts hold, stays; of the draft nothing is known.
             fresh = policy.snapshot()
             policy.load_state({**old.snapshot(), "depths": fresh["depths"], "bins": fresh["bins"]})
-        decoding.generator.draft_by(refinement.config, policy)
+        self.draft_by(refinement.config, policy)
 
 
 def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refinement:
@@ -493,21 +594,31 @@ def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refi
 def _refuse_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
+        raise CannotDraft(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
     if getattr(model, "_is_stateful", False):
-        raise ValueError(
+        raise CannotDraft(
             f"{name} is a recurrent (stateful) model: it cannot take rejected tokens back, so it cannot draft for "
             "itself."
         )
+    parameters = inspect.signature(type(model).forward).parameters
+    if (
+        "past_key_values" not in parameters
+        and "cache_params" not in parameters
+        and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    ):
+        raise CannotDraft(
+            f"{name} keeps no KV cache: each of its passes computes the whole text anew, so that there is nothing to "
+            "verify drafted tokens behind."
+        )
     if not model.can_generate():
-        raise ValueError(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
+        raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
 
 
 _LEAVE_THE_CACHE = "Draft and target share a dynamic cache in place: leave `cache_implementation` out."
 
 
 def _refuse(what: str, instead: str) -> None:
-    raise ValueError(f"`self_speculative` cannot be combined with {what}. {instead}")
+    raise CannotDraft(f"`self_speculative` cannot be combined with {what}. {instead}")
 
 
 def _refuse_what_cannot_be(
@@ -570,7 +681,7 @@ def _refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConf
     if (beams := wanted("num_beams") or 1) > 1:
         _refuse(f"beam search (`num_beams={beams}`)", "Use `num_beams=1`, greedy or sampling.")
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ValueError(
+        raise CannotDraft(
             "`self_speculative` needs the KV cache, which transformers switches off under gradient checkpointing in "
             "training mode. Call `model.eval()` first."
         )
@@ -585,12 +696,12 @@ def _refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConf
 
 def _refuse_cache(model: PreTrainedModel, cache: Any) -> None:
     if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
-        raise ValueError(
+        raise CannotDraft(
             f"{type(model).__name__} does not keep its keys and values in a transformers `DynamicCache` (but in "
             f"{type(cache).__name__}), so that draft and target cannot share them."
         )
     if getattr(cache, "offloading", False):
-        raise ValueError(
+        raise CannotDraft(
             "An offloaded cache cannot be drafted from: its layers are not on the model's device. Use a DynamicCache()."
         )
     for index, layer in enumerate(cache.layers):
@@ -599,7 +710,7 @@ def _refuse_cache(model: PreTrainedModel, cache: Any) -> None:
         ):  # holds nothing (KV sharing, MLP-only layers); not in transformers 5.18
             continue
         if isinstance(layer, (QuantizedLayer, StaticLayer)) or not isinstance(layer, CacheLayerMixin):
-            raise ValueError(
+            raise CannotDraft(
                 f"Layer {index} of the cache is a {type(layer).__name__}: rejected tokens cannot be taken out of "
                 "it again. Self-speculative decoding needs a DynamicCache(), and a model whose layers are all "
                 "attention layers."
@@ -609,7 +720,7 @@ def _refuse_cache(model: PreTrainedModel, cache: Any) -> None:
             or not getattr(layer, "is_croppable", True)
             or hasattr(layer, "recurrent_states")
         ):
-            raise ValueError(
+            raise CannotDraft(
                 f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected "
                 "tokens cannot be taken out of it again. This model or cache cannot draft for itself."
             )

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .forks import ForkSafeRLock, undone_in_child
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -70,7 +72,7 @@ _DEMO = _DemoSource(
 )
 _MARKER = "COMPLETE"
 _DAY = 86_400.0  # seconds
-_QUIET = threading.RLock()
+_QUIET = ForkSafeRLock()
 
 
 def load_model(
@@ -513,13 +515,18 @@ def _without_bars() -> Iterator[None]:
             return loader_bar(*args, **{**kwargs, "disable": True})
 
         gguf_loader.tqdm = silent_bar
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         if loader_bar is not None:
             gguf_loader.tqdm = loader_bar
         if was_enabled:
             logging.enable_progress_bar()
+
+    with undone_in_child(put_back):
+        try:
+            yield
+        finally:
+            put_back()
 
 
 @contextlib.contextmanager

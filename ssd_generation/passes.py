@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import threading
 import weakref
@@ -25,7 +26,7 @@ from .cache import SpareRoomLayer, add_spare_room
 from .config import SkipConfig
 from .kernels import fastest_kernels, linear_of_few_rows
 from .machine import is_intel
-from .precision import LowBitCopies, LowBitCopy, copies_of
+from .precision import LowBitCopies, LowBitCopy, copies_of, is_plain
 from .program import (
     Program,
     compile_recording,
@@ -48,9 +49,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FlatPasses",
+    "does_something",
     "draft_of",
     "draft_passes",
     "flat_passes",
+    "forbid_recording",
     "prompt_mode",
     "skip_mode_of",
     "why_not_recorded",
@@ -69,8 +72,33 @@ _LONGEST = 33
 # is it still the model that was recorded?
 
 
-def why_not_recorded(model: PreTrainedModel) -> str | None:
-    """Why passes of this model are not recorded; `None` where they may be."""
+_FORBIDDEN: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def forbid_recording(model: PreTrainedModel, reason: str | None) -> None:
+    """Have no pass of this model recorded, or played back, from now on.
+
+    Args:
+        model: the target model.
+        reason: what its recorded passes were found to do wrong; `None`: they may be recorded again.
+    """
+    if reason is None:
+        _FORBIDDEN.pop(model, None)
+    else:
+        _FORBIDDEN[model] = reason
+
+
+def why_not_recorded(model: PreTrainedModel, even_forbidden: bool = False) -> str | None:
+    """Why passes of this model are not recorded; `None` where they may be.
+
+    Args:
+        model: the target model.
+        even_forbidden: do not count what `forbid_recording` said.
+    """
+    if not even_forbidden and model in _FORBIDDEN:
+        return _FORBIDDEN[model]
+    if not all(is_plain(p) for p in itertools.chain(model.parameters(), model.buffers())):
+        return "its weights are not plain tensors"
     if any(p.device.type != "cpu" for p in model.parameters()):
         return "it is not on the CPU"  # nothing in the way; not measured yet
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
@@ -83,7 +111,7 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
         return "global module hooks are installed"
     for module in model.modules():
         hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
-        if hooks and any(map(_does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+        if hooks and any(map(does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             return f"a hook is installed on {type(module).__name__}"
         if "forward" in module.__dict__ or module._compiled_call_impl is not None:
             return f"the forward of {type(module).__name__} is patched or compiled"
@@ -94,7 +122,7 @@ def why_not_recorded(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _does_something(hook: Any) -> bool:
+def does_something(hook: Any) -> bool:
     """Whether a hook is more than what transformers leaves behind once a call has asked for hidden states.
 
     That one does nothing until the next such call, whose passes are not played back.

@@ -33,6 +33,7 @@ __all__ = [
     "copy_bytes",
     "drop_copies",
     "estimated_bytes",
+    "is_plain",
     "keep_only",
 ]
 
@@ -162,6 +163,11 @@ def refused_shape(weight: torch.Tensor, precision: str, group_size: int, rows: i
         if rows % 16:
             return f"its {rows} output channels are no multiple of 16"
     return None
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a weight is what it seems: numbers at an address, of no class of its own (torchao, DTensor)."""
+    return type(tensor) in (nn.Parameter, torch.Tensor) and tensor.device.type != "meta"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import masking_utils, modeling_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .forks import ForkSafeRLock, undone_in_child
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -380,7 +382,7 @@ class _PretendLayer(CacheLayerMixin):
         return -1
 
 
-_LOCK = threading.RLock()
+_LOCK = ForkSafeRLock()
 
 
 @contextmanager
@@ -400,16 +402,21 @@ def _own_attention(function: Callable[..., Any]) -> Iterator[None]:
         # Looked up here: before, it may be that of another thread's recording.
         original, original_mask = attention["sdpa"], masks["sdpa"]
         before = [mapping.get("sdpa") for mapping, _ in places]
-        try:
-            for mapping, replacement in places:
-                mapping["sdpa"] = replacement
-            yield
-        finally:
+
+        def put_back() -> None:
             for (mapping, _), known in zip(places, before, strict=True):
                 if known is None:
                     mapping.pop("sdpa", None)
                 else:
                     mapping["sdpa"] = known
+
+        with undone_in_child(put_back):
+            try:
+                for mapping, replacement in places:
+                    mapping["sdpa"] = replacement
+                yield
+            finally:
+                put_back()
 
 
 def record_pass(model: PreTrainedModel, length: int, behind: int) -> Recording:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .cache import keep_length
+from .forks import ForkSafeRLock, forget_undo, note_undo
 from .sublayers import locate_sublayers
 
 if TYPE_CHECKING:
@@ -29,13 +30,13 @@ __all__ = ["SkipMode", "draft_mode"]
 
 _MISSING: Any = object()
 # One lock per model: only one thread at a time may have the model in skip mode.
-_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_LOCKS_GUARD = threading.Lock()
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, ForkSafeRLock] = weakref.WeakKeyDictionary()
+_LOCKS_GUARD = ForkSafeRLock()
 
 
-def _lock_of(model: nn.Module) -> threading.RLock:
+def _lock_of(model: nn.Module) -> ForkSafeRLock:
     with _LOCKS_GUARD:
-        return _LOCKS.setdefault(model, threading.RLock())
+        return _LOCKS.setdefault(model, ForkSafeRLock())
 
 
 class SkipMode:
@@ -62,6 +63,7 @@ class SkipMode:
         self._lock = _lock_of(model)
         self._owner: int | None = None
         self._originals: list[Any] = []
+        self._undo: object = None
         self._patches = [
             (module, self._guarded(module, stub, position))
             for position, (module, stub) in enumerate((*others, *locate_sublayers(model).stubs(skip)))
@@ -78,6 +80,7 @@ class SkipMode:
             original = originals[position] if originals else _MISSING
             return inherited(module, *args, **kwargs) if original is _MISSING else original(*args, **kwargs)
 
+        forward.is_ours = True  # type: ignore[attr-defined]
         return forward
 
     def __enter__(self) -> SkipMode:
@@ -85,6 +88,7 @@ class SkipMode:
         if self._originals:
             self._lock.release()
             raise RuntimeError("This skip mode is already active on this thread; build a second one to nest them.")
+        self._undo = note_undo(self._unpatch)
         try:
             # Collected whole before the first patch: a stub may be called from another thread at once.
             self._originals = [module.__dict__.get("forward", _MISSING) for module, _ in self._patches]
@@ -102,6 +106,13 @@ class SkipMode:
         self._restore()
 
     def _restore(self) -> None:
+        try:
+            self._unpatch()
+        finally:
+            forget_undo(self._undo)
+            self._lock.release()
+
+    def _unpatch(self) -> None:
         self._owner = None
         try:
             # Backwards: a module that is patched twice gets its first `forward` back.
@@ -115,7 +126,6 @@ class SkipMode:
         finally:
             # The list itself is kept by a stub that is just being called from another thread; only the reference goes.
             self._originals = []
-            self._lock.release()
 
     def is_active(self) -> bool:
         """Whether the calling thread's passes leave sub-layers out."""

@@ -28,8 +28,9 @@ class SpeculationStatistics:
         accepted_by_depth: how often that token was accepted.
         looked_up_tokens: drafted tokens that prompt lookup copied; the others the model drafted itself.
         accepted_looked_up_tokens: how many of them the target accepted.
-        round_accepted: per row and round, how many drafted tokens were accepted; the round added one token more (unless
-            a stop cut it short).
+        round_accepted: per row and round, how many drafted tokens were accepted and taken; the round added one token
+            more (unless a stop cut it short). Where all rows of a batch have to take the same number, one that accepted
+            more takes no more.
         round_looked_up: per row and round, how many of the accepted tokens were looked up: the last ones.
         new_tokens: per row, the new tokens, padding not counted.
         draft_seconds: time in drafting.
@@ -40,6 +41,7 @@ class SpeculationStatistics:
         refinement: where the draft improves while it is used (`adapt`): passes that judged drafts, seconds that they
             took, changes of the draft, all since the first call, why the model's drafts cannot be judged (`reason`,
             `None` where they can), and the config with the draft as it is now; else `None`.
+        refusal: why nothing could be drafted with this model, so that transformers decoded the text; else `None`.
     """
 
     batch_size: int = 1
@@ -61,6 +63,31 @@ class SpeculationStatistics:
     total_seconds: float = 0.0
     policy_state: dict[str, float] = field(default_factory=dict)
     refinement: dict[str, Any] | None = None
+    refusal: str | None = None
+
+    @classmethod
+    def of_plain(
+        cls, texts: Sequence[Sequence[int]], prompt: int, ends: frozenset[int], refusal: str
+    ) -> SpeculationStatistics:
+        """Those of texts that transformers decoded, since nothing could be drafted.
+
+        Args:
+            texts: per row, the new tokens, with the padding behind them.
+            prompt: tokens of the prompt, padding included.
+            ends: the tokens that end a text.
+            refusal: why nothing could be drafted.
+        """
+        new = [next((i + 1 for i, token in enumerate(text) if token in ends), len(text)) for text in texts]
+        return cls(
+            batch_size=len(texts),
+            prompt_tokens=prompt,
+            generated_tokens=sum(new),
+            target_passes=max(new, default=0),
+            new_tokens=new,
+            round_accepted=[[0] * max(count - 1, 0) for count in new],
+            round_looked_up=[[0] * max(count - 1, 0) for count in new],
+            refusal=refusal,
+        )
 
     def record_round(
         self,
@@ -68,6 +95,7 @@ class SpeculationStatistics:
         accepted: Sequence[int],
         rows: Sequence[int],
         self_drafted: Sequence[int] | None = None,
+        added: Sequence[int] | None = None,
     ) -> None:
         """Add one verified round.
 
@@ -77,14 +105,16 @@ class SpeculationStatistics:
             rows: the rows that took part.
             self_drafted: how many of the drafted tokens, the first ones, the model drafted itself, per row of the
                 batch; by default all.
+            added: tokens that the round added, per row of the batch, where that may be fewer than were accepted and one
+                more.
         """
         self.round_looked_up += [[] for _ in range(len(self.round_looked_up), len(self.round_accepted))]
         for row in rows:
-            looked_up = 0
+            looked_up, taken = 0, accepted[row] if added is None else min(accepted[row], added[row] - 1)
             if self_drafted is not None:
-                looked_up = max(accepted[row] - self_drafted[row], 0)
+                looked_up = max(taken - self_drafted[row], 0)
                 self.looked_up_tokens += drafted[row] - self_drafted[row]
-                self.accepted_looked_up_tokens += looked_up
+                self.accepted_looked_up_tokens += max(accepted[row] - self_drafted[row], 0)
             self.round_looked_up[row].append(looked_up)
             while len(self.drafted_by_depth) < drafted[row]:
                 self.drafted_by_depth.append(0)
@@ -94,7 +124,7 @@ class SpeculationStatistics:
                 self.drafted_by_depth[depth] += 1
                 self.judged_by_depth[depth] += depth <= accepted[row]
                 self.accepted_by_depth[depth] += depth < accepted[row]
-            self.round_accepted[row].append(accepted[row])
+            self.round_accepted[row].append(taken)
 
     @property
     def rounds(self) -> int:
@@ -135,7 +165,7 @@ class SpeculationStatistics:
     @property
     def tokens_per_round(self) -> float | None:
         """Mean number of tokens a round added; `None` where there was no round."""
-        return (self.accepted_tokens + self.rounds) / self.rounds if self.rounds else None
+        return 1 + sum(map(sum, self.round_accepted)) / self.rounds if self.rounds else None
 
     @property
     def tokens_per_round_histogram(self) -> dict[int, int]:
@@ -186,7 +216,8 @@ class SpeculationStatistics:
         """The call in a sentence."""
         said = f"{self.generated_tokens} tokens in {self.target_passes} passes of the whole model"
         if not self.drafted_tokens:
-            return f"{said}, {self.total_seconds:.2f} s; nothing was drafted."
+            why = f": {self.refusal}" if self.refusal else ""
+            return f"{said}, {self.total_seconds:.2f} s; nothing was drafted{why}."
         looked_up = f" ({self.looked_up_tokens} of them looked up)" if self.looked_up_tokens else ""
         return (
             f"{said} and {self.draft_passes} of the draft, {self.total_seconds:.2f} s: {self.drafted_tokens} tokens "
@@ -217,4 +248,5 @@ class SpeculationStatistics:
             "total_seconds": self.total_seconds,
             "policy_state": dict(self.policy_state),
             **({} if self.refinement is None else {"refinement": self.refinement}),
+            **({} if self.refusal is None else {"refusal": self.refusal}),
         }

@@ -8,6 +8,7 @@ which norms belong to it alone, whether it adds the residual itself) is read off
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -295,9 +296,12 @@ class _LayerTrace:
 def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]:
     traces = [_LayerTrace([]) for _ in layers]
     handles = []
+    here = threading.get_ident()  # another thread may be running the model just now
 
     def watch_child(trace: _LayerTrace, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if threading.get_ident() != here:
+                return
             inputs = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             trace.calls.append(_Call(name, module, inputs, output))
 
@@ -305,7 +309,8 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
 
     def watch_layer(trace: _LayerTrace) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            trace.output = output
+            if threading.get_ident() == here:
+                trace.output = output
 
         return hook
 

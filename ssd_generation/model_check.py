@@ -1,0 +1,347 @@
+"""A check of the model itself: may its tokens be verified several at a time?
+
+Drafting rests on one property: a pass over several tokens behind a cache says of each what passes over one at a time
+would have said. Not every model has it (experts chosen for a whole pass, positions counted from the length of the
+cache), and no list of names knows tomorrow's models. So a model is tried before it first drafts, once per layout (a
+single text, a batch): a forced text is decoded by transformers' own loop, and again by this library's with drafts that
+are right and wrong by turns, and the logits of every step are held against each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor
+
+from .candidate_generator import Draft
+from .costs import describe_adapters, describe_model
+from .drafting import NO_MATCH
+from .keeping import kept
+from .passes import does_something, forbid_recording, why_not_recorded
+from .timing import Stopwatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .decoding import SelfSpeculativeDecoding
+
+__all__ = ["CannotDraft", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_model"]
+
+_PROMPT = 5
+_NEW = 8
+_PADDING = 2
+"""Slots at the left of a batch's second row."""
+
+_WIDE = 12
+"""Drafted tokens of the widest pass: as many as a round has at the most where nothing else is said."""
+
+# Tokens that a round drafts for a row: (right ones, wrong ones behind them). Rows of a batch run apart and meet again.
+_SCRIPTS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((3, 0), (1, _WIDE - 1), (0, 0)),
+    ((0, 2), (3, 0), (1, 0)),
+)
+
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 2e-3}
+_TOLERANCE_HALF = 0.1
+"""Root mean square of the logits' difference over their standard deviation; rounding stays far below."""
+
+
+class CannotDraft(ValueError):
+    """What self-speculative decoding cannot do, with this model or beside what else was asked for."""
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """What a model was found to allow in one layout.
+
+    Attributes:
+        refusal: why nothing may be drafted; `None` where drafts can be verified.
+        recording_refusal: why its passes are not to be recorded; `None` where they may be.
+        uneven_refusal: of a batch, why all rows have to take the same number of tokens in each round; `None` where they
+            may run at their own speed.
+    """
+
+    refusal: str | None = None
+    recording_refusal: str | None = None
+    uneven_refusal: str | None = None
+
+
+@dataclass
+class ForcedText:
+    """A text that a call is made to decode, whatever the model says.
+
+    Attributes:
+        inputs: keyword arguments of `generate`: prompt and mask.
+        tokens (`torch.LongTensor` of shape `(B, new tokens)`): what is decoded.
+        wrong (`torch.LongTensor` of shape `(B, new tokens)`): other tokens, for drafts.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    tokens: torch.Tensor
+    wrong: torch.Tensor
+
+    def processor(self) -> LogitsProcessor:
+        """Leaves nothing but the text's own token possible."""
+        return _Forcing(self)
+
+
+class _Forcing(LogitsProcessor):
+    def __init__(self, text: ForcedText) -> None:
+        self.tokens = text.tokens
+        self.prompt = text.inputs["input_ids"].shape[1]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        step = min(input_ids.shape[1] - self.prompt, self.tokens.shape[1] - 1)
+        forced = torch.full_like(scores, -torch.inf)
+        return forced.scatter_(1, self.tokens[:, step : step + 1].to(scores.device), 0.0)  # type: ignore[return-value]
+
+
+class ScriptedDrafts:
+    """Drafts for a decoding loop as a script says, right and wrong ones. Stands in for the candidate generator.
+
+    Args:
+        model: the target model.
+        text: that is decoded.
+    """
+
+    def __init__(self, model: PreTrainedModel, text: ForcedText) -> None:
+        self.text = text
+        self.stopwatch = Stopwatch(model.device)
+        self.draft_passes = 0
+        self.policy = self
+        self.decoding: SelfSpeculativeDecoding | None = None
+        self._rounds = 0
+
+    def state(self) -> dict[str, float]:
+        """Of a policy: nothing is learnt."""
+        return {}
+
+    def new_index(self) -> None:
+        """Nothing is looked up."""
+
+    def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:
+        """Nothing is learnt."""
+
+    def draft(self, last_token: torch.Tensor, cache: Any, *, limits: Sequence[int], **_: Any) -> Draft:
+        """The tokens of the next round, as `SelfSpeculativeCandidateGenerator.draft` gives them."""
+        assert self.decoding is not None
+        prompt = self.decoding.prompt
+        rows: list[list[int]] = []
+        for row, (script, length, limit) in enumerate(zip(_SCRIPTS, self.decoding.lengths, limits, strict=False)):
+            right, wrong = script[self._rounds] if self._rounds < len(script) else (1, 1)
+            at = length - prompt
+            tokens = self.text.tokens[row, at : at + min(right, limit)].tolist()
+            if wrong and at + right < _NEW:
+                tokens += self.text.wrong[row].roll(-at - right).repeat(2)[:wrong].tolist()
+            rows.append(tokens if limit > 0 else [])
+        self._rounds += 1
+        width = max(map(len, rows))
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in rows]
+        lengths = [len(tokens) for tokens in rows]
+        return Draft(
+            tokens=torch.tensor(padded, dtype=torch.long, device=last_token.device).view(len(rows), width),
+            scores=None,
+            lengths=lengths,
+            self_lengths=list(lengths),
+            matches=[NO_MATCH] * len(rows),
+            complete=[True] * len(rows),
+        )
+
+
+Decode = Callable[[ForcedText, bool, bool], Sequence[torch.Tensor]]
+"""`(text, drafted, same lengths) → logits of each step (B, V)`, by transformers' loop or by this library's."""
+
+
+def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
+    """Try a model, or remember how it was found; passes that may not be recorded are not from here on.
+
+    The answer is kept with what was measured on this machine, unless something hangs on this process's modules (hooks,
+    patched forwards).
+
+    Args:
+        model: the target model.
+        is_batch: more than one row.
+        decode: decodes the forced text.
+    """
+    if model.training:
+        return ModelCheck()  # dropout: no two passes agree, and none is recorded
+    installed = _installed(model)
+    memory = _MEMORY.setdefault(model, {})
+    seen = (is_batch, installed, _fingerprint(model))
+    found = memory.get(seen)
+    if found is None:
+        if installed:
+            found = _check(model, is_batch, decode)
+        else:
+            described = {
+                "what": "check",
+                "layout": "batch" if is_batch else "single",
+                **describe_model(model),
+                "recorded": why_not_recorded(model, even_forbidden=True) is None,
+                "code": _code(model),
+            }
+            found = _read(kept(model, described, lambda: asdict(_check(model, is_batch, decode)), use=_read))
+        for other in [key for key in memory if key[0] == is_batch]:
+            del memory[other]  # of a model that is no more
+        memory[seen] = found
+    if not is_batch:
+        forbid_recording(model, found.recording_refusal)
+    return found
+
+
+_MEMORY: weakref.WeakKeyDictionary[nn.Module, dict[Any, ModelCheck]] = weakref.WeakKeyDictionary()
+
+
+def _read(answer: Any) -> ModelCheck:
+    if not all(value is None or isinstance(value, str) for value in answer.values()):
+        raise ValueError(f"reasons are strings, but got {answer!r:.200}")
+    return ModelCheck(**answer)
+
+
+def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
+    text = _forced_text(model, 2 if is_batch else 1)
+    with _quiet():
+        try:
+            plain = decode(text, False, False)
+        except CannotDraft:
+            raise
+        except Exception as error:  # whatever a model's code raises
+            return ModelCheck(refusal=f"plain decoding of a few tokens fails ({_said(error)})")
+        if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
+            return ModelCheck()  # no text to speak of: there is nothing to hold against anything
+
+        def difference(same_lengths: bool = False) -> str | None:
+            try:
+                drafted = decode(text, True, same_lengths)
+            except CannotDraft:
+                raise
+            except Exception as error:
+                return f"its pass over several tokens behind a cache fails ({_said(error)})"
+            return _difference(plain, drafted, model.dtype)
+
+        if is_batch:
+            uneven = difference()
+            if uneven is None:
+                return ModelCheck()
+            even = difference(same_lengths=True)
+            return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven)
+        forbid_recording(model, None)
+        is_recorded = why_not_recorded(model) is None
+        found = difference()
+        if found is None or not is_recorded:
+            return ModelCheck(refusal=found)
+        forbid_recording(model, found)
+        own = difference()
+        return ModelCheck(refusal=own) if own is not None else ModelCheck(recording_refusal=found)
+
+
+def _difference(plain: Sequence[torch.Tensor], drafted: Sequence[torch.Tensor], dtype: torch.dtype) -> str | None:
+    """What parts the logits of two runs, `(B, V)` per step; `None` if it is rounding."""
+    if len(plain) != len(drafted):
+        return f"its passes over several tokens gave {len(drafted)} tokens instead of {len(plain)}"
+    parted: list[torch.Tensor] = []
+    for one, other in zip(plain, drafted, strict=True):
+        finite = one.isfinite()
+        if one.shape != other.shape or not torch.equal(finite, other.isfinite()):
+            return "its pass over several tokens gives other logits than passes over one"
+        one, other = (torch.where(finite, logits, 0.0).double() for logits in (one, other))
+        spread = one.std(dim=-1).clamp(min=1e-6)
+        parted.append((one - other).square().mean(dim=-1).sqrt() / spread)
+    distances = torch.stack(parted)  # (steps, B)
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    # Where rounding decides between two experts, single tokens may lie apart in half precision.
+    worst = float((distances.median(dim=0).values if is_half else distances).max())
+    if worst <= (_TOLERANCE_HALF if is_half else _TOLERANCE.get(dtype, 2e-3)):
+        return None
+    return (
+        "its pass over several tokens behind a cache gives other logits than passes over one (they lie "
+        f"{worst:.2g} standard deviations apart)"
+    )
+
+
+def _said(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:200]}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers warns of in a call that nobody made."""
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("generation", "modeling_utils", "models")]
+    before = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for each, level in zip(loggers, before, strict=True):
+            each.setLevel(level)
+
+
+def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
+    """A prompt and a text of tokens that mean nothing in particular: none ends a text or stands for a picture."""
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    named: set[int] = set()
+    for config in (model.config, model.config.get_text_config(decoder=True), model.generation_config):
+        for name, value in (vars(config) if config is not None else {}).items():
+            if "token" in name:
+                named.update(v for v in (value if isinstance(value, (list, tuple)) else [value]) if type(v) is int)
+    count = rows * (_PROMPT + 2 * _NEW)
+    usual = [token for token in range(3, min(vocabulary, count + 99)) if token not in named] or [0]
+    ids = torch.tensor([usual[(7 * place + 1) % len(usual)] for place in range(count)]).view(rows, -1)
+    device = model.get_input_embeddings().weight.device
+    ids = ids.to("cpu" if device.type == "meta" else device)
+    prompt, text, wrong = torch.split_with_sizes(ids, (_PROMPT, _NEW, _NEW), dim=1)
+    mask = torch.ones_like(prompt)
+    if rows > 1:
+        mask[1, :_PADDING] = 0
+    wrong = torch.where(wrong == text, wrong - 1, wrong)
+    return ForcedText({"input_ids": prompt.contiguous(), "attention_mask": mask}, text, wrong)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# which model is it?
+
+
+def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Changes when the model does, within this process."""
+    modules = tuple((id(module), type(module).forward) for module in model.modules())
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    weights = model.get_input_embeddings().weight
+    adapters = bool(getattr(model, "peft_config", None)) and json.dumps(describe_adapters(model))
+    return modules, attention, weights.dtype, weights.device, adapters, torch.is_autocast_enabled("cpu")
+
+
+def _installed(model: nn.Module) -> tuple[Any, ...]:
+    """Hooks and patched forwards, which no other process knows of."""
+    found: list[Any] = []
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            found += [id(hook) for hook in hooks.values() if does_something(hook)]
+        patched = module.__dict__.get("forward")
+        if patched is not None and not hasattr(patched, "is_ours"):  # another thread's skip mode
+            found.append(id(patched))
+    return tuple(found)
+
+
+def _code(model: nn.Module) -> str:
+    """A fingerprint of the classes that the model consists of, and of what their passes do."""
+    kinds = {type(module) for module in model.modules()}
+    lines = []
+    for kind in kinds:
+        code = getattr(kind.forward, "__code__", None)
+        body = "" if code is None else hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()
+        lines.append(f"{kind.__module__}.{kind.__qualname__} {body}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
