@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .config import SelfSpeculativeConfig
 
-__all__ = ["Draft", "SelfSpeculativeCandidateGenerator"]
+__all__ = ["Draft", "Drafter", "SelfSpeculativeCandidateGenerator"]
 
 # What a drafting pass has no use for, or is given anew in each pass.
 _NOT_FOR_DRAFTS = frozenset(
@@ -71,6 +71,35 @@ class Draft:
     self_lengths: list[int]
     matches: list[Match]
     complete: list[bool]
+
+
+class Drafter(Protocol):
+    """What the decoding loop asks of the one who drafts for it; see `SelfSpeculativeCandidateGenerator`."""
+
+    policy: Any
+    draft_passes: int
+    stopwatch: Stopwatch
+
+    def new_index(self) -> NGramIndex | None:
+        """An empty index for prompt lookup, or `None` without."""
+
+    def draft(
+        self,
+        last_token: torch.Tensor,
+        cache: Cache,
+        *,
+        limits: Sequence[int],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        model_kwargs: dict[str, Any],
+        process: Processor | None,
+        indexes: Sequence[NGramIndex | None] | None = None,
+    ) -> Draft:
+        """The draft of one round."""
+        ...
+
+    def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:
+        """How a round went."""
 
 
 class SelfSpeculativeCandidateGenerator(CandidateGenerator):

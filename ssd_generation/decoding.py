@@ -29,7 +29,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .acceptance import VerifiedText
 from .cache import SpareRoomLayer, SpareRoomSlidingLayer, add_spare_room, move_rows, reaches_back, trim_windows
-from .candidate_generator import Draft, SelfSpeculativeCandidateGenerator
+from .candidate_generator import Draft, Drafter
 from .passes import flat_passes, prompt_mode
 from .statistics import SpeculationStatistics
 from .timing import Stopwatch
@@ -38,8 +38,6 @@ from .verification import accept_greedy, accept_sampled, argmax
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
-
-    from .model_check import ScriptedDrafts
 
 __all__ = ["SelfSpeculativeDecoding", "SelfSpeculativeOutput", "end_tokens"]
 
@@ -142,7 +140,7 @@ class SelfSpeculativeDecoding:
     def __init__(
         self,
         model: PreTrainedModel,
-        generator: SelfSpeculativeCandidateGenerator | ScriptedDrafts,
+        generator: Drafter,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,

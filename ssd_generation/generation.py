@@ -289,7 +289,7 @@ class SelfSpeculativeMixin:
                 same_lengths=same_lengths,
             )
             if call.script is not None:
-                call.script.decoding = decoding
+                call.script.lengths = lambda: decoding.lengths
             output = decoding.run(input_ids, model_kwargs)
         except BaseException:
             # Whoever cancels, say from a streamer, goes on from what was said.

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor
 
-from .candidate_generator import Draft
+from .candidate_generator import Draft, Drafter
 from .costs import describe_adapters, describe_model
 from .drafting import NO_MATCH
 from .keeping import kept
@@ -32,8 +32,6 @@ from .timing import Stopwatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from .decoding import SelfSpeculativeDecoding
 
 __all__ = ["CannotDraft", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_model"]
 
@@ -106,7 +104,7 @@ class _Forcing(LogitsProcessor):
         return forced.scatter_(1, self.tokens[:, step : step + 1].to(scores.device), 0.0)  # type: ignore[return-value]
 
 
-class ScriptedDrafts:
+class ScriptedDrafts(Drafter):
     """Drafts for a decoding loop as a script says, right and wrong ones. Stands in for the candidate generator.
 
     Args:
@@ -119,7 +117,8 @@ class ScriptedDrafts:
         self.stopwatch = Stopwatch(model.device)
         self.draft_passes = 0
         self.policy = self
-        self.decoding: SelfSpeculativeDecoding | None = None
+        self.lengths: Callable[[], Sequence[int]] = list
+        """Tokens of each row so far, the prompt's included: set once there is a loop to draft for."""
         self._rounds = 0
 
     def state(self) -> dict[str, float]:
@@ -134,16 +133,15 @@ class ScriptedDrafts:
 
     def draft(self, last_token: torch.Tensor, cache: Any, *, limits: Sequence[int], **_: Any) -> Draft:
         """The tokens of the next round, as `SelfSpeculativeCandidateGenerator.draft` gives them."""
-        assert self.decoding is not None
-        prompt = self.decoding.prompt
+        prompt = self.text.inputs["input_ids"].shape[1]
         rows: list[list[int]] = []
-        for row, (script, length, limit) in enumerate(zip(_SCRIPTS, self.decoding.lengths, limits, strict=False)):
+        for row, (script, length, limit) in enumerate(zip(_SCRIPTS, self.lengths(), limits, strict=False)):
             right, wrong = script[self._rounds] if self._rounds < len(script) else (1, 1)
             at = length - prompt
-            tokens = self.text.tokens[row, at : at + min(right, limit)].tolist()
+            tokens = self.text.tokens[row, at : at + right].tolist()
             if wrong and at + right < _NEW:
                 tokens += self.text.wrong[row].roll(-at - right).repeat(2)[:wrong].tolist()
-            rows.append(tokens if limit > 0 else [])
+            rows.append(tokens[:limit])
         self._rounds += 1
         width = max(map(len, rows))
         padded = [tokens + [0] * (width - len(tokens)) for tokens in rows]
