@@ -33,6 +33,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from .config import SkipConfig
 from .passes import prompt_mode, skip_mode_of
 from .skip_mode import SkipMode
+from .sublayers import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -393,7 +394,7 @@ def _try_out(model: PreTrainedModel) -> str | None:
         return f"its attention implementation {attention} takes no mask of one's own"
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (1, 24), generator=generator).to(model.get_input_embeddings().weight.device)
+    ids = torch.randint(0, vocabulary, (1, 24), generator=generator).to(input_device(model))
     try:
         with torch.inference_mode():
             logits = model(input_ids=ids, use_cache=False).logits[0].float()

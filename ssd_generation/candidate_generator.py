@@ -16,7 +16,7 @@ from .cache import DraftCache, add_spare_room
 from .drafting import NO_MATCH, DraftPolicy, Match, make_policy
 from .lookup import NGramIndex
 from .passes import draft_of
-from .sublayers import locate_sublayers
+from .sublayers import input_device, locate_sublayers
 from .timing import Stopwatch
 from .verification import argmax
 
@@ -163,7 +163,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.eos_token_ids = frozenset(eos.tolist()) if eos is not None else frozenset()
         self.draft_passes = 0
-        self.stopwatch = Stopwatch(model.device)
+        self.stopwatch = Stopwatch(input_device(model))
         self._last_draft: Draft | None = None
         self._index: NGramIndex | None = None
 

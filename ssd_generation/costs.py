@@ -20,6 +20,7 @@ from .keeping import Unsteady, agreed, kept, settled, unless_busy
 from .machine import cpu_name
 from .passes import draft_of, flat_passes, why_not_recorded
 from .precision import is_plain
+from .sublayers import input_device
 from .timing import Stopwatch
 from .verification import argmax
 
@@ -45,7 +46,7 @@ _SECONDS = 6.0
 
 def describe_machine(model: PreTrainedModel) -> str:
     """What the costs depend on besides model and config: device, threads, dtype, attention, versions of torch."""
-    device = model.device
+    device = input_device(model)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -162,7 +163,7 @@ class Passes:
         self.model = model
         self.context = context
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        device = model.get_input_embeddings().weight.device
+        device = input_device(model)
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(0, vocabulary, (1, context), generator=generator).to(device)
         self.tokens = torch.randint(0, vocabulary, (1, LONGEST_VERIFIED), generator=generator).to(device)

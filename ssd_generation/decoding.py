@@ -32,6 +32,7 @@ from .cache import SpareRoomLayer, SpareRoomSlidingLayer, add_spare_room, move_r
 from .candidate_generator import Draft, Drafter
 from .passes import flat_passes, prompt_mode
 from .statistics import SpeculationStatistics
+from .sublayers import input_device
 from .timing import Stopwatch
 from .verification import accept_greedy, accept_sampled, argmax
 
@@ -218,7 +219,7 @@ class SelfSpeculativeDecoding:
 
         indexes = [self.generator.new_index() for _ in range(batch)]
         self.indexes = [index for index in indexes if index is not None] or None
-        self.verifying = Stopwatch(self.model.device)
+        self.verifying = Stopwatch(input_device(self.model))
         running = self._prefill(input_ids, model_kwargs)
         self.statistics.prompt_seconds = time.perf_counter() - started
         if (

@@ -29,7 +29,7 @@ from .model_check import CannotDraft, ForcedText, ModelCheck, ScriptedDrafts, ch
 from .precision import drop_copies
 from .refinement import WINDOW, Refinement
 from .statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
-from .sublayers import locate_sublayers
+from .sublayers import input_device, locate_sublayers
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -537,7 +537,7 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> Draf
             costs,
             self_drafts=config.drafts_itself,
             lookup=config.lookup is not None,
-            use_confidence=model.device.type == "cpu",
+            use_confidence=input_device(model).type == "cpu",
         )
     return policies[config]
 

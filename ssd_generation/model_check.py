@@ -28,6 +28,7 @@ from .costs import describe_adapters, describe_model
 from .drafting import NO_MATCH
 from .keeping import kept
 from .passes import does_something, forbid_recording, why_not_recorded
+from .sublayers import input_device
 from .timing import Stopwatch
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class ScriptedDrafts(Drafter):
 
     def __init__(self, model: PreTrainedModel, text: ForcedText) -> None:
         self.text = text
-        self.stopwatch = Stopwatch(model.device)
+        self.stopwatch = Stopwatch(input_device(model))
         self.draft_passes = 0
         self.policy = self
         self.lengths: Callable[[], Sequence[int]] = list
@@ -225,7 +226,9 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
                 raise
             except Exception as error:
                 return f"its pass over several tokens behind a cache fails ({_said(error)})"
-            return _difference(plain, drafted, model.dtype)
+            parted = _difference(plain, drafted, model.dtype)
+            dynamic = None if parted is None else _quantised_by_pass(model)
+            return parted if dynamic is None else f"{dynamic}; {parted}"
 
         if is_batch:
             uneven = difference()
@@ -267,6 +270,19 @@ def _difference(plain: Sequence[torch.Tensor], drafted: Sequence[torch.Tensor], 
     )
 
 
+def _quantised_by_pass(model: nn.Module) -> str | None:
+    """Why passes over several tokens are another function, where activations are scaled by their greatest."""
+    name = next(
+        (
+            f"{type(m).__module__}.{type(m).__name__}"
+            for m in model.modules()
+            if "quantized.dynamic" in type(m).__module__
+        ),
+        None,
+    )
+    return None if name is None else f"its activations are quantised anew for each pass, tokens together ({name})"
+
+
 def _said(error: Exception) -> str:
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:200]}"
@@ -299,8 +315,7 @@ def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
     count = rows * (_PROMPT + 2 * _NEW)
     usual = [token for token in range(3, min(vocabulary, count + 99)) if token not in named] or [0]
     ids = torch.tensor([usual[(7 * place + 1) % len(usual)] for place in range(count)]).view(rows, -1)
-    device = model.get_input_embeddings().weight.device
-    ids = ids.to("cpu" if device.type == "meta" else device)
+    ids = ids.to(input_device(model))
     prompt, text, wrong = torch.split_with_sizes(ids, (_PROMPT, _NEW, _NEW), dim=1)
     mask = torch.ones_like(prompt)
     if rows > 1:

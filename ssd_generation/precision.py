@@ -215,19 +215,24 @@ def check_precision(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the weights are quantised already, or the device has no kernel for it.
     """
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
-        named = f" ({method})" if method is not None else ""
-        raise ValueError(
-            f"The weights of {type(model).__name__} are quantised already{named}: low-bit copies of them would save "
-            "little and cost memory. Draft by skipping sub-layers or prompt lookup, without `precision`."
-        )
     if mesh_of(model) is not None:
         raise ValueError(
             f"The weights of {type(model).__name__} are spread over processes (tensor parallel), where no low-bit "
             "copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup run there too."
         )
+    quantised = _quantised(model)
+    if quantised is not None:
+        raise ValueError(
+            f"The weights of {type(model).__name__} are quantised already ({quantised}): low-bit copies of them would "
+            "save little and cost memory. Draft by skipping sub-layers or prompt lookup, without `precision`."
+        )
     devices = {parameter.device.type for parameter in model.parameters()}
+    if "meta" in devices:
+        raise ValueError(
+            f"Weights of {type(model).__name__} are offloaded: they are brought into memory for each pass, and no "
+            "low-bit copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup work "
+            "with offloaded weights, too."
+        )
     if devices != {"cpu"}:
         raise ValueError(
             f"Low-bit drafts run on the CPU only, but {type(model).__name__} is on {', '.join(sorted(devices))}. "
@@ -239,6 +244,29 @@ def check_precision(model: PreTrainedModel) -> None:
             f"Low-bit copies are made of float32, bfloat16 and float16 weights, but {type(model).__name__} has "
             f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}."
         )
+
+
+# What packed weights are stored in; numbers of positions are 64-bit integers, masks are booleans.
+_PACKED = {
+    getattr(torch, name)
+    for name in ("int8", "uint8", "int16", "int32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+}
+
+
+def _quantised(model: nn.Module) -> str | None:
+    """In what form weights are held that are quantised; `None` where they are not, whatever loaded them."""
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None:
+                continue
+            if type(tensor) not in (nn.Parameter, torch.Tensor):
+                return type(tensor).__name__
+            if tensor.dtype in _PACKED and tensor.ndim > 1:
+                return f"{str(tensor.dtype).removeprefix('torch.')} in {type(module).__name__}"
+        if "quantized" in type(module).__module__ and "Linear" in type(module).__name__:
+            return type(module).__name__  # torch.ao: its packed weights are no tensors
+    return None
 
 
 class LowBitCopies:

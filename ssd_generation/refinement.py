@@ -401,9 +401,10 @@ class _Steps:
             part = 1.0 - without.draft_step / without.plain_step
             part = min(max(part * len(attention) / (len(attention) - 1), 0.01), 0.9)
             before = sum(self._shares["attention", index] for index in attention)
-            for sub in self._shares:
-                self._shares[sub] *= part / before if sub[0] == "attention" else (1.0 - part) / (1.0 - before)
-            self._rest *= (1.0 - part) / (1.0 - before)
+            if 0.0 < before < 1.0:  # weights that are no parameters, as some quantisers', cannot be counted
+                for sub in self._shares:
+                    self._shares[sub] *= part / before if sub[0] == "attention" else (1.0 - part) / (1.0 - before)
+                self._rest *= (1.0 - part) / (1.0 - before)
         self._ratio = 1.0
         full, low = self._parts(config)
         if low:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .config import SkipConfig
 
-__all__ = ["DecoderLayout", "LayerLayout", "SubLayer", "locate_sublayers", "mesh_of"]
+__all__ = ["DecoderLayout", "LayerLayout", "SubLayer", "input_device", "locate_sublayers", "mesh_of"]
 
 Kind = Literal["attention", "mlp"]
 Stub = Callable[..., Any]
@@ -181,6 +181,18 @@ def mesh_of(model: nn.Module) -> Any:
     return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
+def input_device(model: nn.Module) -> torch.device:
+    """Where token ids go: the device of the embedding, or, of one that is offloaded, that on which it runs."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    device: torch.device = next(embedding.parameters()).device
+    if device.type != "meta":
+        return device
+    hook = getattr(embedding, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", None) or [hook]
+    where = next((w for h in hooks if (w := getattr(h, "execution_device", None)) is not None), "cpu")
+    return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+
+
 def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
     """Find the attention and MLP sub-layers of a causal language model.
 
@@ -314,9 +326,7 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
 
         return hook
 
-    embedding = model.get_input_embeddings()
-    device = next(embedding.parameters()).device
-    token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if device.type == "meta" else device)
+    token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     try:
         for layer, trace in zip(layers, traces, strict=True):
             handles.append(layer.register_forward_hook(watch_layer(trace)))

@@ -21,6 +21,7 @@ from ..acceptance import VerifiedText, verify_text
 from ..files import write_whole
 from ..models import default_cache_dir
 from ..prompts import Prompt, encode_prompt, hub_rows, read_prompts
+from ..sublayers import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -151,7 +152,7 @@ def encode_all(
                 f"The calibration prompt {prompt.id!r} has {ids.shape[1]} tokens; with {new_tokens} new ones that is "
                 f"more than the model's context of {longest}. Take it out, or shorten it."
             )
-        encoded.append(ids.to(model.get_input_embeddings().weight.device))
+        encoded.append(ids.to(input_device(model)))
     return encoded
 
 
