@@ -97,10 +97,10 @@ def why_not_recorded(model: PreTrainedModel, even_forbidden: bool = False) -> st
     """
     if not even_forbidden and model in _FORBIDDEN:
         return _FORBIDDEN[model]
-    if not all(is_plain(p) for p in itertools.chain(model.parameters(), model.buffers())):
-        return "its weights are not plain tensors"
     if any(p.device.type != "cpu" for p in model.parameters()):
         return "it is not on the CPU"  # nothing in the way; not measured yet
+    if not all(is_plain(p) for p in itertools.chain(model.parameters(), model.buffers())):
+        return "its weights are not plain tensors"
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
         return "its attention implementation is not sdpa"
     if torch.is_autocast_enabled("cpu"):
