@@ -1,0 +1,315 @@
+"""The check of the model itself: what it must notice, what it must not mind, and that texts are right in any case."""
+
+from __future__ import annotations
+
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+from odd_models import COUNT_FROM_THE_CACHE, NOT_SEVERAL_AT_ONCE, odd_model
+from ssd_generation import (
+    DraftingConfig,
+    SelfSpeculativeConfig,
+    SkipConfig,
+    enable_self_speculative,
+    model_check,
+)
+from ssd_generation.model_check import ModelCheck
+from ssd_generation.passes import why_not_recorded
+from tiny_models import FAMILIES, left_padded, prompt, tiny_model
+
+FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
+DRAFTS = {
+    "skip": SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[2]), FIXED),
+    "lookup": SelfSpeculativeConfig(lookup=True),
+    "int8": SelfSpeculativeConfig(precision="int8", drafting=FIXED),
+}
+# Text that repeats itself, so that lookup has something to offer.
+SINGLE = {"input_ids": prompt(7).repeat(1, 2)}
+RAGGED = left_padded([12, 7, 10])
+
+
+def checked(model: PreTrainedModel, is_batch: bool = False) -> ModelCheck:
+    return enable_self_speculative(model)._check(is_batch)  # type: ignore[attr-defined, no-any-return]
+
+
+def assert_text_of_plain(model: PreTrainedModel, config: SelfSpeculativeConfig, inputs: dict[str, Any]) -> Any:
+    enable_self_speculative(model)
+    options = {"max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    drafted = model.generate(**inputs, **options, self_speculative=config)
+    assert torch.equal(plain, drafted)
+    return model.last_speculation
+
+
+# --- families
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", COUNT_FROM_THE_CACHE)
+def test_positions_counted_from_the_cache(name: str, draft: str) -> None:
+    model = odd_model(COUNT_FROM_THE_CACHE[name])
+    statistics = assert_text_of_plain(model, DRAFTS[draft], SINGLE)
+    assert statistics.drafted_tokens > 0 and statistics.refusal is None
+    statistics = assert_text_of_plain(model, DRAFTS[draft], RAGGED)
+    assert statistics.drafted_tokens > 0 and statistics.refusal is None
+    for accepted in statistics.round_accepted[1:]:  # in step
+        assert accepted == statistics.round_accepted[0][: len(accepted)]
+    assert checked(model, is_batch=True).uneven_refusal is not None
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("name", NOT_SEVERAL_AT_ONCE)
+def test_not_several_at_once(name: str, draft: str) -> None:
+    model = odd_model(NOT_SEVERAL_AT_ONCE[name])
+    with pytest.warns(UserWarning, match="decoded without drafts, as transformers decodes it: its pass over several"):
+        statistics = assert_text_of_plain(model, DRAFTS[draft], SINGLE)
+    assert statistics.refusal and statistics.drafted_tokens == 0
+    assert (statistics.generated_tokens, statistics.new_tokens) == (24, [24])
+    assert "nothing was drafted: its pass over several" in str(statistics)
+    # Once per model and reason.
+    statistics = assert_text_of_plain(model, DRAFTS[draft], RAGGED)
+    assert statistics.refusal and statistics.new_tokens == [24, 24, 24]
+
+
+def test_rows_in_step_end_at_different_places() -> None:
+    model = enable_self_speculative(odd_model(COUNT_FROM_THE_CACHE["bart"]))
+    plain = model.generate(**RAGGED, max_new_tokens=24, do_sample=False)
+    ends = [int(plain[1, 16]), int(plain[2, 20])]
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": ends}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    plain = model.generate(**RAGGED, **options)
+    drafted = model.generate(**RAGGED, **options, self_speculative=DRAFTS["int8"])
+    assert torch.equal(plain.sequences, drafted.sequences)
+    assert (plain.sequences[:, -1] == 0).any(), "a row should end before the others"
+    for key in ("keys", "values"):
+        for one, other in zip(plain.past_key_values.layers, drafted.past_key_values.layers, strict=True):
+            torch.testing.assert_close(getattr(one, key), getattr(other, key))
+    texts = drafted.sequences[:, 12:]
+    lengths = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in texts.tolist()]
+    assert drafted.speculation.new_tokens == lengths
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_draft(family: str, is_batch: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert checked(tiny_model(family).to(dtype), is_batch) == ModelCheck()
+
+
+# --- faults put in on purpose
+
+
+class ByWidth(nn.Module):
+    """Looks at the number of tokens in its pass."""
+
+    def __init__(self, inner: nn.Module, least: int = 2) -> None:
+        super().__init__()
+        self.inner, self.least = inner, least
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * (1.0 if x.shape[1] < self.least else 1.2)  # type: ignore[no-any-return]
+
+
+class OfWholePass(ByWidth):
+    """Scales by the greatest activation of the whole pass, as dynamic quantisation does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) / x.abs().max()  # type: ignore[no-any-return]
+
+
+class CountsCalls(ByWidth):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.least += 1
+        return self.inner(x) * (1 + 0.1 * (self.least % 5))  # type: ignore[no-any-return]
+
+
+class LooksAhead(ByWidth):
+    """Sees the tokens behind its own, as attention without a causal mask does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 0.3 * x.mean(dim=1, keepdim=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fault", [ByWidth, OfWholePass, CountsCalls, LooksAhead])
+@pytest.mark.parametrize("is_batch", [False, True])
+@pytest.mark.parametrize("place", [0, 3])
+def test_layers_that_depend_on_the_pass_are_noticed(fault: type[ByWidth], is_batch: bool, place: int) -> None:
+    model = tiny_model()
+    model.model.layers[place].mlp = fault(model.model.layers[place].mlp)
+    assert checked(model, is_batch).refusal is not None
+    # And in half precision, where rounding is in the way.
+    model = tiny_model().to(torch.bfloat16)
+    model.model.layers[place].mlp = fault(model.model.layers[place].mlp)
+    assert checked(model, is_batch).refusal is not None
+
+
+@pytest.mark.parametrize("least", [4, 13])
+def test_widths_are_tried(least: int) -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp = ByWidth(model.model.layers[1].mlp, least)
+    found = checked(model)
+    assert found.refusal is not None
+    with pytest.warns(UserWarning, match="decoded without drafts"):
+        assert_text_of_plain(model, DRAFTS["skip"], SINGLE)
+
+
+def test_layers_that_ignore_positions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_llama.LlamaModel.forward
+
+    def forward(self: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)  # counted from the length of the cache, then
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+    model = tiny_model()
+    assert checked(model).refusal is None
+    found = checked(model, is_batch=True)
+    assert found.refusal is None and found.uneven_refusal is not None
+    for config in DRAFTS.values():
+        assert_text_of_plain(model, config, RAGGED)
+
+
+def test_passes_that_fail_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_llama.LlamaModel.forward
+
+    def forward(self: Any, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None and past_key_values.get_seq_length() and input_ids.shape[1] > 1:
+            raise NotImplementedError("one token at a time")
+        return original(self, input_ids, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+    model = tiny_model()
+    assert "NotImplementedError: one token at a time" in str(checked(model).refusal)
+    for is_first, config in zip((True, False, False), DRAFTS.values(), strict=True):
+        with pytest.warns(UserWarning, match="one token at a time") if is_first else warnings.catch_warnings():
+            assert_text_of_plain(model, config, SINGLE)
+    # "auto" measures nothing that cannot be.
+    plain = model.generate(**SINGLE, max_new_tokens=9, do_sample=False)
+    assert torch.equal(plain, model.generate(**SINGLE, max_new_tokens=9, do_sample=False, self_speculative="auto"))
+
+
+def test_recorded_passes_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ssd_generation import passes
+
+    run = passes.FlatPasses.run
+
+    def wrong(self: Any, cache: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits = run(self, cache, ids, *args, **kwargs)
+        return logits if logits is None or self.is_draft else logits.roll(1, dims=-1)
+
+    monkeypatch.setattr(passes.FlatPasses, "run", wrong)
+    model = tiny_model(seed=5, rms_norm_eps=3e-6)
+    found = checked(model)
+    assert found.refusal is None and found.recording_refusal is not None
+    assert why_not_recorded(model) == found.recording_refusal
+    for config in DRAFTS.values():
+        statistics = assert_text_of_plain(model, config, SINGLE)
+        assert statistics.drafted_tokens > 0
+
+
+def test_what_is_installed_later_is_noticed() -> None:
+    model = enable_self_speculative(tiny_model())
+    assert_text_of_plain(model, DRAFTS["skip"], SINGLE)
+    mlp = model.model.layers[1].mlp
+    handle = mlp.register_forward_hook(lambda module, args, output: output * (1 + 0.1 * args[0].shape[1]))
+    with pytest.warns(UserWarning, match="decoded without drafts"):
+        assert_text_of_plain(model, DRAFTS["skip"], SINGLE)
+    handle.remove()
+    assert assert_text_of_plain(model, DRAFTS["skip"], SINGLE).drafted_tokens > 0
+    own = mlp.forward
+    mlp.forward = types.MethodType(lambda self, x: own(x) * (1 + 0.1 * x.shape[1]), mlp)
+    assert assert_text_of_plain(model, DRAFTS["skip"], SINGLE).refusal is not None
+
+
+# --- what it costs
+
+
+def counted(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    calls: list[bool] = []
+    check = model_check._check
+
+    def counting(model: PreTrainedModel, is_batch: bool, decode: Callable[..., Any]) -> ModelCheck:
+        calls.append(is_batch)
+        return check(model, is_batch, decode)
+
+    monkeypatch.setattr(model_check, "_check", counting)
+    return calls
+
+
+def test_once_per_model_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model(rms_norm_eps=7e-6))
+    calls = counted(model, monkeypatch)
+    for inputs in (SINGLE, SINGLE, RAGGED, SINGLE, RAGGED):
+        model.generate(**inputs, max_new_tokens=4, do_sample=False, self_speculative=DRAFTS["skip"])
+    assert calls == [False, True]
+    # Another process finds it on the disk; so does another model of the same make.
+    twin = enable_self_speculative(tiny_model(seed=3, rms_norm_eps=7e-6))
+    twin.generate(**RAGGED, max_new_tokens=4, do_sample=False, self_speculative=DRAFTS["skip"])
+    assert calls == [False, True]
+    # Other weights' types are another model.
+    model.to(torch.bfloat16).generate(**SINGLE, max_new_tokens=4, do_sample=False, self_speculative=DRAFTS["skip"])
+    assert calls == [False, True, False]
+
+
+def test_plain_calls_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model(rms_norm_eps=8e-6))
+    calls = counted(model, monkeypatch)
+    model.generate(**SINGLE, max_new_tokens=4, do_sample=False)
+    assert calls == []
+
+
+def test_the_random_state_is_left_alone() -> None:
+    model = enable_self_speculative(tiny_model(rms_norm_eps=9e-6))
+    before = torch.get_rng_state()
+    checked(model)
+    checked(model, is_batch=True)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_settings_of_the_model_do_not_matter() -> None:
+    model = tiny_model(rms_norm_eps=11e-6)
+    settings = model.generation_config
+    assert settings is not None
+    settings.do_sample, settings.temperature, settings.num_beams, settings.repetition_penalty = True, 0.3, 4, 1.4
+    settings.eos_token_id, settings.max_length, settings.no_repeat_ngram_size = [5, 9], 40, 2
+    assert checked(model) == ModelCheck()
+    assert checked(model, is_batch=True) == ModelCheck()
+
+
+SPOILT: list[Any] = [{"refusal": 3}, {"surprise": None}, [], None, "no"]
+
+
+@pytest.mark.parametrize("answer", SPOILT, ids=str)
+def test_a_spoilt_answer_on_the_disk_is_found_anew(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    from ssd_generation import keeping
+
+    def forget() -> None:
+        for module in (model_check, keeping):
+            monkeypatch.setattr(module, "_MEMORY", weakref.WeakKeyDictionary())
+
+    written: list[Path] = []
+    write = keeping._write
+
+    def spoil(path: Path, content: Any) -> None:
+        written.append(path)
+        write(path, {**content, "result": answer})
+
+    model = enable_self_speculative(tiny_model(rms_norm_eps=12e-6))
+    calls = counted(model, monkeypatch)
+    forget()
+    with monkeypatch.context() as patched:
+        patched.setattr(keeping, "_write", spoil)
+        checked(model)
+    forget()
+    assert checked(model) == ModelCheck()
+    assert calls == [False, False]
+    written[0].unlink()
