@@ -294,3 +294,23 @@ def test_parameters_are_counted_once() -> None:
     assert layout.skipped_parameters(SkipConfig(mlp=[0])) == mlp
     assert layout.skipped_parameters(SkipConfig(mlp=[0, 1])) == 2 * mlp
     assert layout.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_another_thread_may_run_the_model_while_it_is_looked_at() -> None:
+    model = tiny_model()
+    here, forward = threading.get_ident(), model.forward
+
+    def beside(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == here:
+            thread = threading.Thread(target=lambda: forward(input_ids=prompt(), use_cache=False))
+            thread.start()
+            thread.join()
+        return forward(*args, **kwargs)
+
+    model.forward = beside
+    try:
+        layout = locate_sublayers(model)
+    finally:
+        del model.forward
+    attention = layout.sublayer("attention", 0)
+    assert attention.private_norms == (model.model.layers[0].input_layernorm,)

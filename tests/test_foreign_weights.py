@@ -1,0 +1,221 @@
+"""Weights that are not plain tensors on a real device: offloaded, of a class of their own, packed.
+
+They are decoded by the model's own forward, and never captured, cast or copied. And what measurements are stored by.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.costs import describe_model
+from ssd_generation.passes import why_not_recorded
+from ssd_generation.precision import check_precision
+from ssd_generation.sublayers import input_device
+from test_models import write_gguf
+from tiny_models import prompt, tiny_model
+
+FIXED = DraftingConfig(policy="fixed", max_draft_length=3)
+SKIP = SkipConfig(attention=[1], mlp=[2])
+REQUESTS: dict[str, Any] = {
+    "auto": "auto",
+    "lookup": SelfSpeculativeConfig(lookup=True),
+    "skip": SelfSpeculativeConfig(SKIP, FIXED),
+    "refined": SelfSpeculativeConfig(SKIP, lookup=True, adapt=True),
+}
+
+
+class Packed(torch.Tensor):
+    """A weight of a class of its own, as torchao's: it knows how to be in a linear layer, and little else."""
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=numbers.device)  # type: ignore[no-any-return,attr-defined]
+
+    def __init__(self, numbers: torch.Tensor, scale: torch.Tensor) -> None:
+        self.numbers, self.scale = numbers, scale
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, *bias = args
+            return nn.functional.linear(x, weight.numbers.to(x.dtype) * weight.scale, *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].numbers, args[0].scale)
+        raise NotImplementedError(f"a packed weight has no {func}")
+
+
+def packed(model: PreTrainedModel) -> PreTrainedModel:
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            scale = module.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+            numbers = (module.weight.detach() / scale).round().to(torch.int8)
+            module.weight = nn.Parameter(Packed(numbers, scale), requires_grad=False)
+    return model
+
+
+def dynamic(model: PreTrainedModel) -> PreTrainedModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao says that it is old
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
+
+
+def wide() -> PreTrainedModel:
+    return tiny_model("llama", hidden_size=64, intermediate_size=128)
+
+
+@pytest.fixture
+def kinds(tmp_path: Path) -> dict[str, Callable[[], PreTrainedModel]]:
+    return {
+        "cpu offload": lambda: cpu_offload(wide(), execution_device="cpu"),
+        "disk offload": lambda: disk_offload(wide(), str(tmp_path), execution_device="cpu"),
+        "packed": lambda: packed(wide()),
+    }
+
+
+@pytest.mark.measures  # where costs are measured, devices and kinds of weights are looked at
+@pytest.mark.parametrize("request_name", REQUESTS)
+@pytest.mark.parametrize("kind", ["cpu offload", "disk offload", "packed"])
+def test_text_of_plain(kinds: dict[str, Callable[[], PreTrainedModel]], kind: str, request_name: str) -> None:
+    model = enable_self_speculative(kinds[kind]())
+    assert why_not_recorded(model) is not None
+    for rows in (1, 2):
+        ids = prompt(6, rows).repeat(1, 2)
+        plain = model.generate(ids, max_new_tokens=24, do_sample=False)
+        drafted = model.generate(ids, max_new_tokens=24, do_sample=False, self_speculative=REQUESTS[request_name])
+        assert torch.equal(plain, drafted)
+        assert model.last_speculation.refusal is None
+        if request_name == "skip":
+            assert model.last_speculation.drafted_tokens > 0
+
+
+def test_no_low_bit_copies_of_foreign_weights(kinds: dict[str, Callable[[], PreTrainedModel]]) -> None:
+    config = SelfSpeculativeConfig(precision="int8", drafting=FIXED)
+    for kind, reason in (
+        ("cpu offload", "are offloaded.*Leave `precision` out"),
+        ("disk offload", "are offloaded"),
+        ("packed", r"are quantised already \(Packed\)"),
+    ):
+        model = enable_self_speculative(kinds[kind]())
+        with pytest.raises(ValueError, match=reason):
+            model.generate(prompt(), max_new_tokens=4, self_speculative=config)
+        # "auto" does without.
+        model.generate(prompt(), max_new_tokens=4, do_sample=False, self_speculative="auto")
+
+
+def test_activations_that_are_quantised_by_the_pass() -> None:
+    model = enable_self_speculative(dynamic(wide()))
+    plain = model.generate(prompt(), max_new_tokens=16, do_sample=False)
+    with pytest.warns(
+        UserWarning, match=r"its activations are quantised anew for each pass, all tokens alike \(torch.ao"
+    ):
+        drafted = model.generate(prompt(), max_new_tokens=16, do_sample=False, self_speculative=REQUESTS["skip"])
+    assert torch.equal(plain, drafted)
+    for name in ("refined", "auto", "lookup"):
+        again = model.generate(prompt(), max_new_tokens=16, do_sample=False, self_speculative=REQUESTS[name])
+        assert torch.equal(plain, again)
+    with pytest.raises(ValueError, match="quantised already"):
+        check_precision(model)
+
+
+def test_a_gguf_file_that_transformers_dequantised_is_copied(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf").eval()
+    # The loader stays behind; the weights are plain numbers.
+    model.hf_quantizer = getattr(model, "hf_quantizer", None) or object()
+    check_precision(model)
+    enable_self_speculative(model)
+    model.generation_config.eos_token_id = None
+    ids = prompt()
+    plain = model.generate(ids, max_new_tokens=16, do_sample=False)
+    config = SelfSpeculativeConfig(precision="int8", drafting=FIXED)
+    assert torch.equal(plain, model.generate(ids, max_new_tokens=16, do_sample=False, self_speculative=config))
+    assert model.last_speculation.drafted_tokens > 0
+
+
+class QuantLinear(nn.Module):
+    """A linear layer as GPTQ's: its weights are buffers of packed integers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(linear.weight.shape[0], 4, dtype=torch.int32))
+
+
+def test_packed_buffers_are_quantised_weights() -> None:
+    model = wide()
+    check_precision(model)
+    model.model.layers[0].mlp.up_proj = QuantLinear(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(ValueError, match=r"quantised already \(int32 in QuantLinear\)"):
+        check_precision(model)
+
+
+def test_where_token_ids_go() -> None:
+    model = wide()
+    assert input_device(model) == torch.device("cpu")
+    assert input_device(cpu_offload(model, execution_device="cpu")) == torch.device("cpu")
+    assert input_device(wide().to("meta")) == torch.device("cpu")
+
+
+# --- what measurements are stored by
+
+
+def key(model: PreTrainedModel) -> str:
+    return str(describe_model(model))
+
+
+def test_measurements_are_told_apart(kinds: dict[str, Callable[[], PreTrainedModel]]) -> None:
+    base = wide()
+    assert key(base) == key(tiny_model("llama", seed=4, hidden_size=64, intermediate_size=128))
+    others = {kind: make() for kind, make in kinds.items()}
+    others["bfloat16"] = wide().to(torch.bfloat16)
+    others["eager"] = tiny_model("llama", attn_implementation="eager", hidden_size=64, intermediate_size=128)
+    others["dynamic"] = dynamic(wide())
+    partly = wide()
+    partly.model.layers[1].to(torch.float16)
+    others["partly half"] = partly
+    keys = {kind: key(model) for kind, model in others.items()} | {"plain": key(base)}
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        keys["threads"] = key(base)
+    finally:
+        torch.set_num_threads(threads)
+    # Moved to the CPU or to the disk, weights are brought back by hooks of one kind.
+    assert len(set(keys.values())) >= len(keys) - 1
+    assert "transformers" in describe_model(base) and "torch" in describe_model(base)["machine"]
+
+
+def test_adapters_are_told_apart() -> None:
+    peft = pytest.importorskip("peft")
+
+    def with_adapter(name: str = "default") -> Any:
+        config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what peft calls by old names
+            return peft.get_peft_model(wide(), config, adapter_name=name)
+
+    model = with_adapter()
+    used = key(model.get_base_model())
+    assert used != key(wide())
+    assert used == key(with_adapter().get_base_model())
+    with model.disable_adapter():
+        assert key(model.get_base_model()) not in (used, key(wide()))
+    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"))
+    model.set_adapter("other")
+    assert key(model.get_base_model()) != used
