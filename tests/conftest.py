@@ -42,8 +42,12 @@ def _is_slow(request: pytest.FixtureRequest) -> bool:
     return request.node.get_closest_marker("slow") is not None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: run last, one of them would keep a single worker busy and the others idle."""
+    if "nightly" not in (config.getoption("markexpr") or ""):
+        left_out = [item for item in items if item.get_closest_marker("nightly") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
 
