@@ -110,7 +110,7 @@ def test_true_without_a_default(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     "stored",
     ["secrets.json", Path("secrets.json"), "user/repo", "llama-2-13b", "AUTO", False, 3, ["x" * 10**6]],
-    ids=str,
+    ids=lambda stored: str(stored)[:20],
 )
 def test_a_default_that_is_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any) -> None:
     monkeypatch.chdir(tmp_path)
