@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging as hf_logging
 
+from .bounds import Number
 from .config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_model
 from .keeping import Unsteady, kept, was_unsteady
@@ -32,6 +32,9 @@ __all__ = [
 
 DRAFT_MEMORY = 0.3
 """Share of the weights' bytes that low-bit copies may take where nothing else is said."""
+
+_SPEEDUP = Number(0, 1e6)
+_SHARE_OF_WEIGHTS = Number(0, 100, "a share of the weights' bytes", "0 allows no copies.")
 
 # What low-bit drafts were seen to agree with their targets in (PrecisionConfig.named), with a weight in tokens: a short
 # prompt tells little.
@@ -91,30 +94,25 @@ def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_me
     Args:
         model: the target model.
         config: the config that was asked for.
-        draft_memory: share of the weights' bytes that copies may take, ≥ 0.
+        draft_memory: share of the weights' bytes that copies may take, 0 to 100.
 
     Raises:
         TypeError: `draft_memory` is not a number.
-        ValueError: it is negative or not finite, or the copies would take more.
+        ValueError: it is out of range, or the copies would take more.
     """
-    _check_share(draft_memory)
+    draft_memory = _check_share(draft_memory)
     if not config.precision:
         return
     share = estimated_bytes(model, config.skip, config.precision) / weight_bytes(model)
     if share > draft_memory:
         raise ValueError(
             f"The low-bit copies that this config drafts from take {share:.3f} of the weights' bytes, but "
-            f"`draft_memory={draft_memory}` allows no more than that share. Allow more, or choose another `precision`."
+            f"`draft_memory={draft_memory:g}` allows no more. Allow more, or choose another `precision`."
         )
 
 
-def _check_share(draft_memory: float) -> None:
-    if isinstance(draft_memory, bool) or not isinstance(draft_memory, (int, float)):
-        raise TypeError(f"draft_memory must be a number, the share of the weights' bytes, but got {draft_memory!r}.")
-    if not (math.isfinite(draft_memory) and draft_memory >= 0):
-        raise ValueError(
-            f"draft_memory must be a share of the weights' bytes, 0 (no copies) or more, but got {draft_memory!r}."
-        )
+def _check_share(draft_memory: Any) -> float:
+    return _SHARE_OF_WEIGHTS.check("draft_memory", draft_memory)
 
 
 def automatic_config(
@@ -135,13 +133,13 @@ def automatic_choice(
     Args:
         model: the target model.
         prompt (`torch.LongTensor` of shape `(B, sequence_length)`, *optional*): text to try the candidates on.
-        draft_memory: share of the weights' bytes that low-bit copies may take; 0 allows none.
+        draft_memory: share of the weights' bytes that low-bit copies may take, 0 to 100; 0 allows none.
 
     Raises:
         TypeError: `draft_memory` is not a number.
-        ValueError: `draft_memory` is negative or not finite.
+        ValueError: `draft_memory` is out of range.
     """
-    _check_share(draft_memory)
+    draft_memory = _check_share(draft_memory)
     names, ruled_out = _allowed(model, draft_memory)
     if not names:
         lookup = _candidate(None, 0.0)
@@ -162,7 +160,7 @@ def automatic_choice(
             _candidate(choice["precision"], choice["acceptance"]),
             draft_memory,
             choice["precision"],
-            {name: float(tried["speedup"]) for name, tried in choice["tried"].items()},
+            {name: _SPEEDUP.check("speedup", tried["speedup"]) for name, tried in choice["tried"].items()},
             ruled_out,
         )
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import difflib
 import json
-import math
-import numbers
-import operator
 import os
 import platform
 import re
@@ -15,12 +11,30 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import date, datetime, timezone
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path, PureWindowsPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .bounds import (
+    DRAFT_LENGTH,
+    NGRAM,
+    SHARE,
+    Entries,
+    Integer,
+    Number,
+    Text,
+    checked_fields,
+    clipped,
+    close,
+    either,
+    index_of,
+    listed,
+    shown,
+    shown_path,
+)
 from .files import write_whole
+from .reading import CONFIG, read_json
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -46,6 +60,21 @@ FORMAT_VERSION = 1
 POLICIES = ("cost", "confidence", "fixed", "none")
 PRECISIONS = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128, 256)
+
+# The largest model that a config can name, and what it may say of it: a config within these bounds is made, written and
+# read back in less than a second, in less than a mebibyte of JSON.
+NUM_LAYERS = Integer(1, 10_000)
+LAYERS = Entries(NUM_LAYERS.most, Integer(0, NUM_LAYERS.most - 1))
+SECONDS = Number(1e-9, 1e6, "a number of seconds", "Measure it again.")
+VERIFIED_TOKENS = Integer(1, 1_000_000)
+VERIFY_PAIRS = Entries(1_000, VERIFIED_TOKENS)
+ACCEPTANCE = Entries(DRAFT_LENGTH.most, SHARE)
+EXPLORATION = Number(0, 0.5)
+NAME = Text(300)
+FREE_TEXT = Text(10_000)
+VERSIONS = Entries(50, NAME)
+MODELS = Entries(1_000, NAME)
+VERSION_NUMBER = Integer(1, 1_000_000)
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -78,17 +107,17 @@ class SkipConfig:
     `len(skip)` is the number of skipped sub-layers, so an empty skip set is false.
 
     Args:
-        attention: layers whose attention sub-layer is skipped, counted from 0; any sequence or set of integers. Stored
-            as a sorted tuple.
+        attention: layers whose attention sub-layer is skipped, counted from 0, up to 9,999; any sequence or set of
+            integers. Stored as a sorted tuple.
         mlp: the same for the MLP sub-layers.
 
     Raises:
         TypeError: not a sequence, or an entry that is not an integer (a bool is none).
-        ValueError: a negative or repeated layer.
+        ValueError: a layer out of range, or a repeated one.
     """
 
-    attention: tuple[int, ...] = ()
-    mlp: tuple[int, ...] = ()
+    attention: tuple[int, ...] = field(default=(), metadata=LAYERS.metadata)
+    mlp: tuple[int, ...] = field(default=(), metadata=LAYERS.metadata)
 
     if TYPE_CHECKING:
         # Construction takes more than the fields hold; dataclasses would otherwise tie the two types together.
@@ -105,17 +134,17 @@ class SkipConfig:
         """Check the skip set against a model.
 
         Args:
-            num_layers: decoder layers of the model, ≥ 1.
+            num_layers: decoder layers of the model, 1 to 10,000.
 
         Raises:
             ValueError: a layer that the model does not have, or no attention sub-layer is left.
         """
-        num_layers = _integer("num_layers", num_layers, minimum=1)
+        num_layers = NUM_LAYERS.check("num_layers", num_layers)
         for kind, layers in (("attention", self.attention), ("mlp", self.mlp)):
             outside = [layer for layer in layers if layer >= num_layers]
             if outside:
                 raise ValueError(
-                    f"The skip set names {kind} {_listed(outside)}, but the model has {num_layers} layers (0 to "
+                    f"The skip set names {kind} {listed(outside)}, but the model has {num_layers} layers (0 to "
                     f"{num_layers - 1}). Use a skip set that was made for this model."
                 )
         if len(self.attention) == num_layers:
@@ -142,7 +171,7 @@ class SkipConfig:
         data = _without_version(_choose(data, name))
         if data.keys() & set(_PARTS):
             raise ValueError(
-                f"This is a whole config (keys {_listed(data)}), not a skip set. Read it with "
+                f"This is a whole config (keys {listed(data)}), not a skip set. Read it with "
                 "SelfSpeculativeConfig.from_dict and take its `.skip`."
             )
         _check_keys(data, ("attention", "mlp"), "a skip set", aliases=("attn",))
@@ -198,20 +227,20 @@ class PrecisionConfig:
     Args:
         default: precision of every kept sub-layer that is not named below: "int8" (weight-only, a scale per output
             channel), "int4" (weight-only, a scale per group of input channels), or None for the weights as loaded.
-        attention: exceptions by layer, counted from 0: {3: "int8", 5: None}. The layers may be strings, as JSON has
-            them. Stored sorted.
+        attention: exceptions by layer, counted from 0, up to 9,999: {3: "int8", 5: None}. The layers may be strings, as
+            JSON has them. Stored sorted.
         mlp: the same for the MLP sub-layers.
         head: precision of the LM head.
         group_size: input channels that share a scale under int4: 32, 64, 128 or 256.
 
     Raises:
         TypeError: a field of the wrong type, or a layer that is not an integer.
-        ValueError: an unknown precision, a negative or repeated layer, or another group size.
+        ValueError: an unknown precision, a layer out of range, a repeated layer, or another group size.
     """
 
     default: str | None = None
-    attention: Mapping[int, str | None] = field(default_factory=dict)
-    mlp: Mapping[int, str | None] = field(default_factory=dict)
+    attention: Mapping[int, str | None] = field(default_factory=dict, metadata=LAYERS.metadata)
+    mlp: Mapping[int, str | None] = field(default_factory=dict, metadata=LAYERS.metadata)
     head: str | None = None
     group_size: int = 32
 
@@ -231,11 +260,11 @@ class PrecisionConfig:
         object.__setattr__(self, "attention", _exceptions("attention", self.attention))
         object.__setattr__(self, "mlp", _exceptions("mlp", self.mlp))
         _check_precision("head", self.head)
-        group_size = _index(self.group_size)
+        group_size = index_of(self.group_size)
         if group_size not in GROUP_SIZES:
             kind = TypeError if group_size is None else ValueError
             raise kind(
-                f"group_size must be {_either(GROUP_SIZES)}, but got {_show(self.group_size)}. The kernels take no "
+                f"group_size must be {either(GROUP_SIZES)}, but got {shown(self.group_size)}. The kernels take no "
                 "other."
             )
         object.__setattr__(self, "group_size", group_size)
@@ -259,7 +288,7 @@ class PrecisionConfig:
         """
         if kind not in ("attention", "mlp"):
             raise ValueError(
-                f"There are sub-layers of kind 'attention' and 'mlp', but got {_show(kind)}. Choose one of them."
+                f"There are sub-layers of kind 'attention' and 'mlp', but got {shown(kind)}. Choose one of them."
             )
         exceptions: Mapping[int, str | None] = getattr(self, kind)
         return exceptions.get(layer, self.default)
@@ -268,17 +297,17 @@ class PrecisionConfig:
         """Check the exceptions against a model.
 
         Args:
-            num_layers: decoder layers of the model, ≥ 1.
+            num_layers: decoder layers of the model, 1 to 10,000.
 
         Raises:
             ValueError: a layer that the model does not have.
         """
-        num_layers = _integer("num_layers", num_layers, minimum=1)
+        num_layers = NUM_LAYERS.check("num_layers", num_layers)
         for kind, exceptions in (("attention", self.attention), ("mlp", self.mlp)):
             outside = [layer for layer in exceptions if layer >= num_layers]
             if outside:
                 raise ValueError(
-                    f"The draft precision names {kind} {_listed(outside)}, but the model has {num_layers} layers (0 to "
+                    f"The draft precision names {kind} {listed(outside)}, but the model has {num_layers} layers (0 to "
                     f"{num_layers - 1}). Use a config that was made for this model."
                 )
 
@@ -293,11 +322,9 @@ class PrecisionConfig:
             TypeError, ValueError: no such precision.
         """
         if not isinstance(name, str):
-            raise TypeError(f"The name of a precision is {_either(PRECISIONS)}, but got {_show(name)}.")
+            raise TypeError(f"The name of a precision is {either(PRECISIONS)}, but got {shown(name)}.")
         if name not in PRECISIONS:
-            raise ValueError(
-                f"There is no precision {_show(name)}; use {_either(PRECISIONS)}.{_close(name, PRECISIONS)}"
-            )
+            raise ValueError(f"There is no precision {shown(name)}; use {either(PRECISIONS)}.{close(name, PRECISIONS)}")
         return cls(default=name, head="int8")
 
     def to_dict(self) -> dict[str, Any]:
@@ -329,25 +356,24 @@ class LookupConfig:
     After A. Saxena, Prompt Lookup Decoding (2023), whose form in transformers is `prompt_lookup_num_tokens`.
 
     Args:
-        max_ngram: how many of the last tokens are looked for first, ≥ `min_ngram`.
-        min_ngram: how few are still looked for, one fewer at a time, ≥ 1.
-        max_tokens: the most tokens taken from what followed, ≥ 1.
+        max_ngram: how many of the last tokens are looked for first, from `min_ngram` to 16.
+        min_ngram: how few are still looked for, one fewer at a time, 1 to 16.
+        max_tokens: the most tokens taken from what followed, 1 to 128.
 
     Raises:
         TypeError: a field that is not an integer.
-        ValueError: a field below 1, or `min_ngram` above `max_ngram`.
+        ValueError: a field out of range, or `min_ngram` above `max_ngram`.
     """
 
-    max_ngram: int = 4
-    min_ngram: int = 1
-    max_tokens: int = 12
+    max_ngram: int = field(default=4, metadata=NGRAM.metadata)
+    min_ngram: int = field(default=1, metadata=NGRAM.metadata)
+    max_tokens: int = field(default=12, metadata=DRAFT_LENGTH.metadata)
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            object.__setattr__(self, f.name, _integer(f.name, getattr(self, f.name), minimum=1))
+        checked_fields(self)
         if self.min_ngram > self.max_ngram:
             raise ValueError(
-                f"min_ngram must be at most max_ngram ({_show(self.max_ngram)}), but got {_show(self.min_ngram)}. "
+                f"min_ngram must be at most max_ngram ({shown(self.max_ngram)}), but got {shown(self.min_ngram)}. "
                 "Lower it, or raise max_ngram."
             )
 
@@ -377,14 +403,15 @@ class DraftingConfig:
             and the measured costs. "confidence": adaptive draft exiting; drafting stops after a token whose draft
             probability is below a threshold, which follows the acceptance rate. "fixed": always `max_draft_length`
             tokens. "none": nothing is drafted, every step is a plain one.
-        max_draft_length: tokens per round: exactly (fixed) or at most (cost, confidence), ≥ 1.
+        max_draft_length: tokens per round: exactly (fixed) or at most (cost, confidence), 1 to 128.
         threshold: γ at the start, in [0, 1]; of the policy "confidence", as the next four.
         target_acceptance: α, the acceptance rate aimed at, in [0, 1].
         acceptance_smoothing: β1, weight of the old moving average of the acceptance rate, in [0, 1].
         threshold_smoothing: β2, weight of the old threshold, in [0, 1].
         threshold_step: ε, how far one round moves the threshold before smoothing, in [0, 1].
         acceptance: how likely the first, second, … drafted token is accepted if those before it were, each in [0, 1],
-            the last standing for all further ones: what the policy "cost" starts from. () for a cautious default.
+            the last standing for all further ones: what the policy "cost" starts from. At most 128; () for a cautious
+            default.
         exploration: the largest share of the time that the policy "cost" spends on trying drafts again after they had
             stopped to pay, in [0, 0.5].
         carry_state: whether what the policy has learnt is carried from one call to the next. None: under greedy
@@ -396,14 +423,14 @@ class DraftingConfig:
     """
 
     policy: str = "cost"
-    max_draft_length: int = 12
-    threshold: float = 0.6
-    target_acceptance: float = 0.9
-    acceptance_smoothing: float = 0.5
-    threshold_smoothing: float = 0.9
-    threshold_step: float = 0.01
-    acceptance: tuple[float, ...] = ()
-    exploration: float = 0.01
+    max_draft_length: int = field(default=12, metadata=DRAFT_LENGTH.metadata)
+    threshold: float = field(default=0.6, metadata=SHARE.metadata)
+    target_acceptance: float = field(default=0.9, metadata=SHARE.metadata)
+    acceptance_smoothing: float = field(default=0.5, metadata=SHARE.metadata)
+    threshold_smoothing: float = field(default=0.9, metadata=SHARE.metadata)
+    threshold_step: float = field(default=0.01, metadata=SHARE.metadata)
+    acceptance: tuple[float, ...] = field(default=(), metadata=ACCEPTANCE.metadata)
+    exploration: float = field(default=0.01, metadata=EXPLORATION.metadata)
     carry_state: bool | None = None
 
     if TYPE_CHECKING:
@@ -424,27 +451,24 @@ class DraftingConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str):
-            raise TypeError(f"policy must be {_either(POLICIES)}, but got {_show(self.policy)}.")
+            raise TypeError(f"policy must be {either(POLICIES)}, but got {shown(self.policy)}.")
         if self.policy not in POLICIES:
             raise ValueError(
-                f"Unknown draft-length policy {_show(self.policy)}; use {_either(POLICIES)}."
-                f"{_close(self.policy, POLICIES)}"
+                f"Unknown draft-length policy {shown(self.policy)}; use {either(POLICIES)}."
+                f"{close(self.policy, POLICIES)}"
             )
-        object.__setattr__(self, "max_draft_length", _integer("max_draft_length", self.max_draft_length, minimum=1))
-        for name in ("threshold", "target_acceptance", "acceptance_smoothing", "threshold_smoothing", "threshold_step"):
-            object.__setattr__(self, name, _share(name, getattr(self, name)))
+        checked_fields(self)
         # Not a set: the order says which token is meant.
         if isinstance(self.acceptance, (str, bytes, Mapping, Set)) or not isinstance(self.acceptance, Iterable):
             raise TypeError(
                 "acceptance must be a sequence of probabilities, such as [0.9, 0.85] (() for the default), but got "
-                f"{_show(self.acceptance)}."
+                f"{shown(self.acceptance)}."
             )
-        entries = enumerate(self.acceptance, start=1)
-        acceptance = tuple(_share(f"acceptance of drafted token {place}", value) for place, value in entries)
+        entries = enumerate(ACCEPTANCE.take("acceptance", self.acceptance), start=1)
+        acceptance = tuple(SHARE.check(f"acceptance of drafted token {place}", value) for place, value in entries)
         object.__setattr__(self, "acceptance", acceptance)
-        object.__setattr__(self, "exploration", _share("exploration", self.exploration, maximum=0.5))
         if self.carry_state is not None and not isinstance(self.carry_state, bool):
-            raise TypeError(f"carry_state must be True, False or None, but got {_show(self.carry_state)}.")
+            raise TypeError(f"carry_state must be True, False or None, but got {shown(self.carry_state)}.")
 
     def to_dict(self) -> dict[str, Any]:
         """All parameters by name; `acceptance` as a list."""
@@ -465,22 +489,23 @@ class Costs:
     """What steps cost, measured on one machine.
 
     Args:
-        plain_step: seconds of one plain decoding step, > 0.
-        draft_step: seconds of one draft step, > 0.
-        verify: pairs (tokens in the verify pass, seconds), ascending in tokens, at least one.
+        plain_step: seconds of one plain decoding step, between 1e-9 and 1e6.
+        draft_step: seconds of one draft step, in the same range.
+        verify: pairs (tokens in the verify pass, 1 to 1,000,000; seconds, as above), ascending in tokens; 1 to 1,000
+            pairs.
         measured_on: where they were measured, in the words of `ssd_generation.costs.describe_machine(model)`, such as
-            "cpu (AMD EPYC, 2 threads), float32, sdpa, torch 2.13.0"; `generate` warns where it stands on another. None
-            holds everywhere.
+            "cpu (AMD EPYC, 2 threads), float32, sdpa, torch 2.13.0", at most 300 characters; `generate` warns where it
+            stands on another. None holds everywhere.
 
     Raises:
         TypeError: a value that is not a number, `verify` is not a sequence of pairs, or `measured_on` not a string.
-        ValueError: a time that is not positive and finite; token counts that are not ascending, or below 1.
+        ValueError: a time or a token count out of range, token counts that are not ascending, or too much of something.
     """
 
-    plain_step: float
-    draft_step: float
-    verify: tuple[tuple[int, float], ...]
-    measured_on: str | None = None
+    plain_step: float = field(metadata=SECONDS.metadata)
+    draft_step: float = field(metadata=SECONDS.metadata)
+    verify: tuple[tuple[int, float], ...] = field(metadata=VERIFY_PAIRS.metadata)
+    measured_on: str | None = field(default=None, metadata=NAME.metadata)
 
     if TYPE_CHECKING:
 
@@ -493,32 +518,29 @@ class Costs:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plain_step", _seconds("plain_step", self.plain_step))
-        object.__setattr__(self, "draft_step", _seconds("draft_step", self.draft_step))
+        checked_fields(self)
         expected = "a sequence of (tokens, seconds) pairs, such as [(1, 0.031), (4, 0.035)]"
         if isinstance(self.verify, (str, bytes, Mapping)) or not isinstance(self.verify, Iterable):
-            raise TypeError(f"verify must be {expected}, but got {_show(self.verify)}.")
+            raise TypeError(f"verify must be {expected}, but got {shown(self.verify)}.")
         verify: list[tuple[int, float]] = []
-        for pair in self.verify:
+        for pair in VERIFY_PAIRS.take("verify", self.verify):
             if isinstance(pair, (str, bytes, Mapping, set, frozenset)) or not isinstance(pair, Iterable):
-                raise TypeError(f"verify must be {expected}, but it has {_show(pair)}.")
-            entry: tuple[Any, ...] = tuple(pair)
+                raise TypeError(f"verify must be {expected}, but it has {shown(pair)}.")
+            entry: tuple[Any, ...] = tuple(islice(pair, 3))
             if len(entry) != 2:
-                raise ValueError(f"verify must be {expected}, but it has {_show(pair)}.")
-            tokens = _integer("A token count in verify", entry[0], minimum=1)
+                raise ValueError(f"verify must be {expected}, but it has {shown(pair)}.")
+            tokens = VERIFIED_TOKENS.check("A token count in verify", entry[0])
             if verify and tokens <= verify[-1][0]:
                 raise ValueError(
                     f"The token counts in verify must ascend, each once, but {tokens} comes after {verify[-1][0]}. "
                     "Sort the pairs by tokens and keep one per count."
                 )
-            verify.append((tokens, _seconds(f"The time of verifying {tokens} tokens", entry[1])))
+            verify.append((tokens, SECONDS.check(f"The time of verifying {tokens} tokens", entry[1])))
         if not verify:
             raise ValueError(
                 f"verify must be {expected}, but it is empty. Measure at least one verify pass, or leave out the costs."
             )
         object.__setattr__(self, "verify", tuple(verify))
-        if self.measured_on is not None and not isinstance(self.measured_on, str):
-            raise TypeError(f"measured_on must be a string or None, but got {_show(self.measured_on)}.")
 
     def verify_seconds(self, tokens: int) -> float:
         """How long a verify pass over so many tokens takes.
@@ -527,12 +549,12 @@ class Costs:
         the last count it goes on as between the last two, but never falls; with a single count it stays.
 
         Args:
-            tokens: in the verify pass, ≥ 1.
+            tokens: in the verify pass, 1 to 1,000,000.
 
         Raises:
-            TypeError, ValueError: `tokens` is not an integer, or below 1.
+            TypeError, ValueError: `tokens` is not an integer, or out of range.
         """
-        tokens = _integer("tokens", tokens, minimum=1)
+        tokens = VERIFIED_TOKENS.check("tokens", tokens)
         points = self.verify if self.verify[0][0] == 1 else ((1, self.plain_step), *self.verify)
         if len(points) == 1:
             return points[0][1]
@@ -563,7 +585,7 @@ class Costs:
         values = _checked(cls, data, "'costs'")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
-            raise ValueError(f"'costs' lacks {_listed(missing)}. Measure them too, or leave out 'costs'.")
+            raise ValueError(f"'costs' lacks {listed(missing)}. Measure them too, or leave out 'costs'.")
         return cls(**values)
 
 
@@ -576,50 +598,49 @@ class Costs:
 class Provenance:
     """Where a config came from: on which model, with what, and when. All of it is optional.
 
+    Strings have at most 300 characters, `source` at most 10,000.
+
     Args:
         model_id: Hub id of the model, or the name of its folder.
         model_type: its architecture, such as "llama", as in the config of its text model.
-        num_layers: its number of decoder layers, ≥ 1.
+        num_layers: its number of decoder layers, 1 to 10,000.
         revision: commit of its weights on the Hub.
         dtype: of its weights, such as "bfloat16".
         attention_implementation: such as "sdpa".
         device: such as "cpu" or "cuda (NVIDIA H200)".
-        versions: library to version.
+        versions: library to version, of at most 50.
         date: day in UTC, YYYY-MM-DD.
         source: free text, such as a citation.
 
     Raises:
         TypeError: a field of the wrong type.
-        ValueError: `num_layers` below 1, or a date that is none.
+        ValueError: a number out of range, a string or `versions` too long, or a date that is none.
     """
 
-    model_id: str | None = None
-    model_type: str | None = None
-    num_layers: int | None = None
-    revision: str | None = None
-    dtype: str | None = None
-    attention_implementation: str | None = None
-    device: str | None = None
-    versions: Mapping[str, str] | None = None
-    date: str | None = None
-    source: str | None = None
+    model_id: str | None = field(default=None, metadata=NAME.metadata)
+    model_type: str | None = field(default=None, metadata=NAME.metadata)
+    num_layers: int | None = field(default=None, metadata=NUM_LAYERS.metadata)
+    revision: str | None = field(default=None, metadata=NAME.metadata)
+    dtype: str | None = field(default=None, metadata=NAME.metadata)
+    attention_implementation: str | None = field(default=None, metadata=NAME.metadata)
+    device: str | None = field(default=None, metadata=NAME.metadata)
+    versions: Mapping[str, str] | None = field(default=None, metadata=VERSIONS.metadata)
+    date: str | None = field(default=None, metadata=NAME.metadata)
+    source: str | None = field(default=None, metadata=FREE_TEXT.metadata)
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is not None and f.name not in ("num_layers", "versions") and not isinstance(value, str):
-                raise TypeError(f"{f.name} must be a string or None, but got {_show(value)}.")
-        if self.num_layers is not None:
-            object.__setattr__(self, "num_layers", _integer("num_layers", self.num_layers, minimum=1))
+        checked_fields(self)
         if self.versions is not None:
-            if not isinstance(self.versions, Mapping) or not all(
-                isinstance(k, str) and isinstance(v, str) for k, v in self.versions.items()
-            ):
-                raise TypeError(
-                    "versions must map names to version strings, such as {'torch': '2.13.0'}, but got "
-                    f"{_show(self.versions)}."
-                )
-            object.__setattr__(self, "versions", _FrozenMapping(self.versions))
+            expected = "versions must map names to version strings, such as {'torch': '2.13.0'}"
+            if not isinstance(self.versions, Mapping):
+                raise TypeError(f"{expected}, but got {shown(self.versions)}.")
+            versions = dict(VERSIONS.take("versions", self.versions.items()))
+            if not all(isinstance(text, str) for entry in versions.items() for text in entry):
+                raise TypeError(f"{expected}, but got {shown(self.versions)}.")
+            for name, version in versions.items():
+                NAME.check("A name in versions", name)
+                NAME.check(f"The version of {shown(name)}", version)
+            object.__setattr__(self, "versions", _FrozenMapping(versions))
         if self.date is not None:
             try:
                 canonical = date.fromisoformat(self.date).isoformat() == self.date
@@ -627,7 +648,7 @@ class Provenance:
                 canonical = False
             if not canonical:
                 raise ValueError(
-                    f"date must be a day written YYYY-MM-DD, such as '2025-01-31', but got {_show(self.date)}."
+                    f"date must be a day written YYYY-MM-DD, such as '2025-01-31', but got {shown(self.date)}."
                 )
 
     @classmethod
@@ -699,7 +720,9 @@ def _model_identity(name_or_path: str) -> tuple[str | None, str | None]:
             return hub_id, below[1] if len(below) > 1 and below[0] == "snapshots" else None
     if _looks_like_path(name_or_path) or os.path.isdir(name_or_path):
         # `or None`: the root of a file system has no name.
-        return os.path.basename(os.path.abspath(os.path.expanduser(name_or_path.replace("\\", "/")))) or None, None
+        name = os.path.basename(os.path.abspath(os.path.expanduser(name_or_path.replace("\\", "/"))))
+        # What the file system has there need not be UTF-8.
+        return name.encode("utf-8", errors="replace").decode() or None, None
     return name_or_path or None, None
 
 
@@ -776,9 +799,9 @@ class SelfSpeculativeConfig:
             if isinstance(value, kind) or (value is None and name in ("costs", "provenance")):
                 continue
             hint = " To read dicts, use SelfSpeculativeConfig.from_dict." if isinstance(value, Mapping) else ""
-            raise TypeError(f"{name} must be a {kind.__name__}, but got {_show(value)}.{hint}")
+            raise TypeError(f"{name} must be a {kind.__name__}, but got {shown(value)}.{hint}")
         if not isinstance(self.adapt, bool):
-            raise TypeError(f"adapt must be True or False, but got {_show(self.adapt)}.")
+            raise TypeError(f"adapt must be True or False, but got {shown(self.adapt)}.")
         if self.adapt and self.drafting.policy == "none":
             raise ValueError('adapt=True improves the draft, but the draft-length policy "none" never drafts.')
         if self.precision is not None:
@@ -789,7 +812,7 @@ class SelfSpeculativeConfig:
                 both = [layer for layer in skipped if layer in exceptions]
                 if both:
                     raise ValueError(
-                        f"The draft skips {sublayers} {_listed(both)}, and the draft precision names the same. Leave "
+                        f"The draft skips {sublayers} {listed(both)}, and the draft precision names the same. Leave "
                         "them out of one of the two."
                     )
         if self.provenance is not None and self.provenance.num_layers is not None:
@@ -822,7 +845,7 @@ class SelfSpeculativeConfig:
         """Check the config against a model.
 
         Args:
-            num_layers: decoder layers of the model, ≥ 1.
+            num_layers: decoder layers of the model, 1 to 10,000.
             model_type: `model.config.get_text_config(decoder=True).model_type`, as `Provenance.from_model` records it
                 (in multimodal models it differs from `model.config.model_type`), or None not to check it.
 
@@ -830,15 +853,15 @@ class SelfSpeculativeConfig:
             ValueError: the config was made for a model of another type or number of layers, or its skip set or
                 precision does not fit.
         """
-        num_layers = _integer("num_layers", num_layers, minimum=1)
+        num_layers = NUM_LAYERS.check("num_layers", num_layers)
         made_for = self.provenance
         if made_for is not None:
-            named = f" ({made_for.model_id})" if made_for.model_id else ""
+            named = f" ({shown(made_for.model_id)[1:-1]})" if made_for.model_id else ""
             advice = "Use a config that was made for this model."
             if model_type is not None and made_for.model_type not in (None, model_type):
                 raise ValueError(
-                    f"This config was made for a model of type {made_for.model_type!r}{named}, but the model is of "
-                    f"type {model_type!r}. {advice}"
+                    f"This config was made for a model of type {shown(made_for.model_type)}{named}, but the model is "
+                    f"of type {shown(model_type)}. {advice}"
                 )
             if made_for.num_layers not in (None, num_layers):
                 raise ValueError(
@@ -890,9 +913,7 @@ class SelfSpeculativeConfig:
             return cls(skip=SkipConfig.from_dict(data))
         flat = [key for key in _SKIP_KEYS if key in data]
         if flat:
-            raise ValueError(
-                f"The config has {_listed(flat)} beside its other parts. Put {_listed(flat)} under 'skip'."
-            )
+            raise ValueError(f"The config has {listed(flat)} beside its other parts. Put {listed(flat)} under 'skip'.")
         _check_keys(
             data,
             ("format_version", *_PARTS),
@@ -924,17 +945,20 @@ class SelfSpeculativeConfig:
 
         Raises:
             FileNotFoundError: no such file.
-            TypeError, ValueError: malformed JSON (the message names file and line), an unknown key, or a bad value.
+            TypeError, ValueError: no regular file of at most 1 MiB, malformed JSON (the message names file and line),
+                an unknown key, or a bad value.
         """
-        shown = os.path.expanduser(os.fspath(path))
-        data = _read_json(shown)
+        file = os.path.expanduser(os.fspath(path))
+        if os.path.isdir(file):
+            raise ValueError(f"{shown_path(file)} is a folder, not a JSON file. Use from_pretrained for folders.")
+        data = read_json(file, CONFIG, unique_keys=True)
         # Which file was wrong is what a user needs first; the parsers below know only the dict.
         try:
             return cls.from_dict(data, name)
         except TypeError as error:
-            raise TypeError(f"{shown}: {error}") from error
+            raise TypeError(f"{shown_path(file)}: {error}") from error
         except ValueError as error:
-            raise ValueError(f"{shown}: {error}") from error
+            raise ValueError(f"{shown_path(file)}: {error}") from error
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} {_pretty(self.to_dict())}"
@@ -971,12 +995,12 @@ class SelfSpeculativeConfig:
         unknown = [key for key in hub_kwargs if key not in _HUB_KEYWORDS]
         if unknown:
             raise TypeError(
-                f"from_pretrained got an unknown keyword {unknown[0]!r}; allowed are name, revision, "
-                f"{', '.join(_HUB_KEYWORDS)}.{_close(unknown[0], ('name', 'revision', *_HUB_KEYWORDS))}"
+                f"from_pretrained got an unknown keyword {shown(unknown[0])}; allowed are name, revision, "
+                f"{', '.join(_HUB_KEYWORDS)}.{close(unknown[0], ('name', 'revision', *_HUB_KEYWORDS))}"
             )
-        if not isinstance(pretrained, (str, os.PathLike)):
+        if not isinstance(pretrained, (str, os.PathLike)) or not isinstance(os.fspath(pretrained), str):
             raise TypeError(
-                f"from_pretrained takes a folder, a JSON file or a Hub id, but got {_show(pretrained)}. To read a "
+                f"from_pretrained takes a folder, a JSON file or a Hub id, but got {shown(pretrained)}. To read a "
                 "dict, use SelfSpeculativeConfig.from_dict."
             )
         given = os.fspath(pretrained)
@@ -988,12 +1012,12 @@ class SelfSpeculativeConfig:
             return cls.from_json_file(path, name)
         if given in PRESETS and isinstance(pretrained, str):
             if name is not None:
-                raise ValueError(f"{given!r} is a preset and holds a single config. Leave out name={name!r}.")
+                raise ValueError(f"{given!r} is a preset and holds a single config. Leave out name={shown(name)}.")
             return PRESETS[given]
         if not isinstance(pretrained, str) or not given or _looks_like_path(given):
             raise FileNotFoundError(
-                f"There is no file or folder {_show(given)}. Give a folder that holds {CONFIG_NAME}, a JSON file, or a "
-                "Hub id such as 'user/repo'."
+                f"There is no file or folder {shown_path(given)}. Give a folder that holds {CONFIG_NAME}, a JSON file, "
+                "or a Hub id such as 'user/repo'."
             )
         return cls.from_json_file(_download(given, revision, hub_kwargs), name)
 
@@ -1016,21 +1040,32 @@ class SelfSpeculativeConfig:
             The path of the file.
 
         Raises:
-            ValueError: `folder` is a file, or `repo_id` or `push_kwargs` are given without `push_to_hub=True`.
+            ValueError: `folder` is a file or cannot be written to, or `repo_id` or `push_kwargs` are given without
+                `push_to_hub=True`.
         """
         if not push_to_hub and (repo_id is not None or push_kwargs):
             given = [*(["repo_id"] if repo_id is not None else []), *push_kwargs]
-            raise ValueError(
-                f"{_listed(given)} has an effect only when pushing. Add push_to_hub=True, or leave it out."
-            )
+            raise ValueError(f"{listed(given)} has an effect only when pushing. Add push_to_hub=True, or leave it out.")
         target = Path(os.path.expanduser(os.fspath(folder)))
-        if target.exists() and not target.is_dir():
+        if str(target).startswith("~"):
             raise ValueError(
-                f"save_pretrained needs a folder, but {str(target)!r} is a file. Give the folder it lies in."
+                f"{shown_path(target)} begins with the home folder of somebody who has none here. Give the whole path, "
+                "or put './' in front of a folder that is called so."
             )
-        target.mkdir(parents=True, exist_ok=True)
+        if os.path.exists(target) and not os.path.isdir(target):
+            raise ValueError(
+                f"save_pretrained needs a folder, but {shown_path(target)} is a file. Give the folder it lies in."
+            )
         path = target / CONFIG_NAME
-        write_whole(path, self.to_json_string())
+        content = self.to_json_string()
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content)
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            reason = clipped(getattr(error, "strerror", None) or error)
+            raise ValueError(
+                f"The config cannot be written into {shown_path(target)}: {reason}. Give another folder."
+            ) from error
         if push_to_hub:
             self.push_to_hub(repo_id if repo_id is not None else target.absolute().name, **push_kwargs)
         return path
@@ -1079,8 +1114,8 @@ def _precision(value: Any) -> PrecisionConfig | None:
     if isinstance(value, Mapping):
         return PrecisionConfig.from_dict(value)
     raise TypeError(
-        f"precision must be a PrecisionConfig, {_either(PRECISIONS)}, a dict of its fields, or None for the weights as "
-        f"loaded, but got {_show(value)}."
+        f"precision must be a PrecisionConfig, {either(PRECISIONS)}, a dict of its fields, or None for the weights as "
+        f"loaded, but got {shown(value)}."
     )
 
 
@@ -1095,7 +1130,7 @@ def _lookup(value: Any) -> LookupConfig | None:
         return LookupConfig.from_dict(value)
     raise TypeError(
         "lookup must be a LookupConfig, True, a dict of its fields, or None for no prompt lookup, but got "
-        f"{_show(value)}."
+        f"{shown(value)}."
     )
 
 
@@ -1124,12 +1159,15 @@ def _config_in(folder: str) -> str:
     if os.path.exists(path):
         return path
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"There is no folder {folder!r}. Check `subfolder`.")
-    others = sorted(entry for entry in os.listdir(folder) if entry.endswith(".json"))
-    found = f"; its JSON files are {_listed(others)}" if others else ""
+        raise FileNotFoundError(f"There is no folder {shown_path(folder)}. Check `subfolder`.")
+    try:
+        others = sorted(entry for entry in os.listdir(folder) if entry.endswith(".json"))
+    except OSError as error:
+        raise ValueError(f"The folder {shown_path(folder)} cannot be read: {error.strerror}.") from error
+    found = f"; its JSON files are {listed(others)}" if others else ""
     raise FileNotFoundError(
-        f"The folder {folder!r} holds no {CONFIG_NAME}{found}. Give the path of the JSON file itself, or write a "
-        "config there with save_pretrained."
+        f"The folder {shown_path(folder)} holds no {CONFIG_NAME}{found}. Give the path of the JSON file itself, or "
+        "write a config there with save_pretrained."
     )
 
 
@@ -1144,44 +1182,15 @@ def _download(repo_id: str, revision: str | None, hub_kwargs: Mapping[str, Any])
         errors.HFValidationError,
         errors.HfHubHTTPError,
         errors.OfflineModeIsEnabled,
+        OSError,  # of the cache's folder
     ) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        at = f" (revision {revision!r})" if revision is not None else ""
+        reason = clipped((str(error).strip().splitlines() or [type(error).__name__])[0], most=150)
+        at = f" (revision {shown(revision)})" if revision is not None else ""
         raise FileNotFoundError(
-            f"Found no config {_show(repo_id)}: there is no folder and no JSON file of that name here, it is no preset "
+            f"Found no config {shown(repo_id)}: there is no folder and no JSON file of that name here, it is no preset "
             f"({', '.join(PRESETS)}), and as a Hub id{at} it gave no {CONFIG_NAME}: {reason} Check the spelling; for "
             "the Hub, also the connection and, if the repository is private or gated, `token`."
         ) from error
-
-
-def _read_json(path: str) -> Any:
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"There is no file {path!r}. Check the path, or write one with save_pretrained."
-        ) from None
-    except IsADirectoryError:
-        raise ValueError(f"{path!r} is a folder, not a JSON file. Use from_pretrained for folders.") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path!r} is not a JSON file in UTF-8 ({error}). Save it as UTF-8 text.") from error
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}, column {error.colno}: malformed JSON ({error.msg}). Correct the file there."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} stands twice in one object. Keep one of the two.")
-    return data
 
 
 def _pretty(value: Any, indent: str = "") -> str:
@@ -1202,8 +1211,11 @@ def _choose(data: Any, name: str | None) -> Mapping[str, Any]:
     """The one config that is meant, out of a dict that may hold several keyed by model name."""
     if not isinstance(data, Mapping):
         raise TypeError(
-            f"A config is a JSON object (a dict), such as {{'attention': [3, 5], 'mlp': [6]}}, but got {_show(data)}."
+            f"A config is a JSON object (a dict), such as {{'attention': [3, 5], 'mlp': [6]}}, but got {shown(data)}."
         )
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be the name of a model in the config, but got {shown(name)}.")
+    MODELS.take("A config", data)
     # A dict of dicts without any key of ours, one of which has a skip set: the last condition keeps a misspelt key, as
     # in {"drafing": {…}} or {"precison": {"mlp": {…}}}, from passing for a model's name.
     several = (
@@ -1213,16 +1225,16 @@ def _choose(data: Any, name: str | None) -> Mapping[str, Any]:
     )
     if not several:
         if name is not None:
-            raise ValueError(f"This is a single config, not several keyed by model name. Leave out name={name!r}.")
+            raise ValueError(f"This is a single config, not several keyed by model name. Leave out name={shown(name)}.")
         return data
     if name is None:
         if len(data) > 1:
-            raise ValueError(f"There are configs for several models: {_listed(data)}. Choose one with name=….")
+            raise ValueError(f"There are configs for several models: {listed(data)}. Choose one with name=….")
         (entry,) = data.values()
     elif name in data:
         entry = data[name]
     else:
-        raise ValueError(f"There is no config named {_show(name)}; there are {_listed(data)}.{_close(name, data)}")
+        raise ValueError(f"There is no config named {shown(name)}; there are {listed(data)}.{close(name, data)}")
     chosen: Mapping[str, Any] = entry
     return chosen
 
@@ -1234,7 +1246,7 @@ def _has_layers(entry: Mapping[str, Any]) -> bool:
 def _without_version(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if "format_version" not in data:
         return data
-    version = _integer("format_version", data["format_version"], minimum=1)
+    version = VERSION_NUMBER.check("format_version", data["format_version"])
     if version > FORMAT_VERSION:
         raise ValueError(
             f"The config is in format_version {version}, but this ssd_generation reads up to {FORMAT_VERSION}. Update "
@@ -1248,7 +1260,7 @@ def _checked(cls: type[Any], data: Any, what: str) -> dict[str, Any]:
     names = tuple(f.name for f in fields(cls))
     if not isinstance(data, Mapping):
         raise TypeError(
-            f"{what} must be a JSON object (a dict) with keys of {', '.join(names)}, but got {_show(data)}."
+            f"{what} must be a JSON object (a dict) with keys of {', '.join(names)}, but got {shown(data)}."
         )
     _check_keys(data, names, what)
     return dict(data)
@@ -1258,8 +1270,8 @@ def _check_keys(data: Mapping[str, Any], allowed: Sequence[str], what: str, alia
     for key in data:
         if key not in allowed and key not in aliases:
             raise ValueError(
-                f"Unknown key {_show(key)} in {what}; allowed are {_listed(allowed)}."
-                f"{_close(key, (*allowed, *aliases))}"
+                f"Unknown key {shown(key)} in {what}; allowed are {listed(allowed, most=20)}."
+                f"{close(key, (*allowed, *aliases))}"
             )
 
 
@@ -1268,74 +1280,24 @@ def _check_keys(data: Mapping[str, Any], allowed: Sequence[str], what: str, alia
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _integer(name: str, value: Any, minimum: int) -> int:
-    number = _index(value)
-    if number is None:
-        raise TypeError(f"{name} must be an integer, at least {minimum}, but got {_show(value)}.")
-    if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, but got {_show(number)}. Choose a larger number.")
-    return number
-
-
-def _index(value: Any) -> int | None:
-    """An integer of whatever library as an int; None for anything else, bools (numpy's and torch's too) among it."""
-    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, but got {_show(value)}.")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is too large for a float: {_show(value)}. Choose a smaller number.") from None
-
-
-def _share(name: str, value: Any, maximum: float = 1.0) -> float:
-    share = _number(name, value)
-    if not 0.0 <= share <= maximum:
-        raise ValueError(
-            f"{name} must lie between 0 and {maximum:g}, but got {_show(value)}. Choose a value in that range."
-        )
-    return share
-
-
-def _seconds(name: str, value: Any) -> float:
-    seconds = _number(name, value)
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError(
-            f"{name} must be a positive, finite number of seconds, but got {_show(value)}. Measure it again."
-        )
-    return seconds
-
-
 def _layers(kind: str, value: Any) -> tuple[int, ...]:
     try:
-        entries = None if isinstance(value, (str, bytes, Mapping)) else list(value)
+        entries = None if isinstance(value, (str, bytes, Mapping)) else LAYERS.take(kind, value)
     except TypeError:
         entries = None
     if entries is None:
         raise TypeError(
-            f"{kind} must be a sequence of layer numbers, such as [3, 5] ([] to skip none), but got {_show(value)}."
+            f"{kind} must be a sequence of layer numbers, such as [3, 5] ([] to skip none), but got {shown(value)}."
         )
     layers: list[int] = []
     for entry in entries:
-        layer = _index(entry)
+        layer = index_of(entry)
         if layer is None:
             raise TypeError(
-                f"{kind} has {_show(entry)}, which is not an integer. Give the numbers of the layers to skip, counted "
+                f"{kind} has {shown(entry)}, which is not an integer. Give the numbers of the layers to skip, counted "
                 "from 0."
             )
-        if layer < 0:
-            raise ValueError(
-                f"{kind} has the negative layer {layer}. Layers are counted from 0; give the number itself."
-            )
-        layers.append(layer)
+        layers.append(_layer(kind, layer))
     layers.sort()
     for layer, following in pairwise(layers):
         if layer == following:
@@ -1343,13 +1305,24 @@ def _layers(kind: str, value: Any) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def _layer(kind: str, layer: int) -> int:
+    if layer < 0:
+        raise ValueError(
+            f"{kind} has the negative layer {shown(layer)}. Layers are counted from 0; give the number itself."
+        )
+    last = NUM_LAYERS.most - 1
+    if layer > last:
+        raise ValueError(f"{kind} has layer {shown(layer)}, but layers are counted from 0 to {last:,} at the most.")
+    return layer
+
+
 def _check_precision(name: str, value: Any) -> None:
     if value is None or (isinstance(value, str) and value in PRECISIONS):
         return
-    message = f"{name} must be {_either(PRECISIONS)}, or None for the weights as loaded, but got {_show(value)}."
+    message = f"{name} must be {either(PRECISIONS)}, or None for the weights as loaded, but got {shown(value)}."
     if not isinstance(value, str):
         raise TypeError(message)
-    raise ValueError(message + _close(value, PRECISIONS))
+    raise ValueError(message + close(value, PRECISIONS))
 
 
 def _exceptions(kind: str, value: Any) -> _FrozenMapping[int, str | None]:
@@ -1357,47 +1330,22 @@ def _exceptions(kind: str, value: Any) -> _FrozenMapping[int, str | None]:
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{kind} must map layers to precisions, such as {{3: 'int8', 5: None}} ({{}} for no exceptions), but got "
-            f"{_show(value)}."
+            f"{shown(value)}."
         )
     precisions: dict[int, str | None] = {}
-    for key, precision in value.items():
-        layer = int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key) else _index(key)
+    for key, precision in LAYERS.take(kind, value.items()):
+        layer = int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key) else index_of(key)
         if layer is None:
             raise TypeError(
-                f"{kind} has the layer {_show(key)}, which is not an integer. Give the numbers of the layers, counted "
+                f"{kind} has the layer {shown(key)}, which is not an integer. Give the numbers of the layers, counted "
                 "from 0."
             )
-        if layer < 0:
-            raise ValueError(
-                f"{kind} has the negative layer {layer}. Layers are counted from 0; give the number itself."
-            )
+        layer = _layer(kind, layer)
         if layer in precisions:
             raise ValueError(f"{kind} has layer {layer} more than once. Name each layer once, counted from 0.")
         _check_precision(f"The precision of {kind} {layer}", precision)
         precisions[layer] = precision
     return _FrozenMapping(dict(sorted(precisions.items())))
-
-
-def _show(value: Any) -> str:
-    """A value as a message shows it: short."""
-    try:
-        text = repr(value)
-    except Exception:  # such as an integer with more digits than Python prints
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}…"
-
-
-def _listed(values: Iterable[Any]) -> str:
-    return ", ".join(_show(value) for value in values)
-
-
-def _either(values: Sequence[Any]) -> str:
-    return f"{_listed(values[:-1])} or {_show(values[-1])}"
-
-
-def _close(word: Any, allowed: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1467,5 +1415,5 @@ PRESETS: Mapping[str, SelfSpeculativeConfig] = MappingProxyType(
 
 def _preset(name: str) -> SelfSpeculativeConfig:
     if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(f"There is no preset {_show(name)}; there are {_listed(PRESETS)}.{_close(name, PRESETS)}")
+        raise ValueError(f"There is no preset {shown(name)}; there are {listed(PRESETS)}.{close(name, PRESETS)}")
     return PRESETS[name]

@@ -8,6 +8,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .bounds import DRAFT_LENGTH, SHARE, Number, shown
+
 __all__ = [
     "NO_MATCH",
     "ConfidencePolicy",
@@ -141,11 +143,11 @@ class FixedPolicy(DraftPolicy):
     """Always the same draft length; where lookup has a match, that is the draft instead.
 
     Args:
-        length: tokens per round, ≥ 1.
+        length: tokens per round, 1 to 128.
     """
 
     def __init__(self, length: int) -> None:
-        self.length = _at_least_one(length)
+        self.length = DRAFT_LENGTH.check("The draft length", length)
 
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
         return 0 if match.tokens else min(self.length, limit)
@@ -160,7 +162,7 @@ class ConfidencePolicy(DraftPolicy):
     nothing is learnt from it.
 
     Args:
-        max_length: the most tokens per round, ≥ 1.
+        max_length: the most tokens per round, 1 to 128.
         threshold: γ at the start, in [0, 1].
         target_acceptance: α, the acceptance rate aimed at, in [0, 1].
         acceptance_smoothing: β1, in [0, 1].
@@ -179,7 +181,7 @@ class ConfidencePolicy(DraftPolicy):
         threshold_smoothing: float = 0.9,
         step: float = 0.01,
     ) -> None:
-        self.max_length = _at_least_one(max_length)
+        self.max_length = DRAFT_LENGTH.check("The draft length", max_length)
         self.threshold = threshold
         self.target_acceptance = target_acceptance
         self.acceptance_smoothing = acceptance_smoothing
@@ -222,9 +224,9 @@ class ConfidencePolicy(DraftPolicy):
 
     def load_state(self, snapshot: Mapping[str, Any]) -> None:
         _check_snapshot(snapshot, ("threshold", "acceptance"))
-        threshold = _share("threshold", snapshot["threshold"])
+        threshold = SHARE.check("threshold", snapshot["threshold"])
         acceptance = snapshot["acceptance"]
-        self.acceptance = None if acceptance is None else _share("acceptance", acceptance)
+        self.acceptance = None if acceptance is None else SHARE.check("acceptance", acceptance)
         self.threshold = threshold
 
 
@@ -375,10 +377,10 @@ class CostAwarePolicy(DraftPolicy):
 
     Args:
         costs: a `Costs` (any object with `plain_step`, `draft_step` and `verify`, in seconds).
-        max_length: the most tokens self-drafted per round, ≥ 1.
+        max_length: the most tokens self-drafted per round, 1 to 128.
         prior: acceptance by depth before anything was seen, each in [0, 1], the last standing for all further ones.
-        exploration: largest share of the time to spend on trying again what had stopped to pay, ≥ 0. With 0, what could
-            not pay its way is never tried again.
+        exploration: largest share of the time to spend on trying again what had stopped to pay, in [0, 1]. With 0, what
+            could not pay its way is never tried again.
         self_drafts: whether there is a draft besides lookup.
         lookup: whether there is prompt lookup.
         use_confidence: whether to ask for the draft's probabilities. On an accelerator reading them costs a
@@ -401,13 +403,12 @@ class CostAwarePolicy(DraftPolicy):
         use_confidence: bool = True,
         prior_is_measured: bool = False,
     ) -> None:
-        self.max_length = _at_least_one(max_length)
+        self.max_length = DRAFT_LENGTH.check("The draft length", max_length)
         if not prior:
             raise ValueError("The prior needs the acceptance of at least one depth, but is empty.")
-        priors = [min(max(_share("A prior acceptance", a), 0.01), 0.995) for a in prior]
-        if not 0.0 <= exploration <= 1.0:
-            raise ValueError(f"exploration must lie between 0 and 1, but got {exploration}.")
-        self.exploration = exploration
+        # What is beyond the longest draft is never asked for.
+        priors = [min(max(SHARE.check("A prior acceptance", a), 0.01), 0.995) for a in prior[: self.max_length]]
+        self.exploration = SHARE.check("exploration", exploration)
         self.self_drafts = self_drafts
         self.lookup = lookup
         self.needs_probability = self_drafts and use_confidence
@@ -791,7 +792,7 @@ class CostAwarePolicy(DraftPolicy):
             [_counts("lookups", entry) for entry in _list("lookups", places, len(_LOOKUP_PRIOR[0]))]
             for places in _list("lookups", snapshot["lookups"], len(_LOOKUP_PRIOR))
         ]
-        matches = [_amount("matches", entry) for entry in _list("matches", snapshot["matches"], 5)]
+        matches = [_AMOUNT.check("matches", entry) for entry in _list("matches", snapshot["matches"], 5)]
         if not sum(matches):
             raise ValueError("matches must not be all 0. Start without this snapshot.")
         accounts = []
@@ -799,13 +800,13 @@ class CostAwarePolicy(DraftPolicy):
             balance, savings, wait, waited = _list(name, snapshot[name], 4)
             accounts.append(
                 _Account(
-                    _amount(name, balance, minimum=-math.inf),
-                    min(_amount(name, savings), _MOST_SAVED),
-                    min(int(_amount(name, wait)), _LONGEST_WAIT),
-                    int(_amount(name, waited)),
+                    _BALANCE.check(name, balance),
+                    min(_AMOUNT.check(name, savings), _MOST_SAVED),
+                    min(int(_AMOUNT.check(name, wait)), _LONGEST_WAIT),
+                    int(_AMOUNT.check(name, waited)),
                 )
             )
-        rounds = int(_amount("rounds", snapshot["rounds"]))
+        rounds = int(_AMOUNT.check("rounds", snapshot["rounds"]))
         # Another longest draft is no obstacle: depths beyond it are dropped, missing ones have seen nothing.
         missing = self.max_length - len(depths)
         self._depths = depths[: self.max_length] + [[0.0, 0.0] for _ in range(missing)]
@@ -835,51 +836,32 @@ def _verify_costs(costs: Any, count: int) -> list[float]:
     return values
 
 
-def _at_least_one(length: int) -> int:
-    if length < 1:
-        raise ValueError(f"The draft length must be at least 1, but got {length}.")
-    return length
-
-
-def _share(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number between 0 and 1, but got {value!r}.")
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} must lie between 0 and 1, but got {value}.")
-    return float(value)
-
-
-# Snapshots may come from a file.
+# Snapshots may come from a file. What was counted or saved stays far below:
+_AMOUNT = Number(0, 1e12)
+_BALANCE = Number(-1e12, 1e12)
 
 
 def _check_snapshot(snapshot: Any, keys: tuple[str, ...]) -> None:
     if not isinstance(snapshot, Mapping):
-        raise TypeError(f"A snapshot of a draft-length policy is a dict, but got {snapshot!r}.")
+        raise TypeError(f"A snapshot of a draft-length policy is a dict, but got {shown(snapshot)}.")
     if set(snapshot) != set(keys):
         raise ValueError(
             f"A snapshot of this draft-length policy has the keys {sorted(keys)}, but got "
-            f"{sorted(map(str, snapshot))}. Take it from a policy of the same kind."
+            f"{shown(list(snapshot), 200)}. Take it from a policy of the same kind."
         )
 
 
 def _list(name: str, value: Any, length: int | None = None) -> list[Any]:
     if not isinstance(value, list | tuple) or length not in (None, len(value)):
         expected = "a list" if length is None else f"a list of {length}"
-        raise ValueError(f"{name} must be {expected}, but got {value!r}.")
+        raise ValueError(f"{name} must be {expected}, but got {shown(value)}.")
     return list(value)
 
 
-def _amount(name: str, value: Any, minimum: float = 0.0) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= minimum
-    if not good:
-        raise ValueError(f"{name} must hold finite numbers{', ≥ 0' if minimum == 0 else ''}, but got {value!r}.")
-    return float(value)
-
-
 def _counts(name: str, value: Any) -> list[float]:
-    seen, accepted = (_amount(name, number) for number in _list(name, value, 2))
+    seen, accepted = (_AMOUNT.check(name, number) for number in _list(name, value, 2))
     if accepted > seen:
-        raise ValueError(f"{name} must hold pairs (seen, accepted ≤ seen), but got {value!r}.")
+        raise ValueError(f"{name} must hold pairs (seen, accepted ≤ seen), but got {shown(value)}.")
     return [seen, accepted]
 
 
@@ -927,4 +909,6 @@ def make_policy(
         return FixedPolicy(drafting.max_draft_length)
     if drafting.policy == "none":
         return NoDraftPolicy()
-    raise ValueError(f"Unknown draft-length policy {drafting.policy!r}; use 'cost', 'confidence', 'fixed' or 'none'.")
+    raise ValueError(
+        f"Unknown draft-length policy {shown(drafting.policy)}; use 'cost', 'confidence', 'fixed' or 'none'."
+    )

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -19,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
 from .automatic import DRAFT_MEMORY, automatic_config, check_budget
+from .bounds import clipped, shown
 from .cache import add_spare_room, drop_spare_room
 from .candidate_generator import SelfSpeculativeCandidateGenerator
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
@@ -469,9 +469,9 @@ def _resolve(
             return automatic_config(model, text, DRAFT_MEMORY if draft_memory is None else draft_memory)
         finally:
             _CALL.reset(token)
-    if isinstance(request, str) and not Path(request).exists():
+    if isinstance(request, str) and not os.path.exists(request):
         if request.strip().lower() == "auto":
-            raise ValueError(f'`self_speculative={request!r}` is written in small letters: "auto".')
+            raise ValueError(f'`self_speculative={shown(request)}` is written in small letters: "auto".')
         if request in PRECISIONS:
             raise ValueError(
                 f"`self_speculative={request!r}` is a precision, not a config. Pass `SelfSpeculativeConfig(precision="
@@ -486,8 +486,16 @@ def _resolve(
 def _stored(model: PreTrainedModel, generation_config: GenerationConfig | None) -> SelfSpeculativeRequest:
     for source in (generation_config, model.generation_config):
         stored = getattr(source, "self_speculative", None)
-        if stored is not None and stored is not True:
+        if stored is None or stored is True:
+            continue
+        # It came with the model, maybe a stranger's: a path there would have a file of this machine opened and parsed.
+        is_config = isinstance(stored, (SelfSpeculativeConfig, SkipConfig, Mapping))
+        if is_config or (isinstance(stored, str) and stored == "auto"):
             return stored  # type: ignore[no-any-return]
+        raise TypeError(
+            '`generation_config.self_speculative` holds the config itself, as its `to_dict()`, or "auto", but got '
+            f"{shown(stored)}. Store one with `enable_self_speculative(model, default=…)`, which takes a path too."
+        )
     raise ValueError(
         "`self_speculative=True` uses the default stored with the model, but "
         "`model.generation_config.self_speculative` is not set. Store one with "
@@ -506,7 +514,7 @@ def _read(request: SelfSpeculativeRequest) -> SelfSpeculativeConfig:
         return SelfSpeculativeConfig.from_pretrained(request)
     raise TypeError(
         "`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, 'auto' or True, "
-        f"but got {type(request).__name__} ({request!r})."
+        f"but got {clipped(type(request).__name__, 80)} ({shown(request)})."
     )
 
 

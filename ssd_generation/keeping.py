@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .bounds import clipped
 from .files import write_whole
 from .models import default_cache_dir
+from .reading import MEASUREMENT, read_json
 from .sublayers import mesh_of
 
 __all__ = ["Unsteady", "agreed", "kept", "settled", "unless_busy", "was_unsteady"]
@@ -79,8 +81,7 @@ def kept(
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
     if not again and key in memory:
         return memory[key]
-    path = default_cache_dir() / "costs" / f"{key}.json"
-    result = agreed(model, None if again else _read(path, use))
+    result = agreed(model, None if again else _read(key, use))
     if result is None:
         measured = measure()
         result, is_unsteady = agreed(model, (settled(measured), isinstance(measured, Unsteady)))
@@ -88,7 +89,7 @@ def kept(
             _UNSTEADY.add(model)
             logger.info("The machine is busy: what was measured holds for this process only.")
         else:
-            _write(path, {"described": described, "result": result})
+            _write(key, {"described": described, "result": result})
     memory[key] = result
     return result
 
@@ -104,23 +105,32 @@ def agreed(model: nn.Module, answer: Any) -> Any:
     return answers[0]
 
 
-def _read(path: Path, use: Callable[[Any], Any] | None) -> Any:
+def _file(key: str) -> Path:
+    return default_cache_dir() / "costs" / f"{key}.json"
+
+
+def _read(key: str, use: Callable[[Any], Any] | None) -> Any:
+    """What the disk has; None where that is nothing, or nothing that can be used."""
+    file: object = f"{key}.json"
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))["result"]
+        file = _file(key)
+        result = read_json(file, MEASUREMENT)["result"]
         if use is not None:
             use(result)
         return result
     except FileNotFoundError:
         return None
-    except (OSError, AttributeError, TypeError, LookupError, ValueError) as error:
-        logger.warning("What was measured, in %s, cannot be read (%s); measuring again.", path, error)
+    except Exception as error:  # whatever stands there: `use` may fail on it in any way
+        logger.warning("What was measured, in %s, cannot be read (%s); measuring again.", file, clipped(error))
         return None
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(key: str, content: Any) -> None:
     """Whole or not at all; a directory that cannot be written to costs a measurement next time, nothing more."""
+    file: object = f"{key}.json"
     try:
+        file = path = _file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content, indent=1, default=str))
-    except OSError as error:
-        logger.warning("What was measured could not be kept in %s: %s", path, error)
+    except (OSError, ValueError) as error:
+        logger.warning("What was measured could not be kept in %s: %s", file, clipped(error))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .bounds import DRAFT_LENGTH, NGRAM
+
 __all__ = ["NGramIndex"]
 
 
@@ -16,20 +18,20 @@ class NGramIndex:
     n-gram is enough. Adding a token costs O(`max_ngram`); memory is at most `max_ngram` entries per token of text.
 
     Args:
-        max_ngram: the longest n-gram looked for, ≥ 1.
+        max_ngram: the longest n-gram looked for, 1 to 16.
         min_ngram: the shortest, 1 to `max_ngram`.
-        max_tokens: the most tokens that `find` returns, ≥ 1.
+        max_tokens: the most tokens that `find` returns, 1 to 128.
 
     Raises:
+        TypeError: a number that is not an integer.
         ValueError: a number out of range.
     """
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 1, max_tokens: int = 12) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise ValueError(f"n-grams need 1 ≤ min_ngram ≤ max_ngram, but got {min_ngram} and {max_ngram}.")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, but got {max_tokens}.")
-        self.max_tokens = max_tokens
+        max_ngram, min_ngram = NGRAM.check("max_ngram", max_ngram), NGRAM.check("min_ngram", min_ngram)
+        if min_ngram > max_ngram:
+            raise ValueError(f"n-grams need min_ngram ≤ max_ngram, but got {min_ngram} and {max_ngram}.")
+        self.max_tokens = DRAFT_LENGTH.check("max_tokens", max_tokens)
         self._lengths = range(max_ngram, min_ngram - 1, -1)
         self._text: list[int] = []
         # Per length: n-gram → where the most recent one ends (the position behind its last token). A followed one.

@@ -245,12 +245,21 @@ def default_cache_dir() -> Path:
 
     `$SSD_GENERATION_CACHE`, else `ssd_generation` under `%LOCALAPPDATA%` (Windows) or under `$XDG_CACHE_HOME`, else
     `~/.cache/ssd_generation`.
+
+    Raises:
+        ValueError: that lies in a home folder, and there is none.
     """
-    if own := os.environ.get("SSD_GENERATION_CACHE"):
-        return Path(own).expanduser()
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative path.
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    try:
+        if own := os.environ.get("SSD_GENERATION_CACHE"):
+            return Path(own).expanduser()
+        # The XDG specification says to ignore a relative path.
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ValueError(
+            "There is no home folder to keep files in. Name another folder with the environment variable "
+            "SSD_GENERATION_CACHE, by its whole path."
+        ) from error
     return root / "ssd_generation"
 
 

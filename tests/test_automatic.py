@@ -194,14 +194,22 @@ def test_a_model_that_cannot_be_copied_drafts_by_lookup() -> None:
         (-0.1, ValueError),
         (float("nan"), ValueError),
         (float("inf"), ValueError),
+        (10**400, ValueError),
+        (101, ValueError),
         (True, TypeError),
         ("0.3", TypeError),
         ([0.3], TypeError),
+        ("0" * 10**6, TypeError),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_bad_budgets(model: Any, request_: Any, share: Any, error: Any) -> None:
-    with pytest.raises(error, match=r"draft_memory must be a"):
+    words = "draft_memory must be a share of the weights' bytes between 0 and 100, but got"
+    with pytest.raises(error, match=words) as caught:
         model.generate(prompt(9), max_new_tokens=3, self_speculative=request_, draft_memory=share)
+    assert len(str(caught.value)) < 300
+    with pytest.raises(error, match=words):
+        automatic_choice(model, None, share)
     assert model.generate(prompt(9), max_new_tokens=3).shape == (1, 12)
 
 
@@ -273,10 +281,19 @@ RUINED: list[Any] = [
     b'{"result": {"precision": "int8", "acceptance": NaN, "tried": {}}}',
     b'{"result": {"precision": "int8", "acceptance": 0.5, "tried": {"int8": 1}}}',
     b'{"result": {"acceptance": 0.5}}',
+    b"[" * 100_000,
+    b'{"result": ' + b"9" * 400 + b"}",
+    b'{"result": {"precision": ["int8"], "acceptance": 0.5, "tried": {}}}',
+    b'{"result": {"precision": "int8", "acceptance": true, "tried": {}}}',
+    b'{"result": {"precision": "int8", "acceptance": 1e300, "tried": {}}}',
+    b'{"result": {"precision": "int8", "acceptance": 0.5, "tried": {"int8": {"speedup": "fast"}}}}',
+    b'{"result": {"precision": "int8", "acceptance": 0.5, "tried": {"int8": {"speedup": true}}}}',
+    b'{"result": {"precision": "int8", "acceptance": 0.5, "tried": {"int8": {"speedup": -1e300}}}}',
+    b" " * (2**20 + 1),
 ]
 
 
-@pytest.mark.parametrize("content", RUINED)
+@pytest.mark.parametrize("content", RUINED, ids=lambda content: content[:80])
 def test_a_ruined_choice_is_made_again(
     model: Any, cache: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
@@ -292,6 +309,66 @@ def test_a_ruined_choice_is_made_again(
         assert [
             record for record in caplog.records if "measuring again" in record.message and str(file) in record.message
         ]
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "round", "folder", "pipe instead of the folder"])
+def test_a_cache_of_other_things_than_files(
+    model: Any, cache: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    first = automatic_config(model, prompt(20))
+    (file,) = files(cache)
+    file.unlink()
+    if what == "pipe":
+        os.mkfifo(file)
+    elif what == "device":
+        file.symlink_to("/dev/zero")
+    elif what == "round":
+        file.symlink_to(file)
+    elif what == "folder":
+        file.mkdir()
+    else:
+        file.parent.rmdir()
+        os.mkfifo(file.parent)
+    keeping._MEMORY.clear()
+    with caplog.at_level(logging.WARNING):
+        assert automatic_config(made(), prompt(20)) == first
+    assert any(str(file) in record.message for record in caplog.records)
+    if "folder" not in what:
+        assert "result" in json.loads(file.read_text())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the homes of other systems")
+@pytest.mark.parametrize("own", ["", "~/cache", "~nosuchuser/cache"])
+def test_without_a_home_folder(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own: str
+) -> None:
+    expected = automatic_config(model, prompt(20))
+    monkeypatch.setenv("SSD_GENERATION_CACHE", own)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is neither $HOME nor an entry
+    keeping._MEMORY.clear()
+    with caplog.at_level(logging.WARNING):
+        assert automatic_config(made(), prompt(20)) == expected
+    said = [record.message for record in caplog.records]
+    assert any("measuring again" in message and "no home folder" in message for message in said)
+    assert any("could not be kept" in message and "SSD_GENERATION_CACHE" in message for message in said)
+
+
+def test_whatever_the_use_of_an_answer_stumbles_over_it_is_measured_again(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = iter(range(9))
+    assert kept(model, {"a": 1}, lambda: next(answers)) == 0
+    for error in (RecursionError(), OverflowError("x" * 10**6), AssertionError("\x1b[2J"), RuntimeError()):
+
+        def stumble(answer: Any, error: Exception = error) -> None:
+            raise error
+
+        keeping._MEMORY.clear()
+        with caplog.at_level(logging.WARNING):
+            assert kept(model, {"a": 1}, lambda: next(answers), use=stumble) > 0
+    assert len(caplog.records) == 4
+    assert all(len(record.message) < 500 and record.message.isprintable() for record in caplog.records)
 
 
 @pytest.mark.measures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,58 @@ def test_requests(model: PreTrainedModel, request_: Any, error: Any, message: st
 def test_true_without_a_default(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"enable_self_speculative\(model, default=config\)"):
         generate(model, True)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    ["secrets.json", Path("secrets.json"), "user/repo", "llama-2-13b", "AUTO", False, 3, ["x" * 10**6]],
+    ids=lambda stored: str(stored)[:20],
+)
+def test_a_default_that_is_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secrets.json").write_text('{"password": "1234"}')
+    model: Any = enable_self_speculative(tiny_model())
+    model.generation_config.self_speculative = stored
+    with pytest.raises(
+        TypeError, match=r"self_speculative` holds the config itself.*to_dict.*\(model, default="
+    ) as caught:
+        generate(model, True)
+    assert "password" not in str(caught.value) and len(str(caught.value)) < 400
+    for good in (SKIP, SKIP.to_dict(), SelfSpeculativeConfig(SKIP)):
+        model.generation_config.self_speculative = good
+        assert generate(model, True).shape[0] == 1
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "~nosuchuser/x", "round/x", "pipe", "folder", "a\0b", "n/" * 3000])
+def test_paths_that_lead_nowhere(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    os.mkfifo("folder/self_speculative_config.json")
+    Path("round").symlink_to("round")
+    for request in (name, Path(name)):
+        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+            generate(model, request)
+        assert type(caught.value) in (ValueError, FileNotFoundError) and len(str(caught.value)) < 600
+
+
+class Huge:
+    def __repr__(self) -> str:
+        return "x" * 10**6
+
+
+class Failing:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("request_", [Huge(), Failing(), type("y" * 10**5, (), {})()], ids=["huge", "failing", "long"])
+def test_requests_of_any_class(model: PreTrainedModel, request_: Any) -> None:
+    with pytest.raises(TypeError, match="must be a SelfSpeculativeConfig") as caught:
+        generate(model, request_)
+    assert len(str(caught.value)) < 400
 
 
 def test_a_file_that_is_not_json(model: PreTrainedModel, tmp_path: Path) -> None:

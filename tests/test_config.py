@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pickle
 import platform
 import re
+import socket
 import stat
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,31 +143,32 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
             "use 'cost', 'confidence', 'fixed' or 'none'. Did you mean 'confidence'?",
         ),
         ({"policy": None}, TypeError, "'cost', 'confidence', 'fixed' or 'none', but got None"),
-        ({"max_draft_length": 0}, ValueError, "max_draft_length must be at least 1, but got 0"),
+        ({"max_draft_length": 0}, ValueError, "max_draft_length must be an integer from 1 to 128, but got 0"),
         ({"max_draft_length": -3}, ValueError, "but got -3"),
-        ({"max_draft_length": 2.0}, TypeError, "must be an integer, at least 1, but got 2.0"),
+        ({"max_draft_length": 129}, ValueError, "must be an integer from 1 to 128, but got 129"),
+        ({"max_draft_length": 2.0}, TypeError, "must be an integer from 1 to 128, but got 2.0"),
         ({"max_draft_length": True}, TypeError, "but got True"),
-        ({"threshold": 1.01}, ValueError, "threshold must lie between 0 and 1, but got 1.01"),
+        ({"threshold": 1.01}, ValueError, "threshold must be a number between 0 and 1, but got 1.01"),
         ({"threshold": float("nan")}, ValueError, "but got nan"),
-        ({"target_acceptance": -0.1}, ValueError, "target_acceptance must lie between 0 and 1, but got -0.1"),
-        ({"acceptance_smoothing": 2}, ValueError, "acceptance_smoothing must lie between 0 and 1"),
-        ({"threshold_smoothing": float("inf")}, ValueError, "threshold_smoothing must lie between 0 and 1"),
-        ({"threshold_step": -1}, ValueError, "threshold_step must lie between 0 and 1"),
-        ({"threshold": "0.5"}, TypeError, "threshold must be a number, but got '0.5'"),
-        ({"threshold": True}, TypeError, "threshold must be a number, but got True"),
-        ({"threshold": None}, TypeError, "threshold must be a number, but got None"),
-        ({"threshold": 10**400}, ValueError, "too large"),
+        ({"target_acceptance": -0.1}, ValueError, "target_acceptance must be a number between 0 and 1, but got -0.1"),
+        ({"acceptance_smoothing": 2}, ValueError, "acceptance_smoothing must be a number between 0 and 1"),
+        ({"threshold_smoothing": float("inf")}, ValueError, "threshold_smoothing must be a number between 0 and 1"),
+        ({"threshold_step": -1}, ValueError, "threshold_step must be a number between 0 and 1"),
+        ({"threshold": "0.5"}, TypeError, "threshold must be a number between 0 and 1, but got '0.5'"),
+        ({"threshold": True}, TypeError, "threshold must be a number between 0 and 1, but got True"),
+        ({"threshold": None}, TypeError, "threshold must be a number between 0 and 1, but got None"),
+        ({"threshold": 10**400}, ValueError, "threshold must be a number between 0 and 1, but got 1000"),
         ({"acceptance": 0.9}, TypeError, "a sequence of probabilities, such as [0.9, 0.85] (() for the default), but"),
         ({"acceptance": {0.9, 0.8}}, TypeError, "acceptance must be a sequence"),
         ({"acceptance": {1: 0.9}}, TypeError, "acceptance must be a sequence"),
         ({"acceptance": "0.9"}, TypeError, "acceptance must be a sequence"),
         ({"acceptance": None}, TypeError, "acceptance must be a sequence"),
-        ({"acceptance": [0.9, "0.8"]}, TypeError, "drafted token 2 must be a number, but got '0.8'"),
-        ({"acceptance": [0.9, 1.5]}, ValueError, "drafted token 2 must lie between 0 and 1, but got 1.5"),
-        ({"acceptance": [float("nan")]}, ValueError, "drafted token 1 must lie between 0 and 1, but got nan"),
-        ({"exploration": 0.51}, ValueError, "exploration must lie between 0 and 0.5, but got 0.51"),
-        ({"exploration": -0.01}, ValueError, "exploration must lie between 0 and 0.5, but got -0.01"),
-        ({"exploration": False}, TypeError, "exploration must be a number, but got False"),
+        ({"acceptance": [0.9, "0.8"]}, TypeError, "drafted token 2 must be a number between 0 and 1, but got '0.8'"),
+        ({"acceptance": [0.9, 1.5]}, ValueError, "drafted token 2 must be a number between 0 and 1, but got 1.5"),
+        ({"acceptance": [float("nan")]}, ValueError, "drafted token 1 must be a number between 0 and 1, but got nan"),
+        ({"exploration": 0.51}, ValueError, "exploration must be a number between 0 and 0.5, but got 0.51"),
+        ({"exploration": -0.01}, ValueError, "exploration must be a number between 0 and 0.5, but got -0.01"),
+        ({"exploration": False}, TypeError, "exploration must be a number between 0 and 0.5, but got False"),
         ({"carry_state": 1}, TypeError, "carry_state must be True, False or None, but got 1"),
     ],
 )
@@ -209,22 +213,31 @@ def test_the_policies_of_a_set_length_can_be_made(policy: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"plain_step": 0.0}, ValueError, "plain_step must be a positive, finite number of seconds, but got 0.0"),
+        (
+            {"plain_step": 0.0},
+            ValueError,
+            "plain_step must be a number of seconds between 1e-9 and 1e6, but got 0.0",
+        ),
+        ({"plain_step": 5e-324}, ValueError, "but got 5e-324. Measure it again."),
         ({"plain_step": float("inf")}, ValueError, "but got inf"),
-        ({"draft_step": -1}, ValueError, "draft_step must be a positive"),
+        ({"draft_step": -1}, ValueError, "draft_step must be a number of seconds between 1e-9 and 1e6, but got -1"),
         ({"draft_step": float("nan")}, ValueError, "but got nan"),
-        ({"draft_step": "0.1"}, TypeError, "draft_step must be a number, but got '0.1'"),
+        (
+            {"draft_step": "0.1"},
+            TypeError,
+            "must be a number of seconds between 1e-9 and 1e6, but got '0.1'",
+        ),
         ({"verify": []}, ValueError, "empty"),
         ({"verify": 0.1}, TypeError, "(tokens, seconds) pairs"),
         ({"verify": {1: 0.1}}, TypeError, "(tokens, seconds) pairs"),
         ({"verify": [0.1]}, TypeError, "it has 0.1"),
         ({"verify": [(1, 0.1, 2)]}, ValueError, "it has (1, 0.1, 2)"),
-        ({"verify": [(0, 0.1)]}, ValueError, "token count in verify must be at least 1, but got 0"),
+        ({"verify": [(0, 0.1)]}, ValueError, "token count in verify must be an integer from 1 to 1,000,000, but got 0"),
         ({"verify": [(1.0, 0.1)]}, TypeError, "token count in verify must be an integer"),
         ({"verify": [(2, 0.1), (2, 0.2)]}, ValueError, "2 comes after 2"),
         ({"verify": [(2, 0.1), (1, 0.2)]}, ValueError, "1 comes after 2"),
-        ({"verify": [(4, 0.0)]}, ValueError, "time of verifying 4 tokens must be a positive"),
-        ({"measured_on": 2}, TypeError, "measured_on must be a string or None, but got 2"),
+        ({"verify": [(4, 0.0)]}, ValueError, "time of verifying 4 tokens must be a number of seconds between"),
+        ({"measured_on": 2}, TypeError, "measured_on must be a string of at most 300 characters, but got 2"),
     ],
 )
 def test_bad_costs_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -255,7 +268,7 @@ def test_the_time_of_a_verify_pass_that_was_not_measured(
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "2"])
 def test_a_verify_pass_over_no_tokens_has_no_time(tokens: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"tokens must be .*at least 1, but got {tokens!r}"):
+    with pytest.raises((TypeError, ValueError), match=f"an integer from 1 to 1,000,000, but got {tokens!r}"):
         COSTS.verify_seconds(tokens)
 
 
@@ -352,13 +365,13 @@ def test_unknown_names_of_precisions_are_refused(name: Any, error: type[Exceptio
 @pytest.mark.parametrize(
     ("values", "error", "words"),
     [
-        ({"max_ngram": 0}, ValueError, "max_ngram must be at least 1, but got 0"),
-        ({"min_ngram": 0}, ValueError, "min_ngram must be at least 1, but got 0"),
+        ({"max_ngram": 0}, ValueError, "max_ngram must be an integer from 1 to 16, but got 0"),
+        ({"min_ngram": 0}, ValueError, "min_ngram must be an integer from 1 to 16, but got 0"),
         ({"min_ngram": 5}, ValueError, "min_ngram must be at most max_ngram (4), but got 5. Lower it, or raise"),
-        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, but got 0"),
-        ({"max_tokens": 1.0}, TypeError, "max_tokens must be an integer, at least 1, but got 1.0"),
-        ({"max_ngram": True}, TypeError, "max_ngram must be an integer, at least 1, but got True"),
-        ({"min_ngram": None}, TypeError, "min_ngram must be an integer, at least 1, but got None"),
+        ({"max_tokens": 0}, ValueError, "max_tokens must be an integer from 1 to 128, but got 0"),
+        ({"max_tokens": 1.0}, TypeError, "max_tokens must be an integer from 1 to 128, but got 1.0"),
+        ({"max_ngram": True}, TypeError, "max_ngram must be an integer from 1 to 16, but got True"),
+        ({"min_ngram": None}, TypeError, "min_ngram must be an integer from 1 to 16, but got None"),
     ],
 )
 def test_bad_lookups_are_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -376,8 +389,8 @@ def test_lookups_up_to_the_limits_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "words"),
     [
-        ({"model_id": 3}, TypeError, "model_id must be a string or None, but got 3"),
-        ({"num_layers": 0}, ValueError, "num_layers must be at least 1"),
+        ({"model_id": 3}, TypeError, "model_id must be a string of at most 300 characters, but got 3"),
+        ({"num_layers": 0}, ValueError, "num_layers must be an integer from 1 to 10,000"),
         ({"num_layers": "30"}, TypeError, "num_layers must be an integer"),
         ({"versions": {"torch": 2}}, TypeError, "versions must map names to version strings"),
         ({"versions": ["torch"]}, TypeError, "versions must map"),
@@ -490,6 +503,144 @@ def test_a_config_cannot_be_changed_and_can_be_a_key() -> None:
     assert dataclasses.replace(FULL, drafting=DraftingConfig()) != FULL
 
 
+# --- Bounds ---------------------------------------------------------------------------------------
+
+PARTS = (SkipConfig, DraftingConfig, PrecisionConfig, LookupConfig, Costs, Provenance)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_field_states_its_bound_and_the_docstring_tells_it(part: type[Any]) -> None:
+    stated = {f.name: f.metadata["bound"] for f in dataclasses.fields(part) if "bound" in f.metadata}
+    # One of a few values each.
+    assert {f.name for f in dataclasses.fields(part)} - set(stated) <= {
+        *("policy", "carry_state", "default", "head", "group_size"),
+    }
+    for bound in stated.values():
+        for end in (getattr(bound, "most", None), getattr(bound, "least", None)):
+            if end not in (None, 0, 1):  # for these, see [0, 1]
+                written = {f"{end:,}", f"{end:g}".replace("e+0", "e").replace("e-0", "e-"), f"{end - 1:,}"}
+                assert any(re.search(rf"(?<!\d){re.escape(w)}(?!\d)", part.__doc__ or "") for w in written), bound
+
+
+LONG = "\N{GRINNING FACE}" * 300
+LARGEST = SelfSpeculativeConfig(
+    SkipConfig(range(0, 9_998, 2), range(9_990, 10_000)),
+    DraftingConfig(max_draft_length=128, acceptance=[0.1234567890123456] * 128),
+    PrecisionConfig("int8", dict.fromkeys(range(1, 9_999, 2), "int8"), dict.fromkeys(range(9_990), "int4")),
+    LookupConfig(16, 16, 128),
+    Costs(1e-9, 1e6, [(10**6 - n, 1.234567890123456e-9) for n in reversed(range(1_000))], LONG),
+    Provenance(
+        LONG, LONG, 10_000, LONG, LONG, LONG, LONG, {f"{n:02}{LONG[2:]}": LONG for n in range(50)}, "2025-01-31",
+        "\N{GRINNING FACE}" * 10_000,
+    ),
+)  # fmt: skip
+
+
+def test_the_largest_config_is_made_saved_and_read_in_no_time(tmp_path: Path) -> None:
+    begun = time.perf_counter()
+    assert LARGEST.save_pretrained(tmp_path).stat().st_size < 2**20
+    assert SelfSpeculativeConfig.from_pretrained(tmp_path) == LARGEST
+    LARGEST.validate_for(10_000)
+    assert hash(LARGEST) == hash(dataclasses.replace(LARGEST)) and LARGEST.longest_draft == 256
+    assert time.perf_counter() - begun < 2
+    with pytest.raises(ValueError, match="names attention 4, 6, 8, 10, 12, 14 and 4,991 more, but the model") as caught:
+        LARGEST.skip.validate_for(4)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SkipConfig([10_000]), "attention has layer 10000, but layers are counted from 0 to 9,999"),
+        (lambda: SkipConfig(mlp=itertools.count()), "mlp must have at most 10,000 entries, but it has more"),
+        (lambda: SkipConfig([10**400]), "layers are counted from 0 to 9,999"),
+        (lambda: SkipConfig([-(10**5000)]), "negative layer"),
+        (lambda: PrecisionConfig(mlp={"10000": None}), "mlp has layer 10000, but"),
+        (lambda: PrecisionConfig(mlp=dict.fromkeys(range(10_001))), "at most 10,000 entries"),
+        (lambda: DraftingConfig(max_draft_length=5_000), "must be an integer from 1 to 128, but got 5000"),
+        (lambda: DraftingConfig(acceptance=itertools.repeat(0.5)), "acceptance must have at most 128 entries"),
+        (lambda: LookupConfig(max_tokens=10**7), "max_tokens must be an integer from 1 to 128"),
+        (lambda: LookupConfig(max_ngram=10**9), "max_ngram must be an integer from 1 to 16"),
+        (lambda: Costs(5e-324, 1, [(1, 1)]), "between 1e-9 and 1e6, but got 5e-324"),
+        (lambda: Costs(1, 1, ((n, 1) for n in itertools.count(1))), "verify must have at most 1,000 entries"),
+        (lambda: Costs(1, 1, [(10**6 + 1, 1)]), "an integer from 1 to 1,000,000, but got 1000001"),
+        (lambda: Costs(1, 1, [range(10**9)]), "(tokens, seconds) pairs"),
+        (lambda: Costs(1, 1, [(1, 1)], "x" * 301), "measured_on must be a string of at most 300 characters"),
+        (lambda: Provenance(num_layers=10_001), "num_layers must be an integer from 1 to 10,000"),
+        (lambda: Provenance(model_id="x" * 301), "model_id must be a string of at most 300 characters"),
+        (lambda: Provenance(source="x" * 10_001), "source must be a string of at most 10,000 characters"),
+        (lambda: Provenance(source="\ud800"), "source has a lone surrogate"),
+        (lambda: Provenance(versions={str(n): "1" for n in range(51)}), "versions must have at most 50 entries"),
+        (lambda: Provenance(versions={"x" * 301: "1"}), "A name in versions must be a string of at most 300"),
+        (lambda: Provenance(versions={"torch": "1" * 301}), "The version of 'torch' must be a string of at most 300"),
+        (lambda: SkipConfig().validate_for(10**400), "num_layers must be an integer from 1 to 10,000"),
+        (lambda: COSTS.verify_seconds(10**400), "tokens must be an integer from 1 to 1,000,000"),
+        (lambda: SelfSpeculativeConfig.from_dict({"format_version": 10**400}), "format_version must be an integer"),
+        (lambda: SelfSpeculativeConfig.from_dict({str(n): {} for n in range(1_001)}), "at most 1,000 entries"),
+    ],
+)  # fmt: skip
+def test_beyond_the_bounds(make: Any, words: str) -> None:
+    begun = time.perf_counter()
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        make()
+    assert len(str(caught.value)) < 500 and time.perf_counter() - begun < 2
+
+
+class Huge:
+    def __repr__(self) -> str:
+        return "x" * 10**6
+
+
+class Failing:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+HOSTILE = [Huge(), Failing(), "y" * 10**6, [Failing()] * 10**5, 10**5000, {"z" * 10**6: Huge()}, b"x" * 10**6, -1.5]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: type(value).__name__)
+def test_no_value_whatever_makes_a_long_message(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = "k" * 10**6 if isinstance(value, (list, dict)) else value
+    known = {"plain_step": 1, "draft_step": 1, "verify": [(1, 1)]}
+    parts: dict[Any, Any] = {part: known if part is Costs else {} for part in PARTS}
+    calls: list[Any] = [
+        *(lambda p=p, f=f: p(**{**parts[p], f.name: value}) for p in PARTS for f in dataclasses.fields(p)),
+        *(lambda p=p, f=f: p.from_dict({**parts[p], f.name: [value]}) for p in PARTS for f in dataclasses.fields(p)),
+        *(lambda p=p: p.from_dict({**parts[p], key: 1}) for p in PARTS),
+        lambda: SelfSpeculativeConfig.from_dict({key: 1}),
+        *(lambda f=f: SelfSpeculativeConfig(**{f.name: value}) for f in dataclasses.fields(SelfSpeculativeConfig)),
+        lambda: PrecisionConfig(attention={key: "int8"}),
+        lambda: PrecisionConfig(attention={1: value}),
+        lambda: PrecisionConfig().of(value, 1),
+        lambda: PrecisionConfig.named(value),
+        lambda: Costs(1, 1, [(1, value)]),
+        lambda: Costs(1, 1, [(value, 1)]),
+        lambda: Provenance(versions={"a": value}),
+        lambda: SelfSpeculativeConfig.from_dict(value),
+        lambda: SelfSpeculativeConfig.from_dict({"attention": [1]}, name=value),
+        lambda: SelfSpeculativeConfig.from_dict(SEVERAL, name=value),
+        lambda: SelfSpeculativeConfig.from_dict({"a" * 10**6: {"mlp": [1]}, "b" * 10**6: {}}),
+        lambda: SelfSpeculativeConfig.preset(value),
+        lambda: SelfSpeculativeConfig.from_pretrained(value),
+        lambda: SelfSpeculativeConfig.from_pretrained("llama-2-13b", name=value),
+        lambda: SelfSpeculativeConfig.from_pretrained("llama-2-13b", **{"k" * 10**6: value}),
+        lambda: SelfSpeculativeConfig(provenance=Provenance(model_type=LONG, model_id=LONG)).validate_for(4, key),
+    ]
+    refused = 0
+    for call in calls:
+        message = ""
+        begun = time.perf_counter()
+        try:
+            call()
+        except (TypeError, ValueError, FileNotFoundError) as error:
+            message = str(error)
+            refused += 1
+        assert len(message) < 600 and time.perf_counter() - begun < 2, message[:1000]
+    assert refused > len(calls) - 30  # -1.5 is a good name of a thing, and so on
+
+
 # --- Against a model ------------------------------------------------------------------------------
 
 
@@ -569,7 +720,7 @@ shares = st.floats(0, 1)
 draftings = st.builds(
     DraftingConfig,
     st.sampled_from(POLICIES),
-    st.integers(1, 10**30),
+    st.integers(1, 128),
     *[shares] * 5,
     acceptance=st.lists(shares, max_size=4),
     exploration=st.floats(0, 0.5),
@@ -578,15 +729,17 @@ draftings = st.builds(
 low_bits = st.none() | st.sampled_from(PRECISIONS)
 exceptions = st.dictionaries(st.integers(0, 200), low_bits)
 precisions = st.builds(PrecisionConfig, low_bits, exceptions, exceptions, low_bits, st.sampled_from([32, 64, 128, 256]))
-lookups = st.tuples(*[st.integers(1)] * 3).map(lambda n: LookupConfig(max(n[:2]), min(n[:2]), n[2]))
-seconds = st.floats(0, exclude_min=True, allow_infinity=False)
+lookups = st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(1, 128)).map(
+    lambda n: LookupConfig(max(n[:2]), min(n[:2]), n[2])
+)
+seconds = st.floats(1e-9, 1e6)
 # JSON text cannot hold lone surrogates once it is UTF-8.
 text = st.text(st.characters(exclude_categories=["Cs"]))
 costs = st.builds(
     Costs,
     seconds,
     seconds,
-    st.dictionaries(st.integers(1), seconds, min_size=1).map(lambda d: sorted(d.items())),
+    st.dictionaries(st.integers(1, 10**6), seconds, min_size=1).map(lambda d: sorted(d.items())),
     st.none() | text,
 )
 provenances = st.builds(
@@ -827,7 +980,7 @@ def test_bad_dicts_are_refused(cls: Any, data: dict[Any, Any], name: str | None,
         ({"skip": [3]}, TypeError, "but got [3]"),
         ({"skip": {}, "attention": [3]}, ValueError, "Put 'attention' under 'skip'"),
         ({"format_version": 2, "novelty": 1}, ValueError, "format_version 2, but this ssd_generation reads up to 1"),
-        ({"format_version": 0}, ValueError, "format_version must be at least 1"),
+        ({"format_version": 0}, ValueError, "format_version must be an integer from 1 to"),
         ({"format_version": "1"}, TypeError, "format_version must be an integer"),
         ({"llama-2-13b": [3]}, ValueError, "Unknown key 'llama-2-13b'"),
         ([3], TypeError, "A config is a JSON object (a dict), such as {'attention': [3, 5], 'mlp': [6]}, but got [3]"),
@@ -863,7 +1016,7 @@ def test_files_in_every_format_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "error", "words"),
     [
-        ('{"attention": [3],\n "mlp": [4,]}', ValueError, ", line 2, column "),
+        ('{"attention": [3],\n "mlp": [4,]}', ValueError, "line 2, column "),
         ("", ValueError, "line 1, column 1: malformed JSON"),
         ('{"attention": [3], "attention": [4]}', ValueError, "'attention' stands twice"),
         ("[3, 5]", TypeError, "but got [3, 5]"),
@@ -871,9 +1024,9 @@ def test_files_in_every_format_are_read(tmp_path: Path) -> None:
         ('{"attention": [3.0]}', TypeError, "3.0, which is not an integer"),
         ('{"attention": [true]}', TypeError, "True, which is not an integer"),
         ('{"attention": null}', TypeError, "[] to skip none"),
-        ('{"drafting": {"threshold": NaN}}', ValueError, "but got nan"),
+        ('{"drafting": {"threshold": NaN}}', ValueError, "NaN is not a number in JSON"),
         ('{"precision": {"mlp": {"3": "int4", "3": null}}}', ValueError, "'3' stands twice"),
-        ("[" * 100_000, ValueError, "recursion"),
+        ("[" * 100_000, ValueError, "deeper than 64 levels"),
     ],
 )
 def test_errors_in_a_file_name_the_file(tmp_path: Path, content: str, error: type[Exception], words: str) -> None:
@@ -886,7 +1039,7 @@ def test_errors_in_a_file_name_the_file(tmp_path: Path, content: str, error: typ
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(b'{"attention": "\xff"}')
-    with pytest.raises(ValueError, match=r"mine\.json.*not a JSON file in UTF-8"):
+    with pytest.raises(ValueError, match=r"mine\.json.*is not UTF-8 text"):
         SelfSpeculativeConfig.from_json_file(path)
 
 
@@ -937,6 +1090,103 @@ def test_save_pretrained_into_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"needs a folder, but .*mine\.json.* is a file"):
         FULL.save_pretrained(path)
     assert path.read_text() == "{}"
+
+
+REPEATED = "{" + ", ".join(f'"k{n}": 0' for n in range(60_000)) + ', "k59999": 1}'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (REPEATED, "'k59999' stands twice"),
+        ("{" + '"a": 0, ' * 100_000 + '"b": 0}', "'a' stands twice"),
+        ('{"' + "a" * 10**6 + '": 0}', "Unknown key 'aaa"),
+        ('{"attention": ["' + "a" * 10**6 + '"]}', "which is not an integer"),
+        ('{"attention": [' + "9" * 4500 + "]}", "4500 digits"),
+        ('{"attention": [' + "9" * 39 + "]}", "from 0 to 9,999"),
+        ('{"skip": ' + '{"attention": ' * 5000 + "1" + "}" * 5001, "deeper than"),
+        ('{"costs": {"plain_step": 1e999}}', "too large"),
+        ('{"provenance": {"source": "\\ud800"}}', "lone surrogate"),
+        (" " * (2**20 + 1), "at most 1 MiB"),
+    ],
+    ids=range(10),
+)
+def test_hostile_files_are_refused_at_once(tmp_path: Path, content: str, words: str) -> None:
+    path = write(tmp_path / CONFIG_NAME, content)
+    begun = time.perf_counter()
+    with pytest.raises((TypeError, ValueError), match=words) as caught:
+        SelfSpeculativeConfig.from_pretrained(tmp_path)
+    assert time.perf_counter() - begun < 2
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "round", "folder"])
+def test_what_is_no_file_is_refused_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, inside: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name is short
+    path = Path(CONFIG_NAME)
+    with socket.socket(socket.AF_UNIX) as server:
+        {
+            "pipe": lambda: os.mkfifo(path),
+            "socket": lambda: server.bind(str(path)),
+            "device": lambda: path.symlink_to("/dev/zero"),
+            "round": lambda: path.symlink_to(path),
+            "folder": path.mkdir,
+        }[kind]()
+        given = tmp_path if inside else tmp_path / path
+        if kind != "folder" or inside:
+            with pytest.raises((ValueError, FileNotFoundError), match=CONFIG_NAME):
+                SelfSpeculativeConfig.from_pretrained(given)
+        with pytest.raises((ValueError, FileNotFoundError), match=CONFIG_NAME):
+            SelfSpeculativeConfig.from_json_file(path)
+        if kind == "folder":
+            with pytest.raises(ValueError, match="cannot be written into"):
+                FULL.save_pretrained(tmp_path)
+        else:
+            FULL.save_pretrained(tmp_path)  # takes its name, and never writes into what was there
+            assert SelfSpeculativeConfig.from_pretrained(tmp_path) == FULL
+    assert os.listdir(tmp_path) == [CONFIG_NAME]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["n" * 300, "/" + "n" * 300, "n/" * 3000, "round/x", "~nosuchuser/x", "~nosuchuser", "a\0b", "file/x", "file"],
+)
+def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "file", "text")
+    (tmp_path / "round").symlink_to("round")
+    before = sorted(os.listdir(tmp_path))
+    for call in (
+        lambda: SelfSpeculativeConfig.from_pretrained(name),
+        lambda: SelfSpeculativeConfig.from_pretrained(Path(name)),
+        lambda: SelfSpeculativeConfig.from_pretrained(tmp_path, subfolder=name),
+        lambda: SelfSpeculativeConfig.from_json_file(name),
+        lambda: FULL.save_pretrained(name),
+        lambda: FULL.save_pretrained(Path(name)),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+            call()
+        assert type(caught.value) in (ValueError, FileNotFoundError) and len(str(caught.value)) < 600
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_without_a_home_folder_none_is_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is neither $HOME nor an entry
+    with pytest.raises(ValueError, match=r"'~/mine' begins with the home folder of somebody who has none here"):
+        FULL.save_pretrained("~/mine")
+    with pytest.raises(FileNotFoundError, match="no file or folder"):
+        SelfSpeculativeConfig.from_pretrained("~/mine")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "listdir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(ValueError, match="cannot be read: Permission denied"):
+        SelfSpeculativeConfig.from_pretrained(tmp_path)
 
 
 def test_home_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1043,6 +1293,7 @@ def _http_error(kind: type[huggingface_hub.errors.HfHubHTTPError], text: str) ->
 @pytest.mark.parametrize(
     "error",
     [
+        PermissionError(13, "Permission denied", "cache"),
         huggingface_hub.errors.EntryNotFoundError("no such entry\nmore"),
         huggingface_hub.errors.LocalEntryNotFoundError("not in the cache"),
         huggingface_hub.errors.OfflineModeIsEnabled("offline"),

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -34,7 +35,7 @@ def test_fixed_drafts_its_length_or_what_is_left(length: int, limit: int, expect
 
 @pytest.mark.parametrize("policy", [FixedPolicy, ConfidencePolicy])
 def test_a_draft_length_below_one_is_refused(policy: type) -> None:
-    with pytest.raises(ValueError, match="at least 1, but got 0"):
+    with pytest.raises(ValueError, match="from 1 to 128, but got 0"):
         policy(0)
 
 
@@ -264,7 +265,8 @@ def test_verification_between_and_beyond_what_was_measured(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"max_length": 0}, "at least 1, but got 0"),
+        ({"max_length": 0}, "from 1 to 128, but got 0"),
+        ({"max_length": 129}, "from 1 to 128, but got 129"),
         ({"prior": ()}, "empty"),
         ({"prior": (0.5, 1.5)}, "between 0 and 1, but got 1.5"),
         ({"exploration": -0.1}, "between 0 and 1, but got -0.1"),
@@ -273,6 +275,34 @@ def test_verification_between_and_beyond_what_was_measured(
 def test_bad_parameters_are_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         CostAwarePolicy(FLAT, **changes)
+
+
+@pytest.mark.parametrize("draft", [1e-9, 1e6])
+@pytest.mark.parametrize("plain", [1e-9, 1e6])
+@pytest.mark.parametrize(
+    "verify", [[(1, 1e-9)], [(2, 1e6)], [(1, 1.0), (2, 1e6), (3, 1e-9)], [(2, 1e-9), (10**6, 1e6)]]
+)
+@pytest.mark.parametrize("acceptance", [(), (0.0,) * 128, (1.0,) * 128])
+def test_at_its_bounds_a_config_is_planned_in_no_time(
+    plain: float, draft: float, verify: list[tuple[int, float]], acceptance: tuple[float, ...]
+) -> None:
+    drafting = DraftingConfig(max_draft_length=128, acceptance=acceptance, exploration=0.5)
+    begun = time.perf_counter()
+    policy = make_policy(drafting, Costs(plain, draft, verify), lookup=True)
+    for turn in range(6):
+        match = Match(128, 16) if turn % 2 else NO_MATCH
+        length = policy.draft_length(10**6, match)
+        assert 0 <= length <= 128
+        drafted = 0
+        while drafted < length:
+            drafted += 1
+            if not policy.keep_drafting(drafted, 0.999, match):
+                break
+        looked_up = policy.lookup_length(drafted, match, 1000)
+        policy.update(drafted, drafted if turn < 3 else 0, drafted == length, looked_up, match)
+    policy.load_state(json.loads(json.dumps(policy.snapshot())))
+    assert all(math.isfinite(value) for value in policy.state().values())
+    assert time.perf_counter() - begun < 2  # all of it takes some 10 ms
 
 
 # --- Cost-aware: learning -------------------------------------------------------------------------
@@ -675,13 +705,17 @@ def test_a_snapshot_goes_through_json_and_on() -> None:
         {"account": [True, 0.0, 0, 0]},
         {"lookup_account": [math.inf, 0.0, 0, 0]},
         {"rounds": "many"},
+        {"rounds": 10**400},
+        {"account": [1e300, 0.0, 0, 0]},
+        {"matches": [1e308] * 5},
+        {"depths": [[10**400, 0.0]]},
         {"unknown": 1},
     ],
 )
 def test_a_bad_snapshot_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
     policy = _experienced()
     before = policy.snapshot()
-    with pytest.raises(ValueError, match=r"must|has the keys"):
+    with pytest.raises((TypeError, ValueError), match=r"must|has the keys"):
         policy.load_state({**before, **change})
     with pytest.raises(TypeError, match="is a dict"):
         policy.load_state([])  # type: ignore[arg-type]

