@@ -299,9 +299,9 @@ def test_a_spoilt_answer_on_the_disk_is_found_anew(monkeypatch: pytest.MonkeyPat
     written: list[Path] = []
     write = keeping._write
 
-    def spoil(path: Path, content: Any) -> None:
-        written.append(path)
-        write(path, {**content, "result": answer})
+    def spoil(key: str, content: Any) -> None:
+        written.append(keeping._file(key))
+        write(key, {**content, "result": answer})
 
     model = enable_self_speculative(tiny_model(rms_norm_eps=12e-6))
     calls = counted(model, monkeypatch)
