@@ -14,8 +14,9 @@ import transformers
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
+from .bounds import Number
 from .cache import DraftCache, SpareRoomLayer, add_spare_room
-from .config import Costs, SelfSpeculativeConfig
+from .config import SECONDS, Costs, SelfSpeculativeConfig
 from .keeping import Unsteady, agreed, kept, settled, unless_busy
 from .machine import cpu_name
 from .passes import draft_of, flat_passes, why_not_recorded
@@ -35,6 +36,7 @@ VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
 LONGEST_VERIFIED = 32
 """The longest verify pass that `Passes` can make."""
 
+_RATIO = Number(1e-6, 1e6, "a number of plain steps")
 _CONTEXT = 64
 _REPEATS = 3
 _MOST_REPEATS = 15
@@ -306,8 +308,9 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
     shape = describe_model(model)
 
     def put_together(verify: Any, ratio: Any) -> Costs:
-        times = {int(n): float(seconds) for n, seconds in verify.items()}
-        return _put_together(model, times, float(ratio))
+        # From the disk, where anything may stand.
+        times = {int(n): SECONDS.check(f"The time of {n} tokens", seconds) for n, seconds in verify.items()}
+        return _put_together(model, times, _RATIO.check("The cost of a draft step", ratio))
 
     verify = kept(
         model,

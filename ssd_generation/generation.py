@@ -98,7 +98,7 @@ class SelfSpeculativeMixin:
                 saved config, `"auto"`, or `True` for the default stored in `generation_config.self_speculative`. `None`
                 and `False`: plain `generate`. `"auto"` needs no config: the first call measures what drafting costs on
                 this machine (seconds, kept on the disk), then every call drafts by what pays, or not at all.
-            draft_memory: share of the weights' bytes that low-bit copies for drafting may take; 0 allows none. With
+            draft_memory: share of the weights' bytes that low-bit copies for drafting may take, 0 (none) to 100. With
                 `"auto"` 0.3 where it is not given; with a config that takes more, an error.
             **kwargs: as in transformers' `generate`.
 
@@ -115,7 +115,7 @@ class SelfSpeculativeMixin:
         if self_speculative is None or self_speculative is False:
             if draft_memory is not None:
                 raise ValueError(
-                    f"`draft_memory={draft_memory!r}` was given without `self_speculative`. Pass "
+                    f"`draft_memory={shown(draft_memory)}` was given without `self_speculative`. Pass "
                     '`self_speculative="auto"`, or leave it out.'
                 )
             if _CALL.get() is None:
