@@ -1,0 +1,392 @@
+"""Where studies are kept: SQLite files, journals, and databases of a server.
+
+What is there already is looked at before anything is written. A file that holds something else than studies is left as
+it is, and reading a study changes nothing, neither in its file nor beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileSymlinkLock
+
+from ..reading import DATABASE, JOURNAL, check_file, excerpt, parse_json, read_bytes
+
+__all__ = ["quiet", "storage_errors", "storage_of", "storage_to_read"]
+
+_WORKERS_AT_ONCE = 8
+_LOCKED_SECONDS = 60.0
+"""How long another worker on an SQLite file is waited for."""
+_LINE_BEGINS = b'{"op_code":'
+_FORMS = "Give a file, an RDB URL such as sqlite:///study.db or postgresql://user@host/name, or journal:PATH."
+
+
+def storage_of(url: str) -> Any:
+    """The storage of a URL, to search in; made where there is none.
+
+    Args:
+        url: an RDB URL (`sqlite:///study.db`, `postgresql://…`, `mysql://…`), or `journal:PATH` for a file that workers
+            on one file system append to. A plain path stands for an SQLite file.
+
+    Raises:
+        ValueError: the storage cannot be reached, the URL means nothing, or the file holds something else.
+    """
+    journal = _journal_of(url)
+    if journal is not None:
+        return _journal_to_write(journal, url)
+    with _reaching(url):
+        file = _sqlite_of(url)
+    if file is not None:
+        with contextlib.suppress(FileNotFoundError):  # then it is made
+            _check_is_ours(file.path)
+    with _reaching(url), quiet():
+        storage = _tables_made(url, file)
+        if file is not None:
+            _one_writer_at_a_time(storage.engine)
+        return storage
+
+
+def storage_to_read(url: str) -> Any:
+    """The storage of a URL, to look at: a file's as it is now, which is never written to.
+
+    Args:
+        url: as in `storage_of`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the storage cannot be reached, the URL means nothing, or there is no study.
+    """
+    journal = _journal_of(url)
+    if journal is not None:
+        lines, _ = _lines_of(journal)
+        return _replayed(journal, lines)
+    with _reaching(url):
+        file = _sqlite_of(url)
+    if file is not None:
+        content = _in_memory(file.path)
+        with _reaching(url), quiet():
+            return optuna.storages.RDBStorage("sqlite://", engine_kwargs=_all_connections(content))
+    with _reaching(url), quiet():
+        _check_has_tables(url)
+        return optuna.storages.RDBStorage(url)
+
+
+@contextlib.contextmanager
+def storage_errors(study_name: str) -> Iterator[None]:
+    """A storage that fails in the middle of the work is no fault of this library."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError, sqlite3.Error) as error:
+        # What optuna says of it is general; what the database has said comes first in the chain.
+        said = [str(e).splitlines()[0] for e in (error.__cause__, error.__context__, error) if e is not None and str(e)]
+        raise OSError(
+            f"The storage of the study {study_name!r} fails: {_without_password(said[0])}. Is the disk full, or the "
+            "database gone? Drafts judged before are kept; the same command goes on from there."
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Optuna would say meanwhile."""
+    before = optuna.logging.get_verbosity()
+    # A trial that is taken back is no failure to warn of; what does fail is raised.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # Heartbeats and GPSampler are "experimental" in optuna; what of them is used here is tested.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    try:
+        yield
+    except _NoStudyError:
+        raise
+    except Exception as error:  # of sqlalchemy, of the driver, or of a driver that is not installed
+        reason = str(error).splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"The storage {_without_password(url)!r} cannot be reached: {_without_password(reason[:300])}. {_FORMS}"
+        ) from error
+
+
+class _NoStudyError(ValueError):
+    """What is there is something else."""
+
+    def __init__(self, shown: str, why: str) -> None:
+        super().__init__(f"There is no study in {shown}: {why}. It is left as it is. {_FORMS}")
+
+
+def _without_password(text: str) -> str:
+    import re
+
+    return re.sub(r"://([^:@/\s]+):[^@/\s]+@", r"://\1:…@", text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# journals
+
+
+def _journal_of(url: str) -> Path | None:
+    """The file of a journal's URL."""
+    if not url.startswith("journal:"):
+        return None
+    return Path(os.path.expanduser(url.removeprefix("journal:").removeprefix("//")))
+
+
+def _journal_to_write(path: Path, url: str) -> Any:
+    try:
+        lock = JournalFileSymlinkLock(str(path))
+        try:
+            _, rest = _lines_of(path)
+            if rest:
+                _cut_unfinished_line(path, lock)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with _replaying(path):
+            return JournalStorage(JournalFileBackend(str(path), lock))
+    except OSError as error:
+        raise ValueError(f"The storage {url!r} cannot be opened: {error.strerror or error}.") from error
+
+
+def _lines_of(path: Path) -> tuple[list[dict[str, Any]], bytes]:
+    """The lines of a journal, and what a full disk has left of another.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is something else.
+    """
+    content = read_bytes(path, JOURNAL)
+    whole, ended, rest = content.rpartition(b"\n")
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(whole.split(b"\n") if ended else (), start=1):
+        try:
+            log = parse_json(line.decode("utf-8"))
+        except ValueError as error:
+            raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal ({error})") from error
+        # What Optuna writes in any line.
+        if not (isinstance(log, dict) and type(log.get("op_code")) is int and isinstance(log.get("worker_id"), str)):
+            raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal, but {excerpt(log)}")
+        lines.append(log)
+    if rest and not (rest.startswith(_LINE_BEGINS) or (lines and _LINE_BEGINS.startswith(rest))):
+        raise _NoStudyError(repr(str(path)), f"its end is no line of a journal, but {excerpt(rest)}")
+    return lines, rest
+
+
+def _cut_unfinished_line(path: Path, lock: Any) -> None:
+    """Drop what a full disk has left of a journal's last line: with another line behind it, nobody could read on."""
+    with quiet():
+        lock.acquire()
+    try:
+        lines, rest = _lines_of(path)  # now that nobody is writing
+        _replayed(path, lines)
+        if rest:
+            os.truncate(path, path.stat().st_size - len(rest))
+    finally:
+        lock.release()
+
+
+class _Read(BaseJournalBackend):
+    """A journal as it was when it was read."""
+
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        self.lines = lines
+
+    def read_logs(self, log_number_from: int) -> Any:
+        return iter(self.lines[log_number_from:])
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        raise io.UnsupportedOperation("This journal was opened to be read.")
+
+
+def _replayed(path: Path, lines: list[dict[str, Any]]) -> Any:
+    with _replaying(path):
+        return JournalStorage(_Read(lines))
+
+
+@contextlib.contextmanager
+def _replaying(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # Optuna trusts every line to be one of its own
+        raise _NoStudyError(
+            repr(str(path)), f"its lines are not those of a journal ({type(error).__name__}: {excerpt(str(error))})"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# databases
+
+
+class _SQLite(NamedTuple):
+    """A file of SQLite, and options of its connections."""
+
+    path: Path
+    options: Mapping[str, Any]
+
+
+def _sqlite_of(url: str) -> _SQLite | None:
+    """The file of a plain path or of SQLite's URL; `None` for what is in memory, and for databases of a server."""
+    from sqlalchemy.engine import URL, make_url
+
+    # Not by way of a text: a `?` in a path would begin the options.
+    parsed = make_url(url) if "://" in url else URL.create("sqlite", database=url)
+    if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
+        return None
+    dialect = parsed.get_dialect()()
+    (_, options) = dialect.create_connect_args(parsed)
+    if options.pop("uri", False):
+        raise ValueError("a file of SQLite is named by its path alone, without `uri`")
+    return _SQLite(Path(os.path.expanduser(parsed.database)).absolute(), options)
+
+
+def _check_is_ours(path: Path) -> None:
+    """That a file of SQLite is empty, or a storage of Optuna.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is something else.
+    """
+    if check_file(path, DATABASE):
+        with _looked_at(path):
+            pass
+
+
+def _in_memory(path: Path) -> sqlite3.Connection:
+    """What a storage of Optuna holds at this moment.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is something else.
+    """
+    with _looked_at(path) as connection:
+        content = sqlite3.connect(":memory:", check_same_thread=False)
+        connection.backup(content)
+        return content
+
+
+@contextlib.contextmanager
+def _looked_at(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection to a storage of Optuna that changes nothing, neither in its file nor beside it."""
+    check_file(path, DATABASE)
+    shown = repr(str(path))
+    try:
+        with tempfile.TemporaryDirectory(prefix="ssd_study_") as folder, _reader(path, Path(folder)) as connection:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            # Not all: another worker may be making them.
+            if not any(
+                name in tables and columns <= {row[1] for row in connection.execute(f"PRAGMA table_info({name})")}
+                for name, columns in _TABLES.items()
+            ):
+                why = f"its tables are {excerpt(', '.join(sorted(tables)))}" if tables else "it has no tables"
+                raise _NoStudyError(shown, why)
+            yield connection
+    except (sqlite3.Error, OSError, MemoryError) as error:
+        raise _NoStudyError(shown, f"it cannot be read as a database of SQLite ({error})") from error
+
+
+_TABLES = {"studies": {"study_id", "study_name"}, "version_info": {"schema_version", "library_version"}}
+"""Those that Optuna makes first, and columns that they have had in all of its versions."""
+
+
+def _reader(path: Path, folder: Path) -> contextlib.closing[sqlite3.Connection]:
+    with path.open("rb") as file:
+        header = file.read(20)
+    if 2 not in header[18:20]:  # not in WAL mode, in which SQLite writes beside the file even to read
+        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=_LOCKED_SECONDS)
+        try:
+            connection.execute("SELECT count(*) FROM sqlite_master")
+            return contextlib.closing(connection)
+        except sqlite3.Error:
+            connection.close()
+            if not os.path.exists(f"{path}-journal"):
+                raise
+            # A worker was killed while it wrote; what it wrote has to be taken back, which is done in a copy.
+    for ending in ("", "-journal", "-wal"):
+        with contextlib.suppress(FileNotFoundError):
+            check_file(f"{path}{ending}", DATABASE)
+            shutil.copyfile(f"{path}{ending}", folder / f"study{ending}")
+    return contextlib.closing(sqlite3.connect(folder / "study"))
+
+
+def _all_connections(connection: sqlite3.Connection) -> dict[str, Any]:
+    """What makes SQLAlchemy use one connection that is there."""
+    from sqlalchemy.pool import StaticPool
+
+    return {"creator": lambda: connection, "poolclass": StaticPool}
+
+
+def _connections_to(file: _SQLite) -> dict[str, Any]:
+    """What makes SQLAlchemy connect to a file."""
+    from sqlalchemy.pool import QueuePool
+
+    options = {"timeout": _LOCKED_SECONDS, "check_same_thread": False, **file.options}
+    return {"creator": lambda: sqlite3.connect(file.path, **options), "poolclass": QueuePool}
+
+
+def _check_has_tables(url: str) -> None:
+    """That a database has been searched in before; Optuna would make its tables there."""
+    from sqlalchemy import create_engine, inspect
+
+    engine = create_engine(url)
+    try:
+        if not inspect(engine).has_table("studies"):
+            raise _NoStudyError(repr(_without_password(url)), "the database has no table of studies")
+    finally:
+        engine.dispose()
+
+
+def _tables_made(url: str, file: _SQLite | None) -> Any:
+    """The storage, its tables made where there were none, be it by another worker at the same moment."""
+    from sqlalchemy.exc import IntegrityError
+
+    if file is not None:
+        url = "sqlite://"
+    engine = None if file is None else _connections_to(file)
+    for attempt in range(_WORKERS_AT_ONCE):
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
+        except Exception as error:
+            made_meanwhile = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not made_meanwhile or attempt == _WORKERS_AT_ONCE - 1:
+                raise
+            time.sleep(0.1)
+    raise AssertionError
+
+
+def _one_writer_at_a_time(engine: Any) -> None:
+    """Let SQLite take its lock where a transaction begins.
+
+    Optuna takes a trial from the queue by reading its state `FOR UPDATE` and then writing it. SQLite knows no such
+    clause, so that two workers could take the same trial.
+    """
+    from sqlalchemy import event
+
+    def connected(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # Python's module would begin transactions of its own, too late
+
+    def begun(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    event.listen(engine, "connect", connected)
+    event.listen(engine, "begin", begun)
+    engine.dispose()  # what was connected before
