@@ -17,7 +17,8 @@ __all__ = ["for_html", "for_markdown", "visible"]
 _ACTING = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-_MARKDOWN = re.compile(r"([\\`*_\[\]|~])")
+# An underscore within a word (`top_p`) is one.
+_MARKDOWN = re.compile(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))")
 
 
 def visible(text: object, keep: str = "") -> str:

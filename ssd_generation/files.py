@@ -1,14 +1,25 @@
-"""Files that appear whole or not at all, and files of lines."""
+"""Files that appear whole or not at all, files that one process holds at a time, and files of lines."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["filled_lines", "replacing", "write_whole"]
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+__all__ = ["Lock", "filled_lines", "is_temporary", "replacing", "temporary_name", "write_whole"]
+
+_LONGEST_SUFFIX = 16  # some writers go by the suffix; no more of a name is needed, and a name has its limits
+_TEMPORARY = re.compile(r"\.ssd-[0-9a-f]{32}(\..*)?")
 
 
 @contextmanager
@@ -19,7 +30,8 @@ def replacing(path: Path) -> Iterator[Path]:
         path: the file; one that exists is replaced.
     """
     # Not `tempfile`, whose files are readable by their owner only.
-    temporary = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
+    suffix = path.suffix if len(path.suffix) <= _LONGEST_SUFFIX else ""
+    temporary = path.with_name(temporary_name(suffix))
     try:
         yield temporary
         os.replace(temporary, path)
@@ -28,12 +40,104 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def temporary_name(suffix: str) -> str:
+    """A name for a file that is being written; nothing else is called so."""
+    return f".ssd-{uuid.uuid4().hex}{suffix}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether that is such a name: a file of that name was being written when its process was killed."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file of text so that nobody ever sees a part of it."""
     with replacing(path) as temporary, open(temporary, "x", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+class Lock:
+    """A file that one holder at a time has, of all processes and threads; it is let go of when its holder dies.
+
+    Never take such a file away, unless you hold it and its folder goes with it. That is safe, since a holder has the
+    file that stands at the path: whoever had opened one that was then taken away sees that, and tries again.
+
+    Args:
+        path: the file; made where there is none, and left there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> bool:
+        """Take hold of it, or say that another has it.
+
+        Raises:
+            FileNotFoundError: there is no folder for it.
+            OSError: it cannot be opened, or this file system has no locks.
+        """
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        while True:
+            descriptor = os.open(self._path, flags, 0o666)
+            try:
+                if not _try_to_lock(descriptor):
+                    os.close(descriptor)
+                    return False
+                if self._stands_there(descriptor):
+                    self._descriptor = descriptor
+                    return True
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _stands_there(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Let go of it."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        try:
+            _unlock(descriptor)  # a process that was forked meanwhile has the file open, too
+        finally:
+            os.close(descriptor)
+
+
+if sys.platform == "win32":
+
+    def _try_to_lock(descriptor: int) -> bool:
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EDEADLK):
+                return False
+            raise
+        return True
+
+    def _unlock(descriptor: int) -> None:
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
+
+else:
+
+    def _try_to_lock(descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK):
+                return False
+            raise
+        return True
+
+    def _unlock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def filled_lines(path: Path) -> list[tuple[int, str]]:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .forks import ForkSafeRLock, undone_in_child
+from .files import Lock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -541,14 +542,12 @@ def _without_bars() -> Iterator[None]:
 @contextlib.contextmanager
 def _lock(cache: Path, steps: _Steps) -> Iterator[None]:
     """One fetch at a time. The system drops the lock with the process that holds it, so none can go stale."""
-    from filelock import FileLock, Timeout  # torch and huggingface_hub both bring it
-
-    lock = FileLock(cache / f".{_DEMO.name}.lock")
-    try:
-        lock.acquire(timeout=0.5)
-    except Timeout:
-        steps.say("another process is fetching it; waiting")
-        lock.acquire()
+    lock, began, told = Lock(cache / f".{_DEMO.name}.lock"), time.monotonic(), False
+    while not lock.acquire():
+        if not told and time.monotonic() - began > 0.5:
+            steps.say("another process is fetching it; waiting")
+            told = True
+        time.sleep(0.05)
     try:
         yield
     finally:

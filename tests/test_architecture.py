@@ -354,6 +354,32 @@ def test_every_dependency_has_a_lower_bound(project: dict[str, Any]) -> None:
     assert unbounded == []
 
 
+# Imported and not declared: what a declared package cannot be used without, and takes or gives itself.
+PART_OF_ANOTHER = {
+    **dict.fromkeys(("huggingface_hub", "numpy", "tokenizers", "tqdm"), "transformers"),
+    "datasets": "evaluate",
+    "sqlalchemy": "optuna",
+}
+
+
+def test_everything_that_is_imported_is_declared(project: dict[str, Any]) -> None:
+    requirements = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
+    declared = {canonicalize_name(Requirement(requirement).name) for requirement in requirements}
+    undeclared = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {PACKAGE.name}:
+                own = (path.parent / f"{name}.py").exists()  # of a program that is run by itself
+                if not own and canonicalize_name(PART_OF_ANOTHER.get(name, name)) not in declared:
+                    undeclared.add(name)
+    assert undeclared == set()
+
+
 def test_readme_has_the_test_command_that_ci_runs() -> None:
     readme = ROOT / "README.md"
     block = re.search(

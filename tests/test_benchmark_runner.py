@@ -174,7 +174,7 @@ def test_all_methods_run_all_prompts_in_turns(model: Any, tmp_path: Path) -> Non
 
 def test_the_folder_has_everything(model: Any, tmp_path: Path) -> None:
     summary = run(model, tmp_path)
-    files = {path.name for path in tmp_path.iterdir()} - {"plot.png"}
+    files = {path.name for path in tmp_path.iterdir()} - {"plot.png", ".lock"}
     assert files == {"config.json", "environment.json", "rows.jsonl", "summary.json", "summary.md"}
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     (session,) = json.loads((tmp_path / "environment.json").read_text())["sessions"]

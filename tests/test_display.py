@@ -46,6 +46,7 @@ def test_markdown_shows_what_it_is_given() -> None:
     assert for_markdown("a|b<script>\n*x* [l](u) `c` ~~d~~ &amp;") == (
         "a\\|b&lt;script&gt;\\\\n\\*x\\* \\[l\\](u) \\`c\\` \\~\\~d\\~\\~ &amp;amp;"
     )
+    assert for_markdown("top_p _x_ a__b é_1") == "top_p \\_x\\_ a\\_\\_b é_1"
 
 
 def test_html_shows_what_it_is_given() -> None:

@@ -371,10 +371,87 @@ def test_rows_of_processes_that_were_killed_are_taken_over(
     # One row had been taken over already when the first process was killed.
     (tmp_path / "r" / "rows.jsonl").write_text("".join(rows[:6]))
     (part / "rows.jsonl").write_text("".join(rows[5:]) + '{"half')
-    (part / "config.json").write_text("{}")
+    shutil.copy(tmp_path / "r" / "config.json", part)
+    (tmp_path / "r" / "parts" / "notes").mkdir()  # of somebody, and in nobody's way
+    (tmp_path / "r" / "parts" / "notes" / "todo.txt").write_text("all of it")
     monkeypatch.setattr(Caller, "call", lambda *args: pytest.fail("called again"))
     assert without_times(run(model, tmp_path / "r")) == without_times(whole)
     assert len((tmp_path / "r" / "rows.jsonl").read_text().splitlines()) == len(rows)
+    assert not part.exists() and (tmp_path / "r" / "parts" / "notes" / "todo.txt").read_text() == "all of it"
+
+
+def test_parts_of_something_else_are_left_alone(model: Any, tmp_path: Path) -> None:
+    parts = tmp_path / "r" / "parts"
+    other = parts / "1" / "spare" / "part.txt"
+    other.parent.mkdir(parents=True)
+    other.write_text("M8 x 20")
+    with pytest.raises(ValueError, match=r"holds parts without a config\.json"):
+        run(model, tmp_path / "r")
+    assert [path.name for path in (tmp_path / "r").rglob("*")] == ["parts", "1", "spare", "part.txt"]
+    shutil.move(parts, tmp_path / "kept")
+    run(model, tmp_path / "r")
+    shutil.move(tmp_path / "kept", parts)
+    with pytest.raises(ValueError, match=r"1' holds spare without a config\.json"):
+        run(model, tmp_path / "r")
+    assert other.read_text() == "M8 x 20"
+    shutil.rmtree(parts)
+    # Another run's, a link, and a row that this one cannot have written.
+    (parts / "1").mkdir(parents=True)
+    (parts / "1" / "config.json").write_text('{"task": "chat"}')
+    with pytest.raises(ValueError, match="holds a run with other arguments"):
+        run(model, tmp_path / "r")
+    shutil.copy(tmp_path / "r" / "config.json", parts / "1")
+    (parts / "1" / "rows.jsonl").write_text('{"kind": "call"}\n')
+    with pytest.raises(ValueError, match=r"parts/1/rows\.jsonl', line 1 is damaged"):
+        run(model, tmp_path / "r")
+    assert (parts / "1" / "rows.jsonl").exists()
+    shutil.move(parts / "1", tmp_path / "elsewhere")
+    (parts / "1").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="is a link"):
+        run(model, tmp_path / "r")
+    assert (tmp_path / "elsewhere" / "rows.jsonl").exists()
+
+
+def test_a_part_that_holds_something_else_as_well_stays(model: Any, tmp_path: Path) -> None:
+    whole = run(model, tmp_path / "r")
+    part = tmp_path / "r" / "parts" / "1"
+    part.mkdir(parents=True)
+    for name in ("config.json", "rows.jsonl"):
+        shutil.move(tmp_path / "r" / name, part / name)
+    for file in (tmp_path / "r").glob("*.*"):
+        file.unlink()
+    (part / "notes.txt").write_text("mine")
+    shutil.copy(part / "config.json", tmp_path / "r")
+    for _ in range(2):
+        assert without_times(run(model, tmp_path / "r")) == without_times(whole)
+    assert (part / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("rows.jsonl", '{"kind": "call"}\n', "line 1 is damaged ('prompt' is missing)"),
+        ("rows.jsonl", "[" * 9999 + "\n", "line 1 is damaged (it goes deeper than 64 levels)"),
+        ("rows.jsonl", "3\n", "line 1 is damaged (not an object)"),
+        ("environment.json", '{"sessions": {}}', "environment.json"),
+        ("config.json", "[]", "does not hold the arguments of a run"),
+    ],
+)
+def test_a_folder_that_no_run_has_written(
+    name: str, content: str, complaint: str, ssd: Callable[..., Run], folder: str, tmp_path: Path
+) -> None:
+    data = articles(tmp_path)
+    ways = {
+        "evaluate": ("summarisation", "-m", folder, "--data", data, *SHORT),
+        "benchmark": ("-m", folder, "--category", "code", "--limit-per-category", "1", *SHORT),
+    }
+    for command, arguments in ways.items():
+        assert ssd(command, *arguments, "-o", command).status == 0
+        (tmp_path / command / name).write_text(content)
+        done = ssd(command, *arguments, "-o", command)
+        last = done.err.splitlines()[-1]
+        assert done.status == 2 and last.startswith("error: ") and complaint in last, done.err
+        assert (tmp_path / command / name).read_text() == content
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -578,6 +655,17 @@ def test_an_assistant_of_another_vocabulary_is_refused(
     assert done.status == 2 and "another vocabulary" in done.err and "assistant_tokenizer" in done.err
 
 
+SMALLEST = json.dumps(
+    {
+        "kind": "methods",
+        "arguments": {"do_sample": False, "repeats": 1, "new_tokens": 5},
+        "environment": None,
+        "prompts_per_category": {},
+        "methods": {},
+    }
+)
+
+
 def test_reports_of_nothing_are_refused(ssd: Callable[..., Run], tmp_path: Path) -> None:
     done = ssd("report", "none")
     assert done.status == 2 and "holds no summary.json" in " ".join(done.err.split())
@@ -586,14 +674,14 @@ def test_reports_of_nothing_are_refused(ssd: Callable[..., Run], tmp_path: Path)
     assert "cannot be read" in " ".join(ssd("report", "r").err.split())
     (tmp_path / "r" / "summary.json").write_text('{"kind": "paired"}')
     assert "compares checkouts" in " ".join(ssd("report", "r").err.split())
-    (tmp_path / "r" / "summary.json").write_text('{"kind": "methods"}')
+    (tmp_path / "r" / "summary.json").write_text(SMALLEST)
     assert "Name each run once" in " ".join(ssd("report", "r", "r").err.split())
 
 
 def test_runs_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     for place in ("a/run", "b/run"):
         (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "summary.json").write_text('{"kind": "methods"}')
+        (tmp_path / place / "summary.json").write_text(SMALLEST)
     assert list(read_summaries([tmp_path / "a/run", tmp_path / "b/run"])) == ["a/run", "b/run"]
 
 

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ssd_generation.files import replacing
-from ssd_generation.run_folder import RunFolder
+from ssd_generation import files
+from ssd_generation.files import Lock, replacing
+from ssd_generation.run_folder import RunFolder, read_rows
 
 ARGUMENTS = {"model": "tiny", "new_tokens": 8, "methods": ("plain", "auto")}
+
+
+def names(folder: Path) -> list[str]:
+    """What is there, the lock aside."""
+    return sorted(set(os.listdir(folder)) - {".lock"})
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """All files below, and when they were written."""
+    return {
+        str(file.relative_to(folder)): (file.read_bytes(), file.stat().st_mtime_ns)
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def test_rows_are_on_disk_when_they_are_appended(tmp_path: Path) -> None:
@@ -21,7 +42,7 @@ def test_rows_are_on_disk_when_they_are_appended(tmp_path: Path) -> None:
         folder.append({"b": "ü"})
     with RunFolder(tmp_path / "run", ARGUMENTS) as folder:
         assert folder.rows == [{"a": 1}, {"b": "ü"}]
-    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "rows.jsonl"]
+    assert names(tmp_path / "run") == ["config.json", "rows.jsonl"]
 
 
 def test_a_row_cut_off_anywhere_is_dropped(tmp_path: Path) -> None:
@@ -62,11 +83,12 @@ def test_a_folder_that_is_something_else(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(FileExistsError, match=r"is a file. Choose another folder with --output"):
         RunFolder(file, ARGUMENTS)
+    file.unlink()
     (tmp_path / "rows.jsonl").touch()
     with pytest.raises(ValueError, match=r"holds rows.jsonl without a config.json"):
         RunFolder(tmp_path, ARGUMENTS)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not readable"):
+    with pytest.raises(ValueError, match="is not JSON that can be read: line 1"):
         RunFolder(tmp_path, ARGUMENTS)
 
 
@@ -103,10 +125,9 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt), replacing(folder.path / "summary.json") as path:
             path.write_text("half of")
             raise KeyboardInterrupt
-        assert folder.read_json("summary.json") == {"a": 1}
-        assert folder.read_json("nothing.json") is None
+        assert json.loads((tmp_path / "summary.json").read_text()) == {"a": 1}
         folder.append({"a": 1})
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "rows.jsonl", "summary.json"]
+    assert names(tmp_path) == ["config.json", "rows.jsonl", "summary.json"]
     assert json.loads((tmp_path / "config.json").read_text())["methods"] == ["plain", "auto"]
 
 
@@ -116,4 +137,225 @@ def test_a_new_folder_without_a_single_row_is_taken_away(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
     with RunFolder(tmp_path, ARGUMENTS):  # one that was there before stays
         pass
-    assert os.listdir(tmp_path) == ["config.json"]
+    assert names(tmp_path) == ["config.json"]
+
+
+# --- whose folder it is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file", ["summary.md", "environment.json", "plot.png", "parts/1/rows.jsonl", ".hidden", "config.json"]
+)
+def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text('{"mine": true}\n')
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"without a config.json|other arguments") as caught:
+        RunFolder(tmp_path, ARGUMENTS)
+    assert "--output" in str(caught.value)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "[" * 9999, '{"a": 1e999}', "null"])
+def test_a_config_that_no_run_has_written(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json.* Choose another folder"):
+        RunFolder(tmp_path, ARGUMENTS)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    for name in ("config.json", "rows.jsonl"):
+        folder = tmp_path / name / "run"
+        folder.mkdir(parents=True)
+        if name != "config.json":
+            (folder / "config.json").write_text(json.dumps(ARGUMENTS))
+        os.mkfifo(folder / name)
+        with pytest.raises(ValueError, match="is a pipe"), RunFolder(folder, ARGUMENTS):
+            pass
+    with pytest.raises(OSError, match="cannot be written"):
+        RunFolder(tmp_path / ("n" * 300), ARGUMENTS)
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(OSError, match=r"cannot be written|is a file"):
+        RunFolder(tmp_path / "round", ARGUMENTS)
+
+
+def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
+    left = [".ssd-" + 32 * "a" + ".png", "." + 32 * "0" + ".plot.png", "." + 32 * "0" + ".config.json"]
+    kept = [".hidden.png", "." + 31 * "0" + ".png", "ssd.png"]
+    for name in left:
+        (tmp_path / name).touch()
+    with RunFolder(tmp_path, ARGUMENTS) as folder:  # such a folder counts as empty
+        assert names(tmp_path) == ["config.json"]
+        folder.append({"a": 1})
+    for name in left + kept:
+        (tmp_path / name).touch()
+    with RunFolder(tmp_path, ARGUMENTS):
+        assert names(tmp_path) == sorted([*kept, "config.json", "rows.jsonl"])
+
+
+def test_arguments_are_compared_when_the_folder_is_held(tmp_path: Path) -> None:
+    late = RunFolder(tmp_path / "run", {**ARGUMENTS, "new_tokens": 9})
+    with RunFolder(tmp_path / "run", ARGUMENTS) as folder:
+        folder.append({"a": 1})
+    with pytest.raises(ValueError, match="other arguments"), late:
+        pass
+    assert read_rows(tmp_path / "run") == [{"a": 1}]
+    with RunFolder(tmp_path / "run", ARGUMENTS):  # and it was let go of
+        pass
+
+
+# --- a full disk ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_at_the_first_row(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match="too large"),
+        RunFolder(tmp_path / "run", ARGUMENTS) as folder,
+        no_file_beyond(200),
+    ):
+        folder.append({"a": "x" * 300})
+    with RunFolder(tmp_path / "run", ARGUMENTS) as folder:
+        folder.append({"a": 1})
+    assert read_rows(tmp_path / "run") == [{"a": 1}]
+
+
+def test_a_row_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, ARGUMENTS) as folder:
+        folder.append({"a": 1})
+        with pytest.raises(OSError, match="too large"), no_file_beyond(200):
+            folder.append({"a": "x" * 300})
+        folder.append({"b": 2})
+        assert folder.rows == [{"a": 1}, {"b": 2}] == read_rows(tmp_path)
+
+
+def test_a_disk_that_is_full_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="too large"), no_file_beyond(5), RunFolder(tmp_path / "run", ARGUMENTS):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_half_a_character_can_be_read_again(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, ARGUMENTS) as folder:
+        folder.append({"error": "no file \udcff", "text": "a\u2028b\x0cc\x85d"})
+    with RunFolder(tmp_path, ARGUMENTS) as folder:
+        assert folder.rows == [{"error": "no file ?", "text": "a\u2028b\x0cc\x85d"}]
+
+
+@pytest.mark.parametrize("suffix", ["", ".json", "." + "s" * 100])
+def test_names_of_any_length_can_be_replaced(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / ("n" * (255 - len(suffix)) + suffix)
+    files.write_whole(file, "text")
+    assert os.listdir(tmp_path) == [file.name] and file.read_text() == "text"
+    with replacing(file) as path:
+        assert path.suffix == (suffix if len(suffix) < 10 else "") and len(path.name) < 60
+        path.touch()
+
+
+# --- one holder -----------------------------------------------------------------------------------
+
+
+def test_a_lock_that_was_taken_away_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (Lock(tmp_path / "lock") for _ in range(3))
+    assert first.acquire() and not second.acquire()
+    real = files._try_to_lock
+
+    def gone_meanwhile(descriptor: int) -> bool:
+        """Between opening and locking, the holder takes the file away, and a third one makes another."""
+        monkeypatch.setattr(files, "_try_to_lock", real)
+        (tmp_path / "lock").unlink()
+        first.release()
+        assert third.acquire()
+        return real(descriptor)
+
+    monkeypatch.setattr(files, "_try_to_lock", gone_meanwhile)
+    assert not second.acquire()
+    third.release()
+    assert second.acquire() and (tmp_path / "lock").exists()
+    second.release()
+
+
+def test_a_folder_goes_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = Path.unlink, []
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.name == ".lock" or (self.parent / ".lock").exists():
+            other = Lock(self.parent / ".lock")
+            seen.append((self.name, other.acquire()))
+            other.release()
+        real(self, missing_ok)
+
+    folder = RunFolder(tmp_path / "run", ARGUMENTS)
+    with folder:
+        monkeypatch.setattr(Path, "unlink", unlink)
+    assert ("config.json", False) in seen and seen[-1] == (".lock", False) and not any(held for _, held in seen)
+    assert os.listdir(tmp_path) == []
+
+
+WORKER = """
+    import os, sys, time
+    from pathlib import Path
+    from ssd_generation.run_folder import RunFolder
+
+    base, seconds, way = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    entries = violations = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            with RunFolder(base / "run", {"a": 1}) as folder:
+                entries += 1
+                try:
+                    os.close(os.open(base / "inside", os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    violations += 1
+                    continue
+                if way == "rows" and entries % 5 == 0:
+                    folder.append({"n": entries})
+                if way == "taken away":
+                    folder.done_with()
+                time.sleep(0.0005)
+                os.unlink(base / "inside")
+        except ValueError as error:
+            assert "Another run is going on" in str(error), error
+    print(entries, violations)
+"""
+
+
+@pytest.mark.parametrize("way", ["nothing", "rows", "taken away"])
+def test_there_are_never_two_holders(tmp_path: Path, way: str) -> None:
+    """Processes enter and leave as fast as they can; SSD_LOCK_SECONDS and SSD_LOCK_PROCESSES for more of it."""
+    seconds = os.environ.get("SSD_LOCK_SECONDS", "1.5")
+    count = int(os.environ.get("SSD_LOCK_PROCESSES", "4"))
+    (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
+    root = str(Path(files.__file__).parents[1])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "worker.py"), str(tmp_path), seconds, way],
+            env={**os.environ, "PYTHONPATH": root},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    entries = violations = 0
+    for worker in workers:
+        said, wrong = worker.communicate(timeout=300)
+        assert worker.returncode == 0, wrong
+        entered, met = map(int, said.split())
+        entries, violations = entries + entered, violations + met
+    print(f"{way}: {count} processes, {seconds} s, {entries} entries, {violations} met another holder")
+    assert violations == 0 and entries > count
+    if way == "taken away":
+        assert not (tmp_path / "run").exists()
+    if way == "rows":
+        assert len(read_rows(tmp_path / "run")) > 0

@@ -19,13 +19,14 @@ from typing import Any
 
 from ..config import SelfSpeculativeConfig
 from ..prompts import Prompt
-from ..run_folder import RunFolder
+from ..run_folder import ROWS, RunFolder
 from ..side_by_side import calls
 from ..side_by_side.calls import load_average
 from ..side_by_side.environment import sessions_of, start_session, where_measured
 from ..side_by_side.figures import ratios_so_far, summarise_pairs
 from ..side_by_side.methods import PLAIN
 from ..side_by_side.runner import Observer, Progress, write_summary
+from ..side_by_side.stored import check_rows
 from .runner import BenchmarkSettings
 
 __all__ = ["check_checkout", "own_methods", "run_paired"]
@@ -148,11 +149,13 @@ def run_paired(
         The summary, as in summary.json.
 
     Raises:
-        ValueError: no prompts, or a checkout cannot load the model.
+        ValueError: no prompts, a checkout cannot load the model, or the folder holds something that such a run cannot
+            have written.
         RuntimeError: a worker has died.
     """
     if not prompts:
         raise ValueError("There are no prompts to run.")
+    check_rows(folder.rows, folder.path / ROWS, settings.methods, {prompt.id for prompt in prompts})
     this = Path(__file__).resolve().parents[2]
     with _Peer(HERE, this) as here, _Peer(THERE, other) as there:
         run = _PairedRun(prompts, folder, settings, here, there, observe)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..display import for_markdown
 from ..files import replacing
+from ..reading import RESULT, read_json
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
 from ..side_by_side.figures import latest_calls
 from ..side_by_side.methods import PLAIN
@@ -19,10 +21,13 @@ from ..side_by_side.report import (
     conditions,
     draws_cell,
     markdown,
+    markdown_sentence,
     markdown_table,
     new_figure,
+    picture_text,
 )
 from ..side_by_side.runner import write_summary
+from ..side_by_side.stored import check_summary
 
 __all__ = [
     "plot_drafting",
@@ -148,7 +153,7 @@ def evaluation_markdown(summary: Mapping[str, Any], title: str) -> str:
     parts = ["## Quality", ""]
     if summary["quality"]:
         parts += [*markdown_table(*quality_table(summary)), ""]
-    parts += [f"{note}\n" for note in quality_notes(summary)]
+    parts += [f"{markdown_sentence(note)}\n" for note in quality_notes(summary)]
     if len(parts) == 2:
         return page
     head, mark, rest = page.partition("\n| method |")
@@ -187,7 +192,7 @@ def plot_quality(summary: Mapping[str, Any], path: Path) -> None:
             markersize=6,
             capsize=3,
             linewidth=1.2,
-            label=name,
+            label=picture_text(name),
         )
     axes.set_xticks(range(len(metrics)), [_NAMES.get(metric, metric) for metric in metrics])
     axes.set_xlim(-0.6, len(metrics) - 0.4)
@@ -229,7 +234,9 @@ def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -
         counts, colour = accepted[name], COLOURS[i % len(COLOURS)]
         rounds = max(sum(counts.values()), 1)
         places = [n + (i - (len(names) - 1) / 2) * width for n in range(most + 1)]
-        left.bar(places, [100 * counts[n] / rounds for n in range(most + 1)], width, color=colour, label=name)
+        left.bar(
+            places, [100 * counts[n] / rounds for n in range(most + 1)], width, color=colour, label=picture_text(name)
+        )
         if depths.get(name):
             right.plot(
                 [depth for depth, _ in depths[name]],
@@ -265,7 +272,8 @@ def _accepted_per_round(rows: Sequence[Row]) -> dict[str, Counter[int]]:
 def _title(summary: Mapping[str, Any]) -> str:
     environment = summary["environment"] or {}
     model = environment.get("model", summary["arguments"].get("model", ""))
-    return f"{summary['arguments']['task']}, {model}, {sum(summary['prompts_per_category'].values())} questions"
+    count = sum(summary["prompts_per_category"].values())
+    return f"{summary['arguments']['task']}, {picture_text(model)}, {count} questions"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -279,20 +287,21 @@ def read_summaries(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
         FileNotFoundError: a folder without a summary.
         ValueError: a summary that cannot be read, of another kind, or a folder named twice.
     """
-    found = {}
+    found: dict[Path, dict[str, Any]] = {}
     for path in paths:
-        file = path.expanduser() / SUMMARY
-        if not file.is_file():
+        folder = os.path.expanduser(path)
+        file = os.path.join(folder, SUMMARY)
+        try:
+            summary = read_json(file, RESULT)
+        except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{str(path)!r} holds no {SUMMARY}. Give folders that `ssd benchmark` or `ssd evaluate` has written."
-            )
+            ) from error
         try:
-            summary = json.loads(file.read_text(encoding="utf-8"))
-            if summary["kind"] != "methods":
-                raise ValueError(f"it is of the kind {summary['kind']!r}, which compares checkouts, not methods")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(file)!r} cannot be read: {error}.") from error
-        found[path.expanduser().resolve()] = summary
+            check_summary(summary)
+        except ValueError as error:
+            raise ValueError(f"{file!r} cannot be read: {error}.") from error
+        found[Path(os.path.realpath(folder))] = summary
     if len(found) < len(paths):
         raise ValueError("A folder was named twice. Name each run once.")
     parts = 1
@@ -336,7 +345,8 @@ def runs_markdown(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     page += ["Speed is relative to plain decoding: the geometric mean over categories of their median ratios.", ""]
     for run, summary in summaries.items():
         state = "" if summary.get("complete", True) else " (unfinished)"
-        page += [f"## {run}{state}", "", *(f"{line}\n" for line in conditions(summary))]
+        said = (f"{markdown_sentence(line)}\n" for line in conditions(summary))
+        page += [f"## {for_markdown(run)}{state}", "", *said]
     return "\n".join(page)
 
 
@@ -357,7 +367,7 @@ def plot_runs(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for i, name in enumerate(names):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         offset = (i - (len(names) - 1) / 2) * step
-        label: str | None = name
+        label: str | None = picture_text(name)
         for x, summary in enumerate(summaries.values()):
             ratio = summary["methods"].get(name, {}).get("ratio")
             if ratio is None:
@@ -366,7 +376,7 @@ def plot_runs(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             axes.scatter([x + offset] * len(medians), medians, s=10, alpha=0.5, linewidths=0, **style)
             axes.scatter(x + offset, ratio["geometric_mean"], s=46, edgecolors="white", zorder=3, label=label, **style)
             label = None
-    axes.set_xticks(range(len(summaries)), [run.replace("/", "/\n") for run in summaries])
+    axes.set_xticks(range(len(summaries)), [picture_text(run).replace("/", "/\n") for run in summaries])
     axes.set_xlim(-0.6, len(summaries) - 0.4)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("speed relative to plain decoding")

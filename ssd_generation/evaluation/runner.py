@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import SelfSpeculativeConfig
-from ..run_folder import RunFolder, read_rows
+from ..run_folder import ROWS, RunFolder, read_rows
 from ..side_by_side.calls import TimedCall
 from ..side_by_side.environment import own_settings, take_over_sessions
 from ..side_by_side.figures import finished_calls
 from ..side_by_side.methods import PLAIN, of_config
 from ..side_by_side.runner import Observer, Progress, RunSettings, SideBySide
+from ..side_by_side.stored import check_rows, string
 from .quality import quality_of, verdicts_of
 from .report import write_evaluation
 from .sandbox import DEFAULT_LIMITS, Limits, run_program, run_programs
@@ -195,7 +198,7 @@ def run_evaluation(
         The summary, as in summary.json; `None` in all processes but the first.
 
     Raises:
-        OSError, ValueError: as `RunFolder`.
+        OSError, ValueError: as `RunFolder`; or there are rows, or sessions, that such a run cannot have written.
         RuntimeError: this system cannot hold a program as it should; said before anything is generated.
         KeyboardInterrupt: passed on; what was measured is kept.
     """
@@ -203,12 +206,17 @@ def run_evaluation(
     code = code if task.runs_code else None
     if code is not None:
         run_program("", code.limits, code.allow_weaker)  # whether it can be: said before hours of generating
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     named = dict({"model": model.config.name_or_path} if about is None else about)
     # Copies of a model differ in it, and so would their answers.
     if own := own_settings(model, settings.options(None)):
         named["generation_config"] = own
     arguments = evaluation_arguments(settings, task, config, **named)
+
+    questions = {sample.id for sample in task.samples}
+
+    def gather(folder: RunFolder) -> None:
+        _gather(folder, settings.methods, questions)
 
     def part(folder: RunFolder, earlier: Sequence[Mapping[str, Any]] = ()) -> Evaluation:
         turn = (0, 1) if together else (group.process_index, group.num_processes)
@@ -219,6 +227,7 @@ def run_evaluation(
     if group.process_index > 0:
         group.wait_for_everyone()  # until the first one has put together what there was
         earlier = read_rows(path)
+        check_rows(earlier, path / ROWS, settings.methods, questions, Evaluation.fields_of_calls)
         if together:
             with tempfile.TemporaryDirectory() as nowhere, RunFolder(nowhere, arguments) as folder:
                 part(folder, earlier).measure()
@@ -228,36 +237,44 @@ def run_evaluation(
         group.wait_for_everyone()
         return None
     with RunFolder(path, arguments) as folder:
-        _gather(folder)
+        gather(folder)
         group.wait_for_everyone()
         run = part(folder)
         if group.num_processes > 1 and not together:
             run.measure()
             group.wait_for_everyone()
-            _gather(folder)
+            gather(folder)
             run.part = (0, 1)  # from here on it stands for all
         return run.run()
 
 
-def _gather(folder: RunFolder) -> None:
-    """Take over the rows that other processes have written."""
-    parts = sorted((folder.path / PARTS).glob("*")) if (folder.path / PARTS).is_dir() else []
+def _gather(folder: RunFolder, methods: Sequence[str], questions: Collection[str]) -> None:
+    """Take over the rows that other processes of this very run have written; what else is there is left alone."""
+    parts = folder.path / PARTS
+    if not parts.is_dir():
+        return
     known = {json.dumps(row, sort_keys=True) for row in folder.rows}
-    for part in parts:
-        for row in read_rows(part):
-            # A kill may have come between taking a row over and removing it there.
-            if json.dumps(row, sort_keys=True) not in known:
-                folder.append(row)
-        take_over_sessions(folder, part)
-        for file in part.iterdir():
-            file.unlink()
-        part.rmdir()
-    if parts:
-        (folder.path / PARTS).rmdir()
+    for path in sorted(parts.iterdir()):
+        if not path.name.isdecimal():
+            continue
+        if path.is_symlink():
+            raise ValueError(f"{str(path)!r} is a link: no process of a run has written it. Take it out.")
+        with RunFolder(path, folder.arguments) as part:  # refuses what is not of this run
+            check_rows(part.rows, path / ROWS, methods, questions, Evaluation.fields_of_calls)
+            for row in part.rows:
+                # A kill may have come between taking a row over and removing it there.
+                if json.dumps(row, sort_keys=True) not in known:
+                    folder.append(row)
+            take_over_sessions(folder, path)
+            part.done_with()
+    with contextlib.suppress(OSError):  # something else is there
+        parts.rmdir()
 
 
 class Evaluation(SideBySide):
     """One session of an evaluation."""
+
+    fields_of_calls = MappingProxyType({"text": string})
 
     def asks(self, task: Task, tokenizer: Any, code: CodeExecution | None) -> None:
         """Say what is asked.

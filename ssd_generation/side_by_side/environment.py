@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from ..comparison import describe_environment
-from ..run_folder import ENVIRONMENT, RunFolder, read_json
+from ..reading import RESULT, read_json
+from ..run_folder import ENVIRONMENT, RunFolder
 from .calls import load_average
+from .stored import check_sessions
 
 __all__ = ["own_settings", "run_environment", "sessions_of", "start_session", "take_over_sessions", "where_measured"]
 
@@ -50,10 +52,18 @@ def start_session(folder: RunFolder, environment: Mapping[str, Any], rows: Itera
 
 
 def sessions_of(folder: Path) -> list[dict[str, Any]]:
-    """The sessions that environment.json of a run tells of, the earliest first; none where it cannot be read."""
-    document = read_json(folder / ENVIRONMENT)
-    found = document.get("sessions") if isinstance(document, dict) else None
-    return [session for session in found if isinstance(session, dict)] if isinstance(found, list) else []
+    """The sessions that environment.json of a run tells of, the earliest first; none where there is no such file.
+
+    Raises:
+        ValueError: the file is not what a run has written.
+    """
+    try:
+        document = read_json(folder / ENVIRONMENT, RESULT)
+    except FileNotFoundError:
+        return []
+    check_sessions(document, folder / ENVIRONMENT)
+    sessions: list[dict[str, Any]] = document["sessions"]
+    return sessions
 
 
 def take_over_sessions(folder: RunFolder, part: Path) -> None:

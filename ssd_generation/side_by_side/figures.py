@@ -105,7 +105,7 @@ def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float
     acted = SpeculationStatistics(
         drafted_by_depth=list(done["drafted_by_depth"]),
         accepted_by_depth=list(done["accepted_by_depth"]),
-        looked_up_tokens=done["looked_up_tokens"],
+        looked_up_tokens=done.get("looked_up_tokens", 0),
         round_accepted=[accepted],
     )
     if costs is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..display import for_markdown, visible
 from ..draws import draws_figure
 from .methods import PLAIN
 
@@ -21,10 +23,12 @@ __all__ = [
     "draws_cell",
     "draws_notes",
     "markdown",
+    "markdown_sentence",
     "markdown_table",
     "memory_cell",
     "new_figure",
     "overview",
+    "picture_text",
     "plot_summary",
     "problems",
 ]
@@ -46,12 +50,17 @@ def _share(part: int, whole: int) -> str:
 
 
 def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
+    """The lines of a Markdown table whose cells show these texts."""
     return [
-        f"| {' | '.join(header)} |",
+        f"| {' | '.join(map(for_markdown, header))} |",
         f"|{'|'.join(['---'] * len(header))}|",
-        *(f"| {' | '.join(line)} |" for line in lines),
+        *(f"| {' | '.join(map(for_markdown, line))} |" for line in lines),
     ]
+
+
+def markdown_sentence(text: str) -> str:
+    """A text that stands at the beginning of a line of Markdown, where `#` or `1.` would make it something else."""
+    return re.sub(r"^(\d*)([-+=#.)])", r"\1\\\2", for_markdown(text).lstrip())
 
 
 def category_cell(figures: Mapping[str, float] | None) -> str:
@@ -242,7 +251,7 @@ def _by_depth(figures: Mapping[str, Any]) -> str:
 def markdown(summary: Mapping[str, Any], title: str) -> str:
     """The summary as a page."""
     header, lines = overview(summary)
-    page = [f"# {title}", "", *conditions(summary), ""]
+    page = [f"# {for_markdown(title)}", "", *map(markdown_sentence, conditions(summary)), ""]
     if not summary.get("complete", True):
         page += [f"**Unfinished**: {summary['rows_done']} of {summary['rows']} rows.", ""]
     page += [*markdown_table(header, lines), ""]
@@ -258,7 +267,7 @@ def markdown(summary: Mapping[str, Any], title: str) -> str:
             ),
         )
         page.append("")
-    if drawn := draws_notes(summary):
+    if drawn := [markdown_sentence(note) for note in draws_notes(summary)]:
         first, *others = drawn
         page += ["## Sampling", "", first, "", *(f"- {line}" for line in others), ""]
     if summary["kind"] == "methods":
@@ -283,7 +292,7 @@ def markdown(summary: Mapping[str, Any], title: str) -> str:
             page.append("")
     notes = problems(summary)
     if notes:
-        page += ["## Notes", "", *(f"- {note}" for note in notes), ""]
+        page += ["## Notes", "", *(f"- {markdown_sentence(note)}" for note in notes), ""]
     return "\n".join(page)
 
 
@@ -293,6 +302,14 @@ def markdown(summary: Mapping[str, Any], title: str) -> str:
 # Okabe and Ito's colours, which colour-blind people can tell apart, and a marker each.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 MARKERS = "osD^vP*X<>"
+_WIDEST = 100.0  # inches; a picture of more pixels cannot be drawn
+_LONGEST_LABEL = 60
+
+
+def picture_text(text: object) -> str:
+    """A text as a picture can show it: in a line, not too long, and its dollar signs are no formulas."""
+    shown = visible(text)
+    return (shown if len(shown) <= _LONGEST_LABEL else f"{shown[: _LONGEST_LABEL - 1]}…").replace("$", r"\$")
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
@@ -312,7 +329,7 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]
     except ImportError as error:
         raise ImportError('The plot needs matplotlib: pip install "ssd_generation[plots]"') from error
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(min(width, _WIDEST), height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns)
     for one in [axes] if columns == 1 else axes:
@@ -363,7 +380,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
             edgecolors="white",
             linewidths=0.6,
             zorder=3,
-            label=name,
+            label=picture_text(name),
             **style,
         )
     for x in range(len(places)):
@@ -372,7 +389,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     if sums_up:
         axes.axvline(len(categories) - 0.5, color="0.6", linewidth=1, linestyle=":")
     counts = summary["prompts_per_category"]
-    labels = [f"{_broken(category)}\n(n = {counts[category]})" for category in categories]
+    labels = [f"{_broken(picture_text(category))}\n(n = {counts[category]})" for category in categories]
     axes.set_xticks(range(len(places)), [*labels, *(["geometric\nmean"] if sums_up else [])])
     axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
     axes.set_yscale("log", base=2)
@@ -392,7 +409,8 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     if environment:
         single = all(figures["n"] == 1 for ratio in methods.values() for figures in ratio["categories"].values())
         axes.set_title(
-            f"{environment['model']}, {environment['dtype']}, {environment['device']}\n"
+            picture_text(f"{environment['model']}, {environment['dtype']}, {environment['device']}")
+            + "\n"
             + ("one call each" if single else "median, quartiles (thick), range (thin)"),
             fontsize=10,
             loc="left",

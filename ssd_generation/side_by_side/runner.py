@@ -17,13 +17,14 @@ from ..draws import judge_draws
 from ..files import replacing
 from ..generation import enable_self_speculative
 from ..precision import copy_bytes, drop_copies
-from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
+from ..run_folder import PLOT, ROWS, SUMMARY, TABLE, RunFolder
 from .calls import Caller, TimedCall, first_line, load_average
 from .environment import own_settings, run_environment, sessions_of, start_session, where_measured
 from .figures import finished_calls, latest_calls, ratios_so_far, summarise
 from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
 from .report import markdown, plot_summary
+from .stored import Check, check_rows
 
 __all__ = ["Item", "Observer", "Progress", "RunSettings", "SideBySide", "write_summary"]
 
@@ -139,8 +140,14 @@ class SideBySide:
         assistant: model of the method "assistant".
         observe: told before each call how far the run is.
         part: `(i, n)`: only every n-th item from the i-th on, where others run the rest.
-        earlier: rows that stand elsewhere.
+        earlier: rows that stand elsewhere, checked.
+
+    Raises:
+        ValueError: the folder holds something that such a run cannot have written.
     """
+
+    # What else is stored of a call, by name: as `noted` says.
+    fields_of_calls: Mapping[str, Check] = {}
 
     def __init__(
         self,
@@ -154,6 +161,8 @@ class SideBySide:
         part: tuple[int, int] = (0, 1),
         earlier: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        known = {item.id for item in items}
+        check_rows(folder.rows, folder.path / ROWS, settings.methods, known, self.fields_of_calls)
         self.model = enable_self_speculative(model)
         self.items = items
         self.folder = folder
