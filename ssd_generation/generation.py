@@ -22,6 +22,7 @@ from .candidate_generator import SelfSpeculativeCandidateGenerator
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_machine
 from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput
+from .display import visible
 from .drafting import CostAwarePolicy, DraftPolicy, make_policy
 from .precision import drop_copies
 from .refinement import WINDOW, Refinement
@@ -432,8 +433,8 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> Draf
             elif costs.measured_on is not None and costs.measured_on != describe_machine(model):
                 warnings.warn(
                     f"The costs in this config were measured on another machine, dtype or version "
-                    f"({costs.measured_on}) than this one ({describe_machine(model)}): the draft length may not be the "
-                    "best here. Leave `costs` out to have them measured, or store those of "
+                    f"({visible(costs.measured_on)}) than this one ({describe_machine(model)}): the draft length may "
+                    "not be the best here. Leave `costs` out to have them measured, or store those of "
                     "`ssd_generation.costs.measure_costs(model, config)`.",
                     stacklevel=3,
                 )

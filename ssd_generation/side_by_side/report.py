@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..display import for_plot
 from ..draws import draws_figure
 from .methods import PLAIN
 
@@ -363,7 +364,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
             edgecolors="white",
             linewidths=0.6,
             zorder=3,
-            label=name,
+            label=for_plot(name),
             **style,
         )
     for x in range(len(places)):
@@ -372,7 +373,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     if sums_up:
         axes.axvline(len(categories) - 0.5, color="0.6", linewidth=1, linestyle=":")
     counts = summary["prompts_per_category"]
-    labels = [f"{_broken(category)}\n(n = {counts[category]})" for category in categories]
+    labels = [f"{_broken(for_plot(category))}\n(n = {counts[category]})" for category in categories]
     axes.set_xticks(range(len(places)), [*labels, *(["geometric\nmean"] if sums_up else [])])
     axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
     axes.set_yscale("log", base=2)
@@ -392,7 +393,8 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     if environment:
         single = all(figures["n"] == 1 for ratio in methods.values() for figures in ratio["categories"].values())
         axes.set_title(
-            f"{environment['model']}, {environment['dtype']}, {environment['device']}\n"
+            ", ".join(for_plot(environment[key]) for key in ("model", "dtype", "device"))
+            + "\n"
             + ("one call each" if single else "median, quartiles (thick), range (thin)"),
             fontsize=10,
             loc="left",
