@@ -8,9 +8,10 @@ escape what means something in the format that the string goes into.
 from __future__ import annotations
 
 import html
+import json
 import re
 
-__all__ = ["for_html", "for_markdown", "visible"]
+__all__ = ["for_html", "for_json", "for_markdown", "for_plot", "visible"]
 
 # Control characters (C0, DEL, C1), line and paragraph separators, marks and overrides of the writing direction, tags
 # (invisible letters), and halves of characters.
@@ -19,6 +20,7 @@ _ACTING = re.compile(
 )
 # An underscore within a word (`top_p`) is one.
 _MARKDOWN = re.compile(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))")
+_LONGEST_LABEL = 40  # characters
 
 
 def visible(text: object, keep: str = "") -> str:
@@ -49,3 +51,23 @@ def for_markdown(text: object) -> str:
 def for_html(text: object, keep: str = "\n\t") -> str:
     """A string as HTML text or as the value of an attribute."""
     return html.escape(visible(text, keep))
+
+
+def for_json(document: str) -> str:
+    """A JSON document as it may go to a screen: the same document, with what would act escaped as JSON escapes it.
+
+    Args:
+        document: what `json.dumps` wrote; its line breaks stay.
+    """
+    return _ACTING.sub(lambda match: "\n" if match.group() == "\n" else json.dumps(match.group())[1:-1], document)
+
+
+def for_plot(text: object) -> str:
+    """A string as a label of matplotlib, which takes what stands between dollar signs for mathematics.
+
+    A long one is cut, lest it leave no room for the picture.
+    """
+    shown = visible(text)
+    if len(shown) > _LONGEST_LABEL:
+        shown = f"{shown[: _LONGEST_LABEL - 1]}…"
+    return shown.replace("$", r"\$")

@@ -24,6 +24,7 @@ from .candidate_generator import SelfSpeculativeCandidateGenerator
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_machine
 from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput, end_tokens
+from .display import visible
 from .drafting import CostAwarePolicy, DraftPolicy, make_policy
 from .model_check import CannotDraft, ForcedText, ModelCheck, ScriptedDrafts, check_model
 from .precision import drop_copies
@@ -158,14 +159,14 @@ class SelfSpeculativeMixin:
     def _check(self, is_batch: bool, tokenizer: Any = None) -> ModelCheck:
         """Whether this model's tokens can be verified several at a time (model_check.py)."""
         model = cast(PreTrainedModel, self)
-        parent = super().generate  # type: ignore[misc]
+        generate = super().generate  # type: ignore[misc]
 
         def decode(text: ForcedText, is_drafted: bool, same_lengths: bool) -> Sequence[torch.Tensor]:
             script = ScriptedDrafts(model, text) if is_drafted else None
             token = _CALL.set(_Call(model, script=script, same_lengths=same_lengths) if is_drafted else None)
             try:
                 # Whatever the model's own generation config says.
-                output = parent(
+                output = generate(
                     **text.inputs,
                     max_new_tokens=text.tokens.shape[1],
                     do_sample=False,
@@ -535,8 +536,8 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> Draf
             elif costs.measured_on is not None and costs.measured_on != describe_machine(model):
                 warnings.warn(
                     f"The costs in this config were measured on another machine, dtype or version "
-                    f"({costs.measured_on}) than this one ({describe_machine(model)}): the draft length may not be the "
-                    "best here. Leave `costs` out to have them measured, or store those of "
+                    f"({visible(costs.measured_on)}) than this one ({describe_machine(model)}): the draft length may "
+                    "not be the best here. Leave `costs` out to have them measured, or store those of "
                     "`ssd_generation.costs.measure_costs(model, config)`.",
                     stacklevel=3,
                 )

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .forks import ForkSafeRLock, undone_in_child
 from .files import Lock
+from .forks import ForkSafeRLock, undone_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

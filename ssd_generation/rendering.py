@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .display import for_html, visible
 from .files import write_whole
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["OriginPiece", "TokenOrigins", "visible"]
+__all__ = ["OriginPiece", "TokenOrigins"]
 
 DRAFTED = "drafted and accepted"
 LOOKED_UP = "looked up and accepted"
@@ -168,7 +168,7 @@ class TokenOrigins:
         for piece in self.pieces:
             style = _STYLES[piece.origin] + (" italic" if piece.special else "")
             left, right = ("", "") if styled else marks.get(piece.origin, ("", ""))
-            *lines, rest = visible(piece.text).split("\n")
+            *lines, rest = visible(piece.text, keep="\n\t").split("\n")
             body.append(left)
             for number, line in enumerate(lines, start=1):
                 body.append(line + newline, style=style)
@@ -202,7 +202,7 @@ class TokenOrigins:
         return (
             '<div style="line-height:1.7;max-width:60em">'
             f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{body}</div>'
-            f'<div style="margin-top:.8em;font-size:.85em">{legend}<br>{html.escape(self.summary())}</div>'
+            f'<div style="margin-top:.8em;font-size:.85em">{legend}<br>{for_html(self.summary())}</div>'
             "</div>"
         )
 
@@ -213,11 +213,10 @@ class TokenOrigins:
             title: its title.
             prompt: shown above the answer, if given.
         """
-        shown = html.escape(title)
+        shown = for_html(title, keep="")
         question = ""
         if prompt is not None:
-            escaped = html.escape(visible(prompt))
-            question = f'<p style="white-space:pre-wrap;overflow-wrap:anywhere;opacity:.75">{escaped}</p>\n'
+            question = f'<p style="white-space:pre-wrap;overflow-wrap:anywhere;opacity:.75">{for_html(prompt)}</p>\n'
         return (
             '<!doctype html>\n<html>\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -252,20 +251,6 @@ class TokenOrigins:
             )
         write_whole(target, self.to_html(title, prompt))
         return target
-
-
-def visible(text: str) -> str:
-    """Text with control characters made visible, but for newlines and tabs: no answer may steer the terminal."""
-    return "".join(_visible_character(character) for character in text)
-
-
-def _visible_character(character: str) -> str:
-    code = ord(character)
-    if code >= 0xA0 or 0x20 <= code < 0x7F or character in "\n\t":
-        return character
-    if code == 0x7F:
-        return "␡"
-    return chr(0x2400 + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
 
 
 def _texts(tokenizer: Any, ids: list[int]) -> Iterator[tuple[str, int, int, bool]]:
@@ -317,9 +302,9 @@ def _span(piece: OriginPiece) -> str:
         f"token {piece.first + 1}" if piece.tokens == 1 else f"tokens {piece.first + 1}–{piece.first + piece.tokens}"
     )
     where = f"round {piece.round}" if piece.round else "the pass over the prompt"
-    title = html.escape(f"{numbers}: {piece.origin}, {where}", quote=True)
+    title = for_html(f"{numbers}: {piece.origin}, {where}")
     style = _HTML_STYLES[piece.origin]
     if piece.special:
         style += ";font-style:italic;opacity:.7"
-    text = html.escape(visible(piece.text)).replace("\n", _NEWLINE)
+    text = for_html(piece.text).replace("\n", _NEWLINE)
     return f'<span style="{style}" title="{title}">{text}</span>'

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_generation.display import for_html, for_markdown, visible
+from ssd_generation.display import for_html, for_json, for_markdown, for_plot, visible
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,26 @@ def test_markdown_shows_what_it_is_given() -> None:
 
 def test_html_shows_what_it_is_given() -> None:
     assert for_html('<b a="x">&\x1b\n\ud800') == "&lt;b a=&quot;x&quot;&gt;&amp;\\x1b\n\\ud800"
+
+
+@given(st.dictionaries(st.text(), st.text()))
+def test_json_stays_the_same_document(document: dict[str, str]) -> None:
+    for indent in (None, 2):
+        text = for_json(json.dumps(document, ensure_ascii=False, indent=indent))
+        assert visible(text, keep="\n") == text
+        assert json.loads(text) == document
+
+
+def test_json_escapes_only_what_would_act() -> None:
+    assert for_json(json.dumps("é\x1b\x9b\u202e\ud800\U000e0041\n", ensure_ascii=False)) == (
+        '"é\\u001b\\u009b\\u202e\\ud800\\udb40\\udc41\\n"'
+    )
+
+
+@given(st.text(alphabet=st.sampled_from("$\\{}_^ax\x1b\n")))
+def test_no_label_is_mathematics(text: str) -> None:
+    matplotlib_text = pytest.importorskip("matplotlib.text")
+    shown, is_mathematics = matplotlib_text.Text()._preprocess_math(for_plot(text))
+    whole = visible(text)
+    assert not is_mathematics
+    assert shown == whole or (len(whole) > len(shown) == 40 and shown == whole[:39] + "…")

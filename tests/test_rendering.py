@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssd_generation.rendering import OriginPiece, TokenOrigins, visible
+from ssd_generation.rendering import OriginPiece, TokenOrigins
 
 END = "<|end|>"
 
@@ -202,12 +202,19 @@ def test_long_answers_are_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "shown"), [("\x1b[2J", "␛[2J"), ("a\rb", "a␍b"), ("\x7f\x9b", "␡⟨U+009B⟩"), ("é\n\t", "é\n\t")]
+    ("raw", "shown"),
+    [
+        ("\x1b[2J", "\\x1b[2J"),
+        ("a\rb", "a\\rb"),
+        ("\x7f\x9b", "\\x7f\\x9b"),
+        ("x\u202ey", "x\\u202ey"),
+        ("é\n\tb", "é↵\n        b"),
+    ],
 )
 def test_control_characters_do_not_reach_the_terminal(raw: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert visible(raw) == shown
     text = printed(origins_of(raw, drafted=True), monkeypatch)
-    assert not {"\x1b", "\r", "\x7f", "\x9b"} & set(text)
+    assert text.startswith(f"{shown}\n")
+    assert not {"\x1b", "\r", "\x7f", "\x9b", "\u202e"} & set(text)
 
 
 def test_rich_markup_in_the_answer_is_only_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +298,19 @@ def test_html_needs_nothing_from_elsewhere() -> None:
     assert not any(word in html for word in ("http", "src=", "<style", "<script", "<link"))
     assert Page(MIXED.to_html("<t>", prompt="<b>?")).text.count("<t>") == 2
     assert "<b>?" in Page(MIXED.to_html("<t>", prompt="<b>?")).text
+
+
+def test_html_shows_what_would_act(tmp_path: Path) -> None:
+    raw = "a\x1b]0;t\x07\u202eb\ud800<"
+    shown = "a\\x1b]0;t\\x07\\u202eb\\ud800<"
+    piece = OriginPiece(raw, drafted=False, first=0)
+    origins = TokenOrigins((piece,), drafted_tokens=0, decided_tokens=1)
+    file = origins.save_html(tmp_path / "answer.html", title=f"{raw}\n", prompt=f"{raw}\n")
+    html = file.read_text(encoding="utf-8")
+    assert not any(character in html for character in "\x1b\x07\u202e")
+    text = Page(html).text
+    assert text.count(shown) == 4  # title, heading, prompt, answer
+    assert text.count(f"{shown}\\n") == 2 and f"{shown}\n" in text  # a title is one line
 
 
 def test_html_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

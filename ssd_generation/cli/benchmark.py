@@ -189,7 +189,7 @@ def benchmark(
     console = out()
     console.print(benchmark_view(summary, console.width))
     said = "with a plot" if summary["plot"] == "plot.png" else f"plot {summary['plot']}"
-    err().print(f"\nWritten to {folder.path} ({said})", style="dim", soft_wrap=True, markup=False)
+    err().print(f"\nWritten to {folder.path} ({said})", style="dim", soft_wrap=True)
 
 
 def _run(folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str, Any]) -> dict[str, Any]:

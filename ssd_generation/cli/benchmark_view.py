@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
+
+from ..display import visible
+from .console import styled
 
 if TYPE_CHECKING:
     from ..side_by_side.runner import Progress
@@ -22,7 +24,7 @@ def live_progress() -> Iterator[Callable[[Progress], None]]:
     Yields:
         The observer to hand to a run.
     """
-    from .console import LogLines, err
+    from .console import LogLines, description, err
 
     console = err()
     if not console.is_terminal:
@@ -39,7 +41,7 @@ def live_progress() -> Iterator[Callable[[Progress], None]]:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("[dim]{task.description}"),
+        description("dim"),
         console=console,
         # The time left is taken from more calls than the few of the last half minute.
         speed_estimate_period=600,
@@ -49,7 +51,7 @@ def live_progress() -> Iterator[Callable[[Progress], None]]:
 
         def observe(progress: Progress) -> None:
             bar.update(task, completed=progress.done, total=progress.total, description=progress.step)
-            live.update(Group(bar, Text(_ratios(progress.ratios), style="dim")))
+            live.update(Group(bar, styled((_ratios(progress.ratios), "dim"))))
 
         yield observe
 
@@ -75,12 +77,12 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
     from ..side_by_side.report import conditions, draws_notes, problems
 
     parts: list[RenderableType] = [_overview(summary)]
-    parts.append(Text("Ratio by category: median, below it the least and the greatest."))
+    parts.append(styled("Ratio by category: median, below it the least and the greatest."))
     parts += _category_tables(summary, width)
     notes = [*draws_notes(summary), *problems(summary)]
-    parts += [Text(note) for note in notes]
-    parts += [Text()] * bool(notes)
-    parts += [Text(line, style="dim") for line in conditions(summary)]
+    parts += [styled(note) for note in notes]
+    parts += [styled()] * bool(notes)
+    parts += [styled((line, "dim")) for line in conditions(summary)]
     return Group(*parts)
 
 
@@ -100,8 +102,8 @@ def evaluation_view(summary: Mapping[str, Any], width: int) -> RenderableType:
         for line in lines:
             table.add_row(*(cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line))
         parts.append(table)
-    parts += [Text(note) for note in quality_notes(summary)]
-    parts += [Text()] * bool(parts)
+    parts += [styled(note) for note in quality_notes(summary)]
+    parts += [styled()] * bool(parts)
     return Group(*parts, benchmark_view(summary, width))
 
 
@@ -152,7 +154,7 @@ _HEADERS = {
 def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     from ..side_by_side.report import categories_of
 
-    first = max([len("method"), *map(len, summary["methods"])]) + 1
+    first = max([len("method"), *(len(visible(name)) for name in summary["methods"])]) + 1
     chunks: list[list[str]] = []
     taken = width
     for category in categories_of(summary):
@@ -166,7 +168,7 @@ def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
 
 
 def _broken(category: str) -> str:
-    return category.replace("-", "-\n").replace(" ", "\n")
+    return visible(category).replace("-", "-\n").replace(" ", "\n")
 
 
 def _category_table(summary: Mapping[str, Any], categories: list[str]) -> Table:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
+from .console import styled
 from .options import describe_skip
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ def comparison_view(
     result = comparison.self_speculative
     if result.difference is not None:
         text = tokenizer.decode(comparison.plain.token_ids[0], skip_special_tokens=True)
-        parts += [Text("Plain decoding says:", style="dim"), Text(text), Text()]
+        parts += [styled(("Plain decoding says:", "dim")), styled(text), styled()]
     parts.append(_table(comparison))
-    parts += [Text(line) for line in _verdict(comparison, config, choice)]
-    parts.append(Text())
-    parts += [Text(line, style="dim") for line in _conditions(comparison, config, choice, environment, prompt_tokens)]
+    parts += [styled(line) for line in _verdict(comparison, config, choice)]
+    parts.append(styled())
+    parts += [styled((line, "dim")) for line in _conditions(comparison, config, choice, environment, prompt_tokens)]
     return Group(*parts)
 
 

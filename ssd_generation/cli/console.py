@@ -12,30 +12,70 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from ..display import for_json, visible
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.progress import TextColumn
 
 # Faults of what was asked for, or of the machine; anything else is a fault of this library and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError)
 _PATIENCE = 2.0  # seconds without a word
 _BETWEEN_LINES = 10.0  # seconds between two lines in a log file
+_LINES = "\n\t"  # of a text of several lines
+
+
+class Screen(Console):
+    """A console to which strings are data: nothing in them is markup, and nothing in them acts on the terminal.
+
+    What has a style is a `styled` text, or is printed with `style=`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A string as rich shows it, before it is laid out: in a table, a cell is as wide as what is seen of it."""
+        return super().render_str(visible(text, _LINES), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """All that is written passes here; only rich's own control codes may act."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text, _LINES), segment.style)
 
 
 def out() -> Console:
     """The console for results."""
-    from rich.console import Console
-
-    return Console(highlight=False)
+    return Screen()
 
 
 def err() -> Console:
     """The console for everything else."""
-    from rich.console import Console
+    return Screen(stderr=True)
 
-    return Console(stderr=True, highlight=False)
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """A text of several styles, to which strings are data.
+
+    Args:
+        parts: strings, each by itself or with its style.
+    """
+    # rich would leave some control characters out, so that nobody saw them.
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((visible(text, _LINES), style) for text, style in pairs))
+
+
+def description(style: str = "none") -> TextColumn:
+    """The column of a progress bar that says what is being done, to which that is data."""
+    from rich.progress import TextColumn
+
+    return TextColumn("{task.description}", style=style, markup=False)
 
 
 def debugging() -> bool:
@@ -49,8 +89,6 @@ def print_error(error: Exception) -> bool:
     Returns:
         Whether it was a mistake that can be said in a line; else nothing was printed.
     """
-    from rich.text import Text
-
     is_usage = hasattr(error, "format_message") and hasattr(
         error, "exit_code"
     )  # of typer, which does not export the class
@@ -60,7 +98,7 @@ def print_error(error: Exception) -> bool:
     if debugging():
         import traceback
 
-        traceback.print_exception(error)
+        print(visible("".join(traceback.format_exception(error)), _LINES), end="", file=sys.stderr)
     if is_usage:
         message = str(error.format_message())  # type: ignore[attr-defined]
         context = getattr(error, "ctx", None)
@@ -71,14 +109,15 @@ def print_error(error: Exception) -> bool:
         # One line; what is indented was meant to stand by itself, such as the last words of a program that failed.
         message = re.sub(r"\s*\n(?!\s)", " ", str(error).strip()) or type(error).__name__
     # Not wrapped to the terminal: a message is a line to copy.
-    err().print(Text.assemble(("error:", "bold red"), " ", (message, "red")), soft_wrap=True)
+    err().print(styled(("error:", "bold red"), " ", (message, "red")), soft_wrap=True)
     return True
 
 
 def print_json(document: Any) -> None:
     """Write the one JSON document of a `--json` run to stdout."""
     is_utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not is_utf8, allow_nan=False) + "\n")
+    text = json.dumps(document, indent=2, ensure_ascii=not is_utf8, allow_nan=False)
+    sys.stdout.write(for_json(text) + "\n")
     sys.stdout.flush()
 
 
@@ -154,9 +193,9 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
 
         yield line
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
-    columns = [SpinnerColumn(), TextColumn("{task.description}")]
+    columns = [SpinnerColumn(), description()]
     if total is not None:
         columns += [BarColumn(bar_width=20), MofNCompleteColumn()]
     # transient: what is done is not worth a line.
@@ -184,4 +223,4 @@ class LogLines:
         """Print the line, unless one was printed a moment ago."""
         if at_once or time.monotonic() - self.said >= self.patience:
             self.said = time.monotonic()
-            print(line, file=sys.stderr, flush=True)
+            print(visible(line), file=sys.stderr, flush=True)

@@ -290,7 +290,7 @@ def evaluate(
     console = out()
     console.print(evaluation_view(summary, console.width))
     said = f"with {', '.join(summary['plots'])}" if summary["plots"] else f"plot {summary['plot']}"
-    err().print(f"\nWritten to {path} ({said})", style="dim", soft_wrap=True, markup=False)
+    err().print(f"\nWritten to {path} ({said})", style="dim", soft_wrap=True)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -340,14 +340,15 @@ def report(
     from ..evaluation.report import plot_runs, read_summaries, runs_markdown
     from ..files import replacing, write_whole
     from .benchmark_view import runs_view
-    from .console import err, out, print_json
+    from .console import err, out, print_json, quiet_libraries
 
     summaries = read_summaries(folders)
     if output is not None:
         output = output.expanduser()
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "report.md", runs_markdown(summaries))
-        with replacing(output / "report.png") as path:
+        # matplotlib has something to say of each letter that its font lacks.
+        with quiet_libraries(), replacing(output / "report.png") as path:
             plot_runs(summaries, path)
     if as_json:
         print_json(summaries)
@@ -355,4 +356,4 @@ def report(
     console = out()
     console.print(runs_view(summaries))
     if output is not None:
-        err().print(f"\nWritten to {output}", style="dim", soft_wrap=True, markup=False)
+        err().print(f"\nWritten to {output}", style="dim", soft_wrap=True)

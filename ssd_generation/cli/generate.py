@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..display import visible
 from .options import (
     AUTO,
     DEMO,
@@ -215,7 +216,7 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer a prompt, compare with plain decoding, show the draft."""
-    from .console import err, measuring, out, print_json, progress, quiet_libraries
+    from .console import err, measuring, out, print_json, progress, quiet_libraries, styled
     from .options import encode, load, read_prompt, requested_config, stored_config, with_drafting, with_lookup
 
     # What can be refused is refused before anything slow begins.
@@ -278,7 +279,7 @@ def generate(
                 refinement_of(target, chosen)
 
         if prompt is None and not as_json:
-            err().print(f"[dim]Prompt:[/dim] {question}\n")
+            err().print(styled(("Prompt:", "dim"), f" {question}\n"))
         streamer = None if as_json else _streamer(tokenizer)
         if sampling:
             torch.manual_seed(seed)
@@ -388,7 +389,6 @@ def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | Non
             f"The costs in this config were measured elsewhere ({made_on}), so the draft length may not be the best "
             "here. Take `costs` out of it to have them measured.",
             style="yellow",
-            markup=False,
         )
     return config
 
@@ -397,10 +397,9 @@ def _streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
     """Prints the answer as it comes, without the prompt."""
     from transformers import TextStreamer
 
-    from ..rendering import visible
-
     def write(text: str, stream_end: bool = False) -> None:
-        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+        # To a file or a pipe goes what the model says, as it is.
+        sys.stdout.write(visible(text, keep="\n\t") if sys.stdout.isatty() else text)
         if stream_end:
             sys.stdout.write("\n")
         sys.stdout.flush()

@@ -229,9 +229,9 @@ def _view(document: dict[str, Any], has_config: bool) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
-    from rich.text import Text
 
     from ..config import SkipConfig
+    from .console import styled
     from .options import describe_skip
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
@@ -242,7 +242,7 @@ def _view(document: dict[str, Any], has_config: bool) -> Any:
         if has_config:
             table.add_column("draft", no_wrap=True)
     for layer in document["layers"]:
-        cells: list[Text] = [Text(str(layer["layer"]))]
+        cells: list[Any] = [styled(str(layer["layer"]))]
         for kind in ("attention", "mlp"):
             cells += _cells(layer[kind], has_config)
         table.add_row(*cells)
@@ -268,15 +268,15 @@ def _view(document: dict[str, Any], has_config: bool) -> Any:
                 name, _count(value), f"{value / max(all_parameters, 1):.1%}", style="bold" if name == "all" else None
             )
 
-    title = Text.assemble(
+    title = styled(
         (document["model"], "bold"),
         f"\n{document['class']}, {len(document['layers'])} layers, {_count(all_parameters)} parameters",
     )
-    parts: list[Any] = [title, Text(), table, Text(), summary, Text()]
+    parts: list[Any] = [title, styled(), table, styled(), summary, styled()]
     if has_config:
         skip = SkipConfig.from_dict(document["skip"])
         parts.append(
-            Text(
+            styled(
                 f"The draft leaves out {document['skipped_sublayers']} of {document['sublayers']} sub-layers: "
                 f"{describe_skip(skip) or 'none'}. That is {_count(document['skipped_parameters'])} parameters, "
                 f"{document['skipped_share']:.1%} of all."
@@ -284,25 +284,25 @@ def _view(document: dict[str, Any], has_config: bool) -> Any:
         )
     else:
         parts.append(
-            Text("--config or --skip-attention 5,7-9 --skip-mlp 6 shows what a draft would leave out.", style="dim")
+            styled(("--config or --skip-attention 5,7-9 --skip-mlp 6 shows what a draft would leave out.", "dim"))
         )
     return Group(*parts)
 
 
 def _cells(sub: dict[str, Any] | None, has_config: bool) -> list[Any]:
-    from rich.text import Text
+    from .console import styled
 
     if sub is None:
-        return [Text("none", style="dim"), Text("–"), *([Text("")] if has_config else [])]
+        return [styled(("none", "dim")), "–", *([""] if has_config else [])]
     name = sub["name"]
     if sub.get("span", "full") != "full":
         name += f", {sub['span']}" + (f" {sub['window']}" if sub["window"] else "")
     if sub.get("read_by_other_layers"):
         name += ", read by other layers"
     style = "strike dim" if sub["skipped"] else ""
-    cells = [Text(name, style=style), Text(_count(sub["parameters"]), style=style)]
+    cells = [styled((name, style)), styled((_count(sub["parameters"]), style))]
     if has_config:
-        cells.append(Text("left out", style="bold yellow") if sub["skipped"] else Text("·", style="dim"))
+        cells.append(styled(("left out", "bold yellow") if sub["skipped"] else ("·", "dim")))
     return cells
 
 

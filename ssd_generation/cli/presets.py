@@ -35,4 +35,4 @@ def presets(as_json: JsonOption = False) -> None:
             sources.setdefault(config.provenance.source, []).append(name)
     out().print(table)
     for source, names in sources.items():
-        out().print(f"{', '.join(names)}: {source}", style="dim", markup=False)
+        out().print(f"{', '.join(names)}: {source}", style="dim")

@@ -70,7 +70,7 @@ def profile(
     if output is not None:
         measured.save(output)
         if not as_json:
-            err().print(f"Written to {output}", style="dim", soft_wrap=True, markup=False)
+            err().print(f"Written to {output}", style="dim", soft_wrap=True)
 
 
 def parse_contexts(text: str) -> list[int]:

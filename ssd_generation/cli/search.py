@@ -241,7 +241,7 @@ def search(
 
     console = out()
     for part in result_view(result, result.profile.num_layers):
-        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+        console.print(part, soft_wrap=isinstance(part, str))
     options = {
         "dtype": None if dtype == "auto" else dtype,
         "device": device,
@@ -250,8 +250,8 @@ def search(
     }
     as_here = "".join(f" --{name} {value}" for name, value in options.items() if value is not None)
     command = f"ssd generate --model {model}{as_here} --config {folder} --compare"
-    console.print(f"\n  {command}", markup=False, soft_wrap=True)
-    err().print(f"\nWritten to {folder} ({plotted})", style="dim", soft_wrap=True, markup=False)
+    console.print(f"\n  {command}", soft_wrap=True)
+    err().print(f"\nWritten to {folder} ({plotted})", style="dim", soft_wrap=True)
 
 
 def _plot(result: Any, folder: Path) -> str:
@@ -295,14 +295,14 @@ def _retarget(
     from .search_view import describe_draft, describe_tried
 
     console = out()
-    console.print(f"For {profile.measured_on}:", markup=False, soft_wrap=True)
-    console.print(f"  trial {best.number}, {describe_tried(best)}", markup=False, soft_wrap=True)
+    console.print(f"For {profile.measured_on}:", soft_wrap=True)
+    console.print(f"  trial {best.number}, {describe_tried(best)}", soft_wrap=True)
     if best.pruned:
         texts = "It was given up early there, so that its acceptance is that of a part of the texts."
-        console.print(f"  {texts}", markup=False, soft_wrap=True)
+        console.print(f"  {texts}", soft_wrap=True)
     if best.speedup <= 1:
-        console.print("  No draft of the study pays there: with this one, generate decodes plainly.", markup=False)
+        console.print("  No draft of the study pays there: with this one, generate decodes plainly.")
     for line in describe_draft(config, profile.num_layers):
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+        console.print(f"  {line}", soft_wrap=True)
     if output is not None:
-        err().print(f"Written to {output}", style="dim", soft_wrap=True, markup=False)
+        err().print(f"Written to {output}", style="dim", soft_wrap=True)

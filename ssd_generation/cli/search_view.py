@@ -23,16 +23,16 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
     Yields:
         A function to tell what is being done, and how many of how many steps are done.
     """
-    from .console import LogLines, err
+    from .console import LogLines, description, err
 
     console = err()
     if not console.is_terminal:
         lines = LogLines()
         yield lambda text, done, total: lines.say(f"{done}/{total} {text}")
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), description())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
 
@@ -92,15 +92,16 @@ class View:
 
     def warn(self, text: str) -> None:
         """Something is not as was asked for."""
-        self.console.print(text, style="yellow", soft_wrap=True, markup=False)
+        self.console.print(text, style="yellow", soft_wrap=True)
 
     def _show(self, text: str, at_once: bool = False, done: int | None = None, total: int | None = None) -> None:
         if self.live is not None:
             from rich.console import Group
             from rich.progress_bar import ProgressBar
-            from rich.text import Text
 
-            parts: list[Any] = [Text(text, style="dim")]
+            from .console import styled
+
+            parts: list[Any] = [styled((text, "dim"))]
             if total:
                 parts.insert(0, ProgressBar(total=total, completed=done or 0, width=40))
             self.live.update(Group(*parts))

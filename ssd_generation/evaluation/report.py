@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..display import for_markdown
+from ..display import for_markdown, for_plot
 from ..files import replacing
 from ..reading import RESULT, read_json
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
@@ -24,7 +24,6 @@ from ..side_by_side.report import (
     markdown_sentence,
     markdown_table,
     new_figure,
-    picture_text,
 )
 from ..side_by_side.runner import write_summary
 from ..side_by_side.stored import check_summary
@@ -192,9 +191,9 @@ def plot_quality(summary: Mapping[str, Any], path: Path) -> None:
             markersize=6,
             capsize=3,
             linewidth=1.2,
-            label=picture_text(name),
+            label=for_plot(name),
         )
-    axes.set_xticks(range(len(metrics)), [_NAMES.get(metric, metric) for metric in metrics])
+    axes.set_xticks(range(len(metrics)), [for_plot(_NAMES.get(metric, metric)) for metric in metrics])
     axes.set_xlim(-0.6, len(metrics) - 0.4)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("percent, with 95 % interval")
@@ -234,9 +233,7 @@ def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -
         counts, colour = accepted[name], COLOURS[i % len(COLOURS)]
         rounds = max(sum(counts.values()), 1)
         places = [n + (i - (len(names) - 1) / 2) * width for n in range(most + 1)]
-        left.bar(
-            places, [100 * counts[n] / rounds for n in range(most + 1)], width, color=colour, label=picture_text(name)
-        )
+        left.bar(places, [100 * counts[n] / rounds for n in range(most + 1)], width, color=colour, label=for_plot(name))
         if depths.get(name):
             right.plot(
                 [depth for depth, _ in depths[name]],
@@ -272,8 +269,8 @@ def _accepted_per_round(rows: Sequence[Row]) -> dict[str, Counter[int]]:
 def _title(summary: Mapping[str, Any]) -> str:
     environment = summary["environment"] or {}
     model = environment.get("model", summary["arguments"].get("model", ""))
-    count = sum(summary["prompts_per_category"].values())
-    return f"{summary['arguments']['task']}, {picture_text(model)}, {count} questions"
+    task = summary["arguments"]["task"]
+    return f"{for_plot(task)}, {for_plot(model)}, {sum(summary['prompts_per_category'].values())} questions"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -367,7 +364,7 @@ def plot_runs(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for i, name in enumerate(names):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         offset = (i - (len(names) - 1) / 2) * step
-        label: str | None = picture_text(name)
+        label: str | None = for_plot(name)
         for x, summary in enumerate(summaries.values()):
             ratio = summary["methods"].get(name, {}).get("ratio")
             if ratio is None:
@@ -376,7 +373,7 @@ def plot_runs(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             axes.scatter([x + offset] * len(medians), medians, s=10, alpha=0.5, linewidths=0, **style)
             axes.scatter(x + offset, ratio["geometric_mean"], s=46, edgecolors="white", zorder=3, label=label, **style)
             label = None
-    axes.set_xticks(range(len(summaries)), [picture_text(run).replace("/", "/\n") for run in summaries])
+    axes.set_xticks(range(len(summaries)), [for_plot(run).replace("/", "/\n") for run in summaries])
     axes.set_xlim(-0.6, len(summaries) - 0.4)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("speed relative to plain decoding")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..display import for_plot
 from ..files import replacing
 from ..speedup import expected_tokens
 from .space import KEEP, SKIP
@@ -85,7 +86,7 @@ def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, 
             s=16,
             alpha=0.75,
             color=_COLOURS.get(origin, "tab:blue"),
-            label=_NAMES.get(origin, origin),
+            label=for_plot(_NAMES.get(origin, origin)),
             zorder=3,
         )
     frontier = found.frontier()
@@ -176,7 +177,7 @@ def plot_progress(
                 xs.append(max(spent, 1))
                 ys.append(best)
         # A mark at each step up, so that lines that end on the same value can be told apart.
-        label = f"{name} ({best:.2f}×)" if better else f"{name} (nothing yet)"
+        label = f"{for_plot(name)} ({best:.2f}×)" if better else f"{for_plot(name)} (nothing yet)"
         marker = "os^Dv*PXph"[i % 10]
         style = {"color": f"C{i}", "marker": marker, "markevery": better, "ms": 5, "lw": 1.4, "zorder": 3 - i * 0.01}
         ax.step(xs, ys, where="post", label=label, **style)
@@ -206,7 +207,7 @@ def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
     names = list(dict.fromkeys(name for found in founds.values() for name in found))
     for ax, (model, found) in zip(axes, founds.items(), strict=True):
         plot_progress(found, ax=ax, names=names)
-        ax.set_title(model, fontsize=12)
+        ax.set_title(for_plot(model), fontsize=12)
         if several:  # below, where it covers no line
             ax.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2, frameon=False)
         if ax is not axes[0]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..display import for_markdown, visible
+from ..display import for_markdown, for_plot
 from ..draws import draws_figure
 from .methods import PLAIN
 
@@ -28,7 +28,6 @@ __all__ = [
     "memory_cell",
     "new_figure",
     "overview",
-    "picture_text",
     "plot_summary",
     "problems",
 ]
@@ -303,13 +302,6 @@ def markdown(summary: Mapping[str, Any], title: str) -> str:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 MARKERS = "osD^vP*X<>"
 _WIDEST = 100.0  # inches; a picture of more pixels cannot be drawn
-_LONGEST_LABEL = 60
-
-
-def picture_text(text: object) -> str:
-    """A text as a picture can show it: in a line, not too long, and its dollar signs are no formulas."""
-    shown = visible(text)
-    return (shown if len(shown) <= _LONGEST_LABEL else f"{shown[: _LONGEST_LABEL - 1]}…").replace("$", r"\$")
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
@@ -380,7 +372,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
             edgecolors="white",
             linewidths=0.6,
             zorder=3,
-            label=picture_text(name),
+            label=for_plot(name),
             **style,
         )
     for x in range(len(places)):
@@ -389,7 +381,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     if sums_up:
         axes.axvline(len(categories) - 0.5, color="0.6", linewidth=1, linestyle=":")
     counts = summary["prompts_per_category"]
-    labels = [f"{_broken(picture_text(category))}\n(n = {counts[category]})" for category in categories]
+    labels = [f"{_broken(for_plot(category))}\n(n = {counts[category]})" for category in categories]
     axes.set_xticks(range(len(places)), [*labels, *(["geometric\nmean"] if sums_up else [])])
     axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
     axes.set_yscale("log", base=2)
@@ -409,7 +401,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     if environment:
         single = all(figures["n"] == 1 for ratio in methods.values() for figures in ratio["categories"].values())
         axes.set_title(
-            picture_text(f"{environment['model']}, {environment['dtype']}, {environment['device']}")
+            ", ".join(for_plot(environment[key]) for key in ("model", "dtype", "device"))
             + "\n"
             + ("one call each" if single else "median, quartiles (thick), range (thin)"),
             fontsize=10,
