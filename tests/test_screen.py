@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
+from search_worker import cost_profile
 from ssd_generation import Costs, Provenance, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.cli import console
 from ssd_generation.cli.benchmark_view import benchmark_view, live_progress, runs_view
@@ -29,6 +30,7 @@ from ssd_generation.side_by_side.runner import Progress
 from test_cli import Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture
 from test_cli import ssd as ssd  # the fixture
+from tiny_models import prompt, tiny_model
 
 ACTING = ["\x1b]0;pwned\x07", "\x1b[2J", "\x9b31m", "\r", "\u202eabc", "\u2066a\u2028b"]
 MARKUP = [
@@ -380,13 +382,20 @@ def test_the_warning_of_other_costs(folder: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from ssd_generation import enable_self_speculative
-    from tiny_models import prompt
 
     model = enable_self_speculative(AutoModelForCausalLM.from_pretrained(folder))
     costs = Costs(plain_step=1.0, draft_step=0.5, verify=[(1, 1.0)], measured_on="a\x1b[2J\u202eb")
     config = SelfSpeculativeConfig(SkipConfig([1]), costs=costs)
     with pytest.warns(UserWarning, match=r"\(a\\x1b\[2J\\u202eb\)"):
         model.generate(prompt(5), max_new_tokens=2, self_speculative=config)
+
+
+def test_profiles_of_other_machines() -> None:
+    profile = cost_profile(measured_on=TOGETHER[0], model_type=TOGETHER[0])
+    first, second = profile.compared_with(tiny_model())
+    check_calm(first)
+    check_calm(second)
+    assert visible(TOGETHER[0]) in first and visible(TOGETHER[0]) in second
 
 
 @pytest.mark.parametrize("text", [*NASTY, HALF])

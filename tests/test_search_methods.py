@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -92,6 +93,13 @@ def test_runs_on_one_page(
     assert page in capsys.readouterr().out
     assert page.count((run / "methods.md").read_text()) == 2 and page.count(f"## {Path(folder).name}\n") == 2
     assert (output / "methods.png").read_bytes().startswith(b"\x89PNG")
+    # What others have written is data.
+    said = json.loads((run / "methods.json").read_text(encoding="utf-8"))
+    said |= {"model": "$\\frac{a|b<script>", "measured_on": "\x1b[2J"}
+    (run / "methods.json").write_text(json.dumps(said), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(run), "-o", str(output)])
+    main()
+    assert "a\\|b&lt;script&gt;" in (output / "methods.md").read_text() and "\x1b" not in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["methods", "--beside", str(run.parent), "-o", str(output)])
     with pytest.raises(SystemExit):
         main()

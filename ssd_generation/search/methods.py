@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 
 from ..acceptance import judge_all
+from ..display import for_markdown, visible
 from ..files import replacing, write_whole
 from ..models import load_model
 from ..precision import drop_copies
@@ -239,8 +240,8 @@ def put_together(folders: Sequence[Path], output: Path) -> str:
         names = {name: optuna.load_study(study_name=name, storage=storage) for name in said["methods"]}
         texts = said["texts"]
         pages.append(
-            f"## {said['model']}\n\n{said['measured_on']}; chosen on {texts['chosen_on']} texts of "
-            f"{texts['new_tokens']} tokens, {texts['held_back']} held back\n\n{table(said['methods'])}"
+            f"## {for_markdown(said['model'])}\n\n{for_markdown(said['measured_on'])}; chosen on {texts['chosen_on']} "
+            f"texts of {texts['new_tokens']} tokens, {texts['held_back']} held back\n\n{table(said['methods'])}"
         )
         founds[said["model"]] = {name: tried_in(study) for name, study in names.items()}
     written = "# Ways of searching\n\n" + "\n".join(pages)
@@ -291,14 +292,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.beside:
         try:
-            print(put_together(arguments.beside, folder))
+            print(visible(put_together(arguments.beside, folder), keep="\n"))
         except (ImportError, ValueError) as error:
-            parser.error(str(error))
+            parser.error(visible(error))
         return
     try:
         methods = _methods_named(arguments.methods)
     except (ImportError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(visible(error))
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     # What is not in the first prompts is held back.
     texts, held_out = (
@@ -337,7 +338,7 @@ def main() -> None:
             plot_methods({name: founds}, path)
     except ImportError as error:
         print(f"\n{error}", file=sys.stderr)
-    print(f"\n{profile.measured_on}; {len(texts)} texts, {len(held_out)} held back\n\n{written}")
+    print(f"\n{visible(profile.measured_on)}; {len(texts)} texts, {len(held_out)} held back\n\n{written}")
 
 
 if __name__ == "__main__":

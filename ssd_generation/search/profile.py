@@ -24,6 +24,7 @@ import torch
 
 from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..costs import LONGEST_VERIFIED, Passes, describe_machine
+from ..display import visible
 from ..files import write_whole
 from ..kernels import linear_of_few_rows
 from ..precision import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
@@ -153,11 +154,11 @@ class CostProfile:
         here = describe_machine(model)
         differences = []
         if here != self.measured_on:
-            differences.append(f"it was measured on {self.measured_on}, and this is {here}")
+            differences.append(f"it was measured on {visible(self.measured_on)}, and this is {here}")
         config = model.config.get_text_config(decoder=True)
         shape = _shape(config.model_type, config.num_hidden_layers, config.hidden_size)
         if shape != self.shape:
-            differences.append(f"it is of {self.shape}, and this is {shape}")
+            differences.append(f"it is of {visible(self.shape)}, and this is {shape}")
         return differences
 
     # -- files ---------------------------------------------------------------------------------------------------------
