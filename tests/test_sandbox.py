@@ -88,7 +88,9 @@ def test_a_right_answer_passes() -> None:
         ("x = '\0'", "not Python", "null byte"),
         ("x = '\ud800'", "not Python", "UnicodeEncodeError: "),
         ("(" * 300 + ")" * 300, "not Python", "SyntaxError: too many nested parentheses (line 1)"),
-        ("-" * 100_000 + "1", "not Python", "Error"),
+        # Python enough, but more than it may have, or the compiler takes: which, hangs on Python's version.
+        ("-" * 100_000 + "1", "stopped", "Error"),
+        ("a" + ".b" * 100_000, "stopped", "Error"),
         ("return 1", "not Python", "SyntaxError: 'return' outside function (line 1)"),
     ],
 )
@@ -340,6 +342,15 @@ def test_other_resources_are_limited() -> None:
         """
     )
     assert outcome.passed, outcome
+
+
+@pytest.mark.parametrize(
+    "program", ["x = [" + "1, " * 3_000_000 + "]", "x = '" + "é" * (30 << 20) + "'"], ids=["many", "long"]
+)
+def test_memory_that_runs_out_while_compiling_is_no_fault_of_the_text(program: str) -> None:
+    held = run(program, Limits(60.0, memory_bytes=128 << 20))
+    assert held.status == "stopped" and "Error" in held.detail, held
+    assert run(program, Limits(60.0, memory_bytes=4 << 30)).passed
 
 
 def test_output_without_end_is_not_kept() -> None:

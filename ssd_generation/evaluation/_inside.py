@@ -271,8 +271,14 @@ def _named(error: BaseException) -> str:
 def _run(source: str, say: Callable[[str, str], None], out_of_memory: Callable[[], None]) -> None:
     try:
         code = compile(source, "<program>", "exec", dont_inherit=True)
-    except BaseException as error:
+    except MemoryError:  # Python's parser says so too of what goes deeper than its stack
+        out_of_memory()
+        return
+    except (SyntaxError, ValueError) as error:  # ValueError: characters that are none, or null
         say("not Python", _named(error))
+        return
+    except BaseException as error:  # RecursionError, or SystemError, where memory ran out unnoticed
+        say("stopped", f"while it was compiled: {_named(error)}")
         return
     # What looks itself up, as a dataclass does, finds the program and not this.
     module = types.ModuleType("__main__")

@@ -115,7 +115,8 @@ class Outcome:
 
     Attributes:
         status: `passed`, it ran to its end; `failed`, an exception, or it ended itself before; `timed out`;
-            `not Python`, it cannot be compiled; `stopped`, by a limit or a signal.
+            `not Python`, it cannot be compiled; `stopped`, by a limit (of memory or depth, while it is compiled too)
+            or a signal.
         detail: the error or the reason, in one line of at most 300 characters; empty when passed.
         seconds: of wall-clock time it took, the start of Python included.
     """
