@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -161,20 +161,19 @@ class SelfSpeculativeMixin:
         model = cast(PreTrainedModel, self)
         generate = super().generate  # type: ignore[misc]
 
-        def decode(text: ForcedText, is_drafted: bool, same_lengths: bool) -> Sequence[torch.Tensor]:
+        def decode(text: ForcedText, is_drafted: bool, same_lengths: bool) -> Any:
             script = ScriptedDrafts(model, text) if is_drafted else None
             token = _CALL.set(_Call(model, script=script, same_lengths=same_lengths) if is_drafted else None)
             try:
                 # Whatever the model's own generation config says.
                 output = generate(
-                    **text.inputs,
+                    **text.arguments(),
                     max_new_tokens=text.tokens.shape[1],
                     do_sample=False,
                     num_beams=1,
                     num_return_sequences=1,
                     guidance_scale=1.0,
                     use_cache=True,
-                    cache_implementation="dynamic",
                     prefill_chunk_size=None,
                     output_attentions=False,
                     output_hidden_states=False,
@@ -186,7 +185,7 @@ class SelfSpeculativeMixin:
                 )
             finally:
                 _CALL.reset(token)
-            return output.logits  # type: ignore[no-any-return]
+            return output
 
         return check_model(model, is_batch, decode)
 

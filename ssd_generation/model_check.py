@@ -10,6 +10,7 @@ are right and wrong by turns, and the logits of every step are held against each
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import logging
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import LogitsProcessor
+from transformers.cache_utils import Cache
 
 from .candidate_generator import Draft, Drafter
 from .costs import describe_adapters, describe_model
@@ -84,6 +86,7 @@ class ForcedText:
 
     Attributes:
         inputs: keyword arguments of `generate`: prompt and mask.
+        cache: of all of the prompt but its last tokens, where that is not computed; not to be written to.
         tokens (`torch.LongTensor` of shape `(B, new tokens)`): what is decoded.
         wrong (`torch.LongTensor` of shape `(B, new tokens)`): other tokens, for drafts.
     """
@@ -91,11 +94,22 @@ class ForcedText:
     inputs: dict[str, torch.Tensor]
     tokens: torch.Tensor
     wrong: torch.Tensor
+    cache: Cache | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The inputs for one call, with a cache to write to."""
+        if self.cache is None:
+            return {**self.inputs, "cache_implementation": "dynamic"}  # whatever the model's own generation config says
+        return {**self.inputs, "past_key_values": copy.deepcopy(self.cache)}
 
     def beside_itself(self) -> ForcedText:
         """Each row twice: the same text, by kernels for other shapes."""
-        inputs = {name: value.repeat(2, 1) for name, value in self.inputs.items()}
-        return ForcedText(inputs, self.tokens.repeat(2, 1), self.wrong.repeat(2, 1))
+        inputs = {name: value.repeat_interleave(2, dim=0) for name, value in self.inputs.items()}
+        cache = copy.deepcopy(self.cache)
+        if cache is not None:
+            cache.batch_repeat_interleave(2)
+        tokens, wrong = (value.repeat_interleave(2, dim=0) for value in (self.tokens, self.wrong))
+        return ForcedText(inputs, tokens, wrong, cache)
 
     def processor(self) -> LogitsProcessor:
         """Leaves nothing but the text's own token possible."""
@@ -165,8 +179,8 @@ class ScriptedDrafts(Drafter):
         )
 
 
-Decode = Callable[[ForcedText, bool, bool], Sequence[torch.Tensor]]
-"""`(text, drafted, same lengths) → logits of each step (B, V)`, by transformers' loop or by this library's."""
+Decode = Callable[[ForcedText, bool, bool], Any]
+"""`(text, drafted, same lengths) → output of generate`, with logits, by transformers' loop or by this library's."""
 
 
 def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
@@ -219,53 +233,64 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
     text = _forced_text(model, 2 if is_batch else 1)
     with _quiet():
         try:
-            plain = decode(text, False, False)
+            output = decode(text, False, False)
         except CannotDraft:
             raise
         except Exception as error:  # whatever a model's code raises
             return ModelCheck(refusal=f"plain decoding of a few tokens fails ({_said(error)})")
+        plain = output.logits
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
             return ModelCheck()  # no text to speak of: there is nothing to hold against anything
-
-        def difference(same_lengths: bool = False) -> str | None:
-            try:
-                drafted = decode(text, True, same_lengths)
-            except CannotDraft:
-                raise
-            except Exception as error:
-                return f"its pass over several tokens behind a cache fails ({_said(error)})"
-            if model.dtype in (torch.bfloat16, torch.float16):
-                # Where rounding decides between two experts, single tokens may lie apart.
-                apart = _distances(plain, drafted).median(dim=0).values.max()
-                if apart > _TOLERANCE_HALF:
-                    if not _distances(plain, decode(text, False, False)).max() <= _TOLERANCE:
-                        return "the same passes over the same tokens give other logits from call to call"
-                    beside = [step[: len(text.tokens)] for step in decode(text.beside_itself(), False, False)]
-                    rounding = _distances(plain, beside).median(dim=0).values.max()
-                    allowed = min(max(_TIMES_ROUNDING * float(rounding), _TOLERANCE_HALF), _MOST_HALF)
-                else:
-                    allowed = _TOLERANCE_HALF
-            else:
-                apart, allowed = _distances(plain, drafted).max(), _TOLERANCE
-            if apart <= allowed:
-                return None
-            said = "its pass over several tokens behind a cache gives other logits than passes over one"
-            return f"{_quantised_by_pass(model)}{said} (they lie {float(apart):.2g} standard deviations apart)"
-
         if is_batch:
-            uneven = difference()
+            uneven = _difference(model, text, plain, decode)
             if uneven is None:
                 return ModelCheck()
-            even = difference(same_lengths=True)
+            even = _difference(model, text, plain, decode, same_lengths=True)
             return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven)
         forbid_recording(model, None)
-        is_recorded = why_not_recorded(model) is None
-        found = difference()
-        if found is None or not is_recorded:
-            return ModelCheck(refusal=found)
-        forbid_recording(model, found)
-        own = difference()
-        return ModelCheck(refusal=own) if own is not None else ModelCheck(recording_refusal=found)
+        recorded = _difference(model, text, plain, decode) if why_not_recorded(model) is None else None
+        if recorded is not None or why_not_recorded(model) is not None:
+            forbid_recording(model, recorded)
+            own = _difference(model, text, plain, decode)
+            if own is not None:
+                return ModelCheck(refusal=own)
+        behind = _behind_a_window(model, text, output.past_key_values)
+        if behind is not None:
+            with contextlib.suppress(Exception):  # such a cache may be none that this model can go on from
+                output = decode(behind, False, False)
+                far = _difference(model, behind, output.logits, decode)
+                if far is not None:
+                    return ModelCheck(refusal=f"behind a text that is longer than its window, {far}")
+        return ModelCheck(recording_refusal=recorded)
+
+
+def _difference(
+    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: Decode, same_lengths: bool = False
+) -> str | None:
+    """What parts a text decoded with drafts from plain decoding's logits, `(B, V)` per step; `None` for rounding."""
+    try:
+        drafted = decode(text, True, same_lengths).logits
+    except CannotDraft:
+        raise
+    except Exception as error:
+        return f"its pass over several tokens behind a cache fails ({_said(error)})"
+    if len(drafted) != len(plain):
+        return f"its passes over several tokens gave {len(drafted)} tokens instead of {len(plain)}"
+    if model.dtype in (torch.bfloat16, torch.float16):
+        # Where rounding decides between two experts, single tokens may lie apart.
+        apart, allowed = _distances(plain, drafted).median(dim=0).values.max(), _TOLERANCE_HALF
+        if apart > allowed:
+            if not _distances(plain, decode(text, False, False).logits).max() <= _TOLERANCE:
+                return "the same passes over the same tokens give other logits from call to call"
+            beside = [step[::2] for step in decode(text.beside_itself(), False, False).logits]
+            rounding = float(_distances(plain, beside).median(dim=0).values.max())
+            allowed = min(max(_TIMES_ROUNDING * rounding, allowed), _MOST_HALF)
+    else:
+        apart, allowed = _distances(plain, drafted).max(), _TOLERANCE
+    if apart <= allowed:
+        return None
+    said = "its pass over several tokens behind a cache gives other logits than passes over one"
+    return f"{_quantised_by_pass(model)}{said} (they lie {float(apart):.2g} standard deviations apart)"
 
 
 def _distances(plain: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -334,6 +359,50 @@ def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
         mask[1, :_PADDING] = 0
     wrong = torch.where(wrong == text, wrong - 1, wrong)
     return ForcedText({"input_ids": prompt.contiguous(), "attention_mask": mask}, text, wrong)
+
+
+_LONGEST_WINDOW = 8192
+_SHARE_OF_WEIGHTS = 0.1
+"""The most memory for keys and values behind a window, of the weights' bytes."""
+
+
+def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> ForcedText | None:
+    """The same text behind so many tokens that the model does not see the first of them any more.
+
+    Nothing is computed of these: keys and values of the short text stand in for them, over and over. The keys are not
+    quite the same each time, lest one that is chosen among equal ones be the same whichever is.
+
+    Returns:
+        The text; `None` where the model sees all of a text, has a window too large to try, or a cache of its own make.
+    """
+    config = model.config.get_text_config(decoder=True)
+    windows = [
+        value
+        for name, value in vars(config).items()
+        if any(part in name for part in ("window", "topk", "chunk")) and type(value) is int
+    ]
+    windows += [w for layer in getattr(cache, "layers", ()) if type(w := getattr(layer, "sliding_window", None)) is int]
+    longest = getattr(config, "max_position_embeddings", None) or _LONGEST_WINDOW
+    within = [window for window in windows if _PROMPT < window <= min(_LONGEST_WINDOW, longest - 4 * _PROMPT)]
+    if not within:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    length = max(within) + 1
+    try:
+        layers = [(layer.keys[:, :, -_PROMPT:], layer.values[:, :, -_PROMPT:]) for layer in cache.layers]
+        size = sum(x.nbytes for pair in layers for x in pair) / _PROMPT * length
+        if size > max(_SHARE_OF_WEIGHTS * sum(p.nbytes for p in model.parameters()), 2**25):
+            return None
+        for index, pair in enumerate(layers):
+            keys, values = (x.repeat(1, 1, -(-length // x.shape[2]), 1)[:, :, :length] for x in pair)
+            noise = torch.randn(keys.shape, generator=generator).to(keys) * keys.std() * 0.1
+            cache.update(keys + noise, values, index)
+        seen = int(cache.get_seq_length())
+    except Exception:  # a cache of its own make
+        return None
+    ids = text.inputs["input_ids"]
+    prompt = ids.repeat(1, -(-seen // ids.shape[1]) + 1)[:, : seen + 2]
+    return ForcedText({"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, text.tokens, text.wrong, cache)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
