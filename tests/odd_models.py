@@ -82,32 +82,249 @@ def _openai_gpt() -> PreTrainedModel:
     return tf.OpenAIGPTLMHeadModel(config)
 
 
+def _prophetnet() -> PreTrainedModel:
+    config = tf.ProphetNetConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_encoder_layers=3,  # which is what it calls its number of layers
+        num_decoder_layers=3,
+        num_encoder_attention_heads=4,
+        num_decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=128,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        add_cross_attention=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return tf.ProphetNetForCausalLM(config)
+
+
+def _moshi(window: int) -> Callable[[], PreTrainedModel]:
+    """Its mask is that of full attention, over a cache that keeps a window."""
+
+    def make() -> PreTrainedModel:
+        text = {key: value for key, value in _SMALL.items() if key != "intermediate_size"}
+        return tf.MoshiForCausalLM(tf.MoshiConfig(**text, ffn_dim=48, head_dim=8, sliding_window=window))
+
+    return make
+
+
+def _doge_dense() -> PreTrainedModel:
+    model = tf.DogeForCausalLM(tf.DogeConfig(**_SMALL, keep_window_size=24))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A"):
+            torch.nn.init.normal_(parameter, 0.0, 0.5)
+    return model
+
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 8,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [0],
+}
+
+
+def _kosmos2_5() -> PreTrainedModel:
+    text = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "embed_dim": 32,
+        "layers": 3,
+        "ffn_dim": 48,
+        "attention_heads": 4,
+        "dropout": 0.0,
+        "scale_embedding": False,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {
+        "hidden_size": 16,
+        "patch_embed_hidden_size": 12,
+        "intermediate_size": 16,
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_num_patches": 8,
+    }
+    config = tf.Kosmos2_5Config(text_config=text, vision_config=vision, latent_query_num=4, tie_word_embeddings=False)
+    return tf.Kosmos2_5ForConditionalGeneration(config)
+
+
+def _exaone4_5() -> PreTrainedModel:
+    text = {"model_type": "exaone4", **_SMALL, "head_dim": 8, "sliding_window": None}
+    config = tf.Exaone4_5_Config(
+        text_config={**text, "layer_types": ["full_attention"] * 4},
+        vision_config=_VISION,
+        image_token_id=VOCAB - 1,
+        video_token_id=VOCAB - 2,
+    )
+    return tf.Exaone4_5_ForConditionalGeneration(config)
+
+
+def _hyperclovax_vision_v2() -> PreTrainedModel:
+    config = tf.HyperCLOVAXVisionV2Config(
+        text_config={"model_type": "hyperclovax", **_SMALL, "head_dim": 8},
+        vision_config={"model_type": "qwen2_5_vl_vision", **_VISION},
+        image_token_id=VOCAB - 1,
+        video_token_id=VOCAB - 2,
+    )
+    return tf.HyperCLOVAXVisionV2ForConditionalGeneration(config)
+
+
+def _moss_transcribe_diarize() -> PreTrainedModel:
+    audio = {
+        "num_mel_bins": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "hidden_size": 16,
+        "max_source_positions": 8,
+    }
+    config = tf.MossTranscribeDiarizeConfig(
+        text_config={"model_type": "qwen3", **_SMALL, "head_dim": 8}, audio_config=audio, audio_token_id=VOCAB - 1
+    )
+    return tf.MossTranscribeDiarizeForConditionalGeneration(config)
+
+
+def _unlimited_ocr(window: int) -> Callable[[], PreTrainedModel]:
+    """Its sliding cache keeps nothing that a crop could bring back."""
+
+    def make() -> PreTrainedModel:
+        encoder = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 8,
+        }
+        sam = {
+            "hidden_size": 16,
+            "output_channels": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "window_size": 2,
+            "global_attn_indexes": [0],
+            "mlp_dim": 16,
+            "downsample_channels": [8, 16],
+        }
+        text = {
+            **_SMALL,
+            "num_key_value_heads": 4,
+            "sliding_window": window,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 16,
+        }
+        config = tf.UnlimitedOcrConfig(
+            text_config=text, vision_config={"sam_config": sam, "encoder_config": encoder}, image_token_id=VOCAB - 1
+        )
+        return tf.UnlimitedOcrForConditionalGeneration(config)
+
+    return make
+
+
+def _paligemma() -> PreTrainedModel:
+    """Adds one to its positions on the way into the pass, which a recording of the pass does not know of."""
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    config = tf.PaliGemmaConfig(
+        vision_config=vision,
+        text_config=tf.GemmaConfig(**_SMALL, head_dim=8, tie_word_embeddings=False),
+        image_token_index=VOCAB - 1,
+        projection_dim=32,
+        hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
+# Families that this version of transformers does not have yet.
+_MISSING = {
+    name
+    for name, config in {
+        "exaone4_5": "Exaone4_5_Config",
+        "hyperclovax_vision_v2": "HyperCLOVAXVisionV2Config",
+        "kosmos-2.5": "Kosmos2_5Config",
+        "moss_transcribe_diarize": "MossTranscribeDiarizeConfig",
+        "unlimited_ocr": "UnlimitedOcrConfig",
+        "unlimited_ocr, longer than its window": "UnlimitedOcrConfig",
+    }.items()
+    if not hasattr(tf, config)
+}
+
+
+def _there(models: dict[str, Callable[[], PreTrainedModel]]) -> dict[str, Callable[[], PreTrainedModel]]:
+    return {name: make for name, make in models.items() if name not in _MISSING}
+
+
 # Positions are counted from the length of the cache: all rows of a batch have to take the same number of tokens.
-COUNT_FROM_THE_CACHE: dict[str, Callable[[], PreTrainedModel]] = {
-    "bart": _decoder("Bart"),
-    "bigbird_pegasus": _decoder("BigBirdPegasus"),
-    "blenderbot": _decoder("Blenderbot"),
-    "blenderbot-small": _decoder("BlenderbotSmall"),
-    "marian": _decoder("Marian"),
-    "mbart": _decoder("MBart"),
-    "mvp": _decoder("Mvp"),
-    "pegasus": _decoder("Pegasus"),
-    "plbart": _decoder("PLBart"),
-    "trocr": _trocr,
-    "whisper": _decoder(
-        "Whisper",
-        max_target_positions=128,
-        max_source_positions=16,
-        num_mel_bins=8,
-        begin_suppress_tokens=None,
-        suppress_tokens=None,
-    ),
-}
+COUNT_FROM_THE_CACHE = _there(
+    {
+        "bart": _decoder("Bart"),
+        "bigbird_pegasus": _decoder("BigBirdPegasus"),
+        "blenderbot": _decoder("Blenderbot"),
+        "blenderbot-small": _decoder("BlenderbotSmall"),
+        "marian": _decoder("Marian"),
+        "mbart": _decoder("MBart"),
+        "mvp": _decoder("Mvp"),
+        "pegasus": _decoder("Pegasus"),
+        "plbart": _decoder("PLBart"),
+        "trocr": _trocr,
+        "whisper": _decoder(
+            "Whisper",
+            max_target_positions=128,
+            max_source_positions=16,
+            num_mel_bins=8,
+            begin_suppress_tokens=None,
+            suppress_tokens=None,
+        ),
+        "exaone4_5": _exaone4_5,
+        "hyperclovax_vision_v2": _hyperclovax_vision_v2,
+        "kosmos-2.5": _kosmos2_5,
+        "moss_transcribe_diarize": _moss_transcribe_diarize,
+    }
+)
 # A pass over several tokens is another function than passes over one, or there is none.
-NOT_SEVERAL_AT_ONCE: dict[str, Callable[[], PreTrainedModel]] = {
-    "doge with experts": _doge,
-    "openai-gpt": _openai_gpt,
-}
+NOT_SEVERAL_AT_ONCE = _there(
+    {
+        "doge": _doge_dense,
+        "doge with experts": _doge,
+        "moshi": _moshi(8),
+        "moshi, longer than its window": _moshi(64),
+        "openai-gpt": _openai_gpt,
+        "prophetnet": _prophetnet,
+        "unlimited_ocr": _unlimited_ocr(8),
+        "unlimited_ocr, longer than its window": _unlimited_ocr(64),
+    }
+)
+# Right but for its recorded passes.
+NOT_RECORDED: dict[str, Callable[[], PreTrainedModel]] = {"paligemma": _paligemma}
 
 
 def odd_model(make: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
@@ -118,7 +335,7 @@ def odd_model(make: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedM
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                std = 1.0 if any(part in name for part in ("embed", "wte", "wpe")) else 1.5 / parameter.shape[-1] ** 0.5
+                std = 0.5 if any(part in name for part in ("embed", "wte", "wpe")) else 1.5 / parameter.shape[-1] ** 0.5
                 parameter.normal_(0.0, std, generator=generator)
             elif "bias" in name:
                 parameter.normal_(0.0, 0.1, generator=generator)

@@ -6,6 +6,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from odd_models import COUNT_FROM_THE_CACHE, NOT_SEVERAL_AT_ONCE, odd_model
+from odd_models import COUNT_FROM_THE_CACHE, NOT_RECORDED, NOT_SEVERAL_AT_ONCE, odd_model
 from ssd_generation import (
     DraftingConfig,
     SelfSpeculativeConfig,
@@ -42,9 +43,11 @@ def checked(model: PreTrainedModel, is_batch: bool = False) -> ModelCheck:
     return enable_self_speculative(model)._check(is_batch)  # type: ignore[attr-defined, no-any-return]
 
 
-def assert_text_of_plain(model: PreTrainedModel, config: SelfSpeculativeConfig, inputs: dict[str, Any]) -> Any:
+def assert_text_of_plain(
+    model: PreTrainedModel, config: SelfSpeculativeConfig, inputs: dict[str, Any], new_tokens: int = 24
+) -> Any:
     enable_self_speculative(model)
-    options = {"max_new_tokens": 24, "do_sample": False}
+    options = {"max_new_tokens": new_tokens, "do_sample": False}
     plain = model.generate(**inputs, **options)
     drafted = model.generate(**inputs, **options, self_speculative=config)
     assert torch.equal(plain, drafted)
@@ -67,18 +70,28 @@ def test_positions_counted_from_the_cache(name: str, draft: str) -> None:
     assert checked(model, is_batch=True).uneven_refusal is not None
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", NOT_SEVERAL_AT_ONCE)
-def test_not_several_at_once(name: str, draft: str) -> None:
+def test_not_several_at_once(name: str) -> None:
     model = odd_model(NOT_SEVERAL_AT_ONCE[name])
-    with pytest.warns(UserWarning, match="decoded without drafts, as transformers decodes it: its pass over several"):
-        statistics = assert_text_of_plain(model, DRAFTS[draft], SINGLE)
-    assert statistics.refusal and statistics.drafted_tokens == 0
-    assert (statistics.generated_tokens, statistics.new_tokens) == (24, [24])
-    assert "nothing was drafted: its pass over several" in str(statistics)
-    # Once per model and reason.
-    statistics = assert_text_of_plain(model, DRAFTS[draft], RAGGED)
-    assert statistics.refusal and statistics.new_tokens == [24, 24, 24]
+    for number, draft in enumerate(DRAFTS.values()):
+        # Once per model and reason.
+        with pytest.warns(UserWarning, match="without drafts.* as transformers") if not number else nullcontext():
+            statistics = assert_text_of_plain(model, draft, SINGLE, new_tokens=90)
+        assert statistics.refusal and statistics.drafted_tokens == 0
+        assert (statistics.generated_tokens, statistics.new_tokens) == (90, [90])
+        assert f"nothing was drafted: {statistics.refusal}" in str(statistics)
+        statistics = assert_text_of_plain(model, draft, RAGGED)
+        assert statistics.refusal and statistics.new_tokens == [24, 24, 24]
+
+
+@pytest.mark.parametrize("name", NOT_RECORDED)
+def test_not_recorded(name: str) -> None:
+    model = odd_model(NOT_RECORDED[name])
+    for draft in DRAFTS.values():
+        statistics = assert_text_of_plain(model, draft, SINGLE)
+        assert statistics.drafted_tokens > 0 and statistics.refusal is None
+        assert assert_text_of_plain(model, draft, RAGGED).refusal is None
+    assert "gives other logits" in str(why_not_recorded(model))
 
 
 def test_rows_in_step_end_at_different_places() -> None:
