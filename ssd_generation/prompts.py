@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import filled_lines
+from .reading import DATA, excerpt, filled_lines, listed, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -73,21 +73,23 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         FileNotFoundError: no such file.
         ValueError: another kind of file, a line that cannot be understood, or no prompt at all.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no prompt file {str(path)!r}. Give a .jsonl or .txt file.")
+    file = Path(os.path.expanduser(path))
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(
             f"A prompt file is .jsonl (a JSON object per line) or .txt (a prompt per line), but got {str(path)!r}."
         )
+    try:
+        lines = filled_lines(file, DATA)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"There is no prompt file {str(path)!r}. Give a .jsonl or .txt file.") from error
     prompts = []
-    for number, line in filled_lines(file):
+    for number, line in lines:
         if file.suffix == ".txt":
             prompts.append(Prompt(f"{file.stem}-{number}", file.stem, line.strip()))
             continue
         try:
-            category, text, later = _parse(json.loads(line), file.stem)
-        except ValueError as error:  # JSON's own errors are ValueErrors too
+            category, text, later = _parse(parse_json(line), file.stem)
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error} {_FORMATS}") from error
         prompts.append(Prompt(f"{file.stem}-{number}", category, text, later))
     if not prompts:
@@ -110,10 +112,10 @@ def _parse(entry: Any, stem: str) -> tuple[str, str, tuple[str, ...]]:
         value = entry[key]
         said = value if key == "turns" and isinstance(value, list) and value else [value]
         if not all(isinstance(text, str) and text.strip() for text in said):
-            raise ValueError(f"{key!r} holds no text, but {value!r:.80}.")
+            raise ValueError(f"{key!r} holds no text, but {excerpt(value)}.")
         first, *later = (text.strip() for text in said)
         return str(entry.get("category") or category), before + first, tuple(later)
-    raise ValueError(f"there is no prompt in it; its keys are {', '.join(map(str, entry)) or 'none'}.")
+    raise ValueError(f"there is no prompt in it; its keys are {listed(entry)}.")
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def hub_rows(source: str, count: int | None, split: str, advice: str) -> HubRows
     except Exception as error:  # datasets and huggingface_hub raise dozens of kinds
         raise ValueError(
             f"{source!r} is no file, and could not be read as a data set of the Hub either ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no reason given'}). {advice}"
+            f"{str(error).strip().splitlines()[0][:300] if str(error).strip() else 'no reason given'}). {advice}"
         ) from error
     if not first:
         raise ValueError(f"The data set {source!r} has no rows.")
@@ -198,7 +200,7 @@ def load_prompts(
     unknown = [category for category in wanted if category not in found]
     if unknown:
         raise ValueError(
-            f"No prompt is of the category {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, found))}."
+            f"No prompt is of the category {', '.join(map(repr, unknown))}; there are {listed(map(repr, found), 300)}."
         )
     columns = [found[category][:limit_per_category] for category in wanted]
     return [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
@@ -244,9 +246,10 @@ def encode_prompt(
                 return_tensors="pt",
             )
         except Exception as error:  # a template is a program of its own, and may raise what it likes
-            raise ValueError(f"The model's chat template refused the prompt: {str(error).rstrip('.')}.") from error
+            said = str(error)[:300].rstrip(".")
+            raise ValueError(f"The model's chat template refused the prompt: {said}.") from error
     else:
         encoded = tokenizer(text, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:
-        raise ValueError(f"The tokenizer makes nothing of the prompt {text!r:.80}: it has no tokens.")
+        raise ValueError(f"The tokenizer makes nothing of the prompt {excerpt(text)}: it has no tokens.")
     return {key: encoded[key] for key in ("input_ids", "attention_mask") if key in encoded}

@@ -10,25 +10,32 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import itertools
 import json
 import math
 import os
+import reprlib
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
     "CONFIG",
     "DATA",
+    "DATABASE",
     "JOURNAL",
     "MEASUREMENT",
     "PROFILE",
     "RESULT",
     "ROWS",
     "Kind",
+    "check_file",
+    "excerpt",
     "filled_lines",
+    "listed",
     "parse_json",
     "read_bytes",
     "read_json",
@@ -58,6 +65,7 @@ RESULT = Kind("a result", 32 * MiB)
 DATA = Kind("a data file", 128 * MiB)
 ROWS = Kind("a file of rows", 128 * MiB)
 JOURNAL = Kind("a journal", 256 * MiB)
+DATABASE = Kind("a database", 256 * MiB)
 
 _DEEPEST = 64
 """Objects and lists within each other; this library's own files go to eight."""
@@ -87,25 +95,35 @@ def read_bytes(path: str | os.PathLike[str], kind: Kind) -> bytes:
             message names it.
     """
     shown = _shown(path)
-    try:
+    with _named_errors(shown):
         # Looked at before it is opened: opening alone may wait (a FIFO) or do something (a device).
         _check_regular(os.stat(path), shown, kind)
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(descriptor, "rb") as file:
             _check_regular(os.fstat(descriptor), shown, kind)
             content = file.read(kind.most_bytes + 1)  # it may be growing
-    except ValueError as error:  # of the name itself: a null byte
-        if str(error).startswith(shown):
-            raise
-        raise ValueError(f"{shown} cannot be the name of a file: {error}.") from error
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise FileNotFoundError(f"There is no file {shown}. Check the path.") from error
-        raise ValueError(f"{shown} cannot be read: {error.strerror or error}.") from error
-    except MemoryError as error:
-        raise ValueError(f"{shown} does not fit into the memory that is left.") from error
     _check_size(len(content), shown, kind)
     return content
+
+
+def check_file(path: str | os.PathLike[str], kind: Kind) -> int:
+    """That there is a file that may be opened by what reads it for us, such as SQLite.
+
+    Args:
+        path: the file; links are followed.
+        kind: of file.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_bytes`, of which it is the first half.
+    """
+    shown = _shown(path)
+    with _named_errors(shown):
+        status = os.stat(path)
+        _check_regular(status, shown, kind)
+    return status.st_size
 
 
 def read_text(path: str | os.PathLike[str], kind: Kind) -> str:
@@ -187,7 +205,43 @@ def filled_lines(path: str | os.PathLike[str], kind: Kind) -> Iterator[tuple[int
     return ((number, line.rstrip("\n")) for number, line in enumerate(text, start=1) if line.strip())
 
 
+def excerpt(value: object, most: int = 80) -> str:
+    """A value from outside as an error shows it: as Python writes it, in about so many characters at the most.
+
+    Args:
+        value: whatever a file held; of a long text or a large list only what is shown is looked at.
+        most: characters of a text.
+    """
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = most
+    text = repr(value) if isinstance(value, str) and len(value) <= most else short.repr(value)
+    return text if len(text) <= most + 2 else f"{text[: most + 1]}…"
+
+
+def listed(names: Iterable[object], most: int = 100) -> str:
+    """Names from outside as an error lists them, in so many characters at the most; "none" where there are none."""
+    text = ", ".join(map(str, itertools.islice(names, most))) or "none"
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _named_errors(shown: str) -> Iterator[None]:
+    """Whatever keeps a file from being read, as an error that names it."""
+    try:
+        yield
+    except ValueError as error:  # of the name itself: a null byte
+        if str(error).startswith(shown):
+            raise
+        raise ValueError(f"{shown} cannot be the name of a file: {error}.") from error
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise FileNotFoundError(f"There is no file {shown}. Check the path.") from error
+        raise ValueError(f"{shown} cannot be read: {error.strerror or error}.") from error
+    except MemoryError as error:
+        raise ValueError(f"{shown} does not fit into the memory that is left.") from error
 
 
 def _shown(path: str | os.PathLike[str]) -> str:

@@ -15,7 +15,8 @@ from ssd_generation.prompts import Prompt
 from ssd_generation.search.calibration import Calibration
 from ssd_generation.search.profile import CostProfile
 from ssd_generation.search.space import Space, space_of
-from ssd_generation.search.study import Search, SearchSettings, open_study, storage_of
+from ssd_generation.search.storage import storage_of
+from ssd_generation.search.study import Search, SearchSettings, open_study
 from tiny_models import LAYERS, prompt, tiny_model
 
 

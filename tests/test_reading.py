@@ -56,7 +56,7 @@ def test_only_regular_files(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(tmp_path / "socket"))
         for name in ("pipe", "device", "round", "socket", "n" * 300, "a\0b", "."):
-            with pytest.raises(ValueError, match="is a|cannot be") as caught:
+            with pytest.raises(ValueError, match=r"is a|cannot be") as caught:
                 read_bytes(tmp_path / name, SMALL)
             # The name is shown as Python writes it.
             assert repr(str(tmp_path / name))[1:40] in str(caught.value)

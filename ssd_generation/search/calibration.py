@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +22,7 @@ from ..acceptance import VerifiedText, verify_text
 from ..files import write_whole
 from ..models import default_cache_dir
 from ..prompts import Prompt, encode_prompt, hub_rows, read_prompts
+from ..reading import RESULT, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -85,7 +87,7 @@ def calibration_prompts(
     if source is None:
         entries = json.loads(resources.files(__package__).joinpath("calibration.json").read_text(encoding="utf-8"))
         found = [Prompt(entry["id"], entry["category"], entry["prompt"]) for entry in entries["prompts"]]
-    elif Path(source).expanduser().exists() or source.endswith((".jsonl", ".txt")):
+    elif os.path.lexists(os.path.expanduser(source)) or source.endswith((".jsonl", ".txt")):
         found = read_prompts(source)
     else:
         found = _from_hub(source, wanted or 16)
@@ -230,11 +232,10 @@ def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_t
     key = hashlib.sha256(json.dumps([weights, ids.tolist(), new_tokens]).encode()).hexdigest()[:24]
     path = default_cache_dir() / "calibration" / f"{key}.json"
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return torch.tensor([[int(token) for token in known]], device=ids.device), 0
+        return _read_continuation(model, path, ids, new_tokens), 0
     except FileNotFoundError:
         pass
-    except (OSError, TypeError, ValueError) as error:
+    except ValueError as error:
         logger.warning("The continuation in %s cannot be read (%s); generating it again.", path, error)
     output = generate_greedily(model, ids, new_tokens)
     try:
@@ -243,3 +244,16 @@ def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_t
     except OSError as error:
         logger.warning("A continuation could not be kept in %s: %s", path, error)
     return output, int(output.shape[1] - ids.shape[1])
+
+
+def _read_continuation(model: PreTrainedModel, path: Path, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    known = read_json(path, RESULT)
+    given, vocabulary = ids[0].tolist(), model.get_input_embeddings().weight.shape[0]
+    if not (
+        isinstance(known, list)
+        and len(given) <= len(known) <= len(given) + new_tokens
+        and all(type(token) is int and 0 <= token < vocabulary for token in known)
+        and known[: len(given)] == given
+    ):
+        raise ValueError("it is no continuation of this prompt")
+    return torch.tensor([known], device=ids.device)

@@ -25,12 +25,14 @@ from ..acceptance import judge_all
 from ..files import replacing, write_whole
 from ..models import load_model
 from ..precision import drop_copies
+from ..reading import RESULT, read_json
 from ..speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from .confirm import confirm
 from .plots import plot_methods
 from .profile import CostProfile, measure_profile
 from .space import Space, space_of
+from .storage import storage_of, storage_to_read
 from .study import (
     PRIOR,
     Found,
@@ -41,8 +43,8 @@ from .study import (
     found_config,
     mean_acceptance,
     open_study,
-    storage_of,
     tried_in,
+    understood,
 )
 
 if TYPE_CHECKING:
@@ -227,22 +229,26 @@ def put_together(folders: Sequence[Path], output: Path) -> str:
 
     Raises:
         ImportError: matplotlib is not installed; the page is written then.
-        ValueError: a folder holds no finished run.
+        ValueError: a folder holds no finished run, or one that cannot be read.
     """
     pages, founds = [], {}
     for folder in folders:
-        file, studies = folder / "methods.json", folder / "studies.db"
-        if not (file.is_file() and studies.is_file()):
-            raise ValueError(f"{str(folder)!r} holds no finished comparison of methods: {file.name} is missing there.")
-        said = json.loads(file.read_text(encoding="utf-8"))
-        storage = storage_of(str(studies))
-        names = {name: optuna.load_study(study_name=name, storage=storage) for name in said["methods"]}
-        texts = said["texts"]
-        pages.append(
-            f"## {said['model']}\n\n{said['measured_on']}; chosen on {texts['chosen_on']} texts of "
-            f"{texts['new_tokens']} tokens, {texts['held_back']} held back\n\n{table(said['methods'])}"
-        )
-        founds[said["model"]] = {name: tried_in(study) for name, study in names.items()}
+        file = folder / "methods.json"
+        try:
+            said = read_json(file, RESULT)
+            storage = storage_to_read(str(folder / "studies.db"))
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{str(folder)!r} holds no finished comparison of methods: {file.name} or studies.db is missing there."
+            ) from error
+        with understood(f"The comparison of methods in {str(folder)!r}"):
+            names = {name: optuna.load_study(study_name=name, storage=storage) for name in said["methods"]}
+            texts = said["texts"]
+            pages.append(
+                f"## {said['model']}\n\n{said['measured_on']}; chosen on {texts['chosen_on']} texts of "
+                f"{texts['new_tokens']} tokens, {texts['held_back']} held back\n\n{table(said['methods'])}"
+            )
+            founds[said["model"]] = {name: tried_in(study) for name, study in names.items()}
     written = "# Ways of searching\n\n" + "\n".join(pages)
     write_whole(output / "methods.md", written)
     with replacing(output / "methods.png") as path:

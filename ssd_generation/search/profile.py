@@ -27,6 +27,7 @@ from ..costs import LONGEST_VERIFIED, Passes, describe_machine
 from ..files import write_whole
 from ..kernels import linear_of_few_rows
 from ..precision import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
+from ..reading import PROFILE, excerpt, read_json
 from ..sublayers import locate_sublayers
 from .space import KEEP
 
@@ -187,15 +188,40 @@ class CostProfile:
                     "attention": {p: tuple(map(float, v)) for p, v in data["attention"].items()},
                     "plain_step": tuple(map(float, data["plain_step"])),
                     "spread": float(data["spread"]),
+                    "checked": {p: float(v) for p, v in data["checked"].items()},
                     "contexts": tuple(map(int, data["contexts"])),
                     "verify": tuple((int(n), float(s)) for n, s in data["verify"]),
                     "shares": {kind: tuple(map(float, values)) for kind, values in data["shares"].items()},
                 }
             )
-            profile.costs(SelfSpeculativeConfig())
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise ValueError(f"The cost profile cannot be understood ({error}). {advice}") from error
+            profile._check()
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            shown = excerpt(str(error), 100)
+            raise ValueError(f"The cost profile cannot be understood ({shown}). {advice}") from error
         return profile
+
+    def _check(self) -> None:
+        """That its parts fit together, so that every draft step has a cost.
+
+        Raises:
+            ValueError: they do not.
+        """
+        lists = {"plain_step": self.plain_step, **{f"attention ({p})": v for p, v in self.attention.items()}}
+        for name, values in lists.items():
+            if len(values) != len(self.contexts):
+                raise ValueError(f"{len(values)} values of {name} at {len(self.contexts)} contexts")
+        if list(self.contexts) != sorted({c for c in self.contexts if c > 0}):
+            raise ValueError("the contexts are not ascending")
+        for kind in ("attention", "mlp"):
+            if len(self.shares[kind]) != self.num_layers:
+                raise ValueError(f"{len(self.shares[kind])} shares of {kind} in {self.num_layers} layers")
+        parts = [*self.mlp.values(), *self.head.values(), *self.overhead.values()]
+        for numbers in (*lists.values(), *self.shares.values(), parts, self.checked.values(), [self.spread]):
+            if not all(math.isfinite(number) and number >= 0 for number in numbers):
+                raise ValueError("a number that is negative or not finite")
+        if not (isinstance(self.measured_on, str) and isinstance(self.model_type, str)):
+            raise ValueError("measured_on and model_type are no texts")
+        self.costs(SelfSpeculativeConfig())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a JSON file, whole or not at all."""
@@ -209,11 +235,14 @@ class CostProfile:
             FileNotFoundError: there is no such file.
             ValueError: it is not a profile.
         """
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise FileNotFoundError(f"There is no cost profile {str(path)!r}. Measure one with `ssd profile`.")
         try:
-            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+            data = read_json(os.path.expanduser(path), PROFILE)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"There is no cost profile {str(path)!r}. Measure one with `ssd profile`."
+            ) from error
+        try:
+            return cls.from_dict(data)
         except ValueError as error:
             raise ValueError(f"{str(path)!r}: {error}") from error
 

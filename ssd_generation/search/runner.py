@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,13 @@ from ..acceptance import Acceptance, judge_all
 from ..config import DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
 from ..files import write_whole
 from ..precision import drop_copies
+from ..reading import listed
 from ..speedup import theoretical_speedup
 from .calibration import calibrate, calibration_prompts, describe_weights, digest_of, encode_all
 from .confirm import NOTHING_DRAFTED, Confirmed, confirm
 from .profile import CostProfile, measure_profile
 from .space import Space, space_of
+from .storage import storage_of, storage_to_read
 from .study import (
     PRIOR,
     SOURCE,
@@ -32,8 +35,8 @@ from .study import (
     claim,
     mean_acceptance,
     open_study,
-    storage_of,
     tried_in,
+    understood,
 )
 
 if TYPE_CHECKING:
@@ -163,7 +166,7 @@ def search(
             model has fewer, all of these.
         output: folder for the config, the figures, and the study where `storage` names none (`plots.plot_all` draws
             into it); `None`: nothing is written, and the study is held in memory.
-        storage: URL of the study's storage, see `study.storage_of`.
+        storage: URL of the study's storage, see `storage.storage_of`.
         study_name: of the study.
         settings: how the search goes.
         draft_memory: share of the weights' bytes that low-bit copies may take; 0: skipping alone.
@@ -352,7 +355,7 @@ class StoredStudy(NamedTuple):
 
 
 def read_study(storage: str, name: str | None = None) -> StoredStudy:
-    """A study that `search` made.
+    """A study that `search` made, as it is now; nothing is written where it is kept.
 
     Args:
         storage: URL of its storage, a folder that `search` wrote, or a file of SQLite.
@@ -362,41 +365,41 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
         FileNotFoundError: there is no such file.
         ValueError: no such study, or more than one, or not one of this library.
     """
-    path = Path(storage).expanduser()
-    if path.is_dir():
-        path = path / "study.db"
-        storage = str(path)
-    file = _file_of(storage)
-    if file is not None and not file.is_file():
-        raise FileNotFoundError(f"There is no study in {storage!r}. Give a folder of `ssd search`, or a storage URL.")
-    opened = storage_of(storage)
-    names = optuna.get_all_study_names(opened)
+    folder = os.path.expanduser(storage)
+    if os.path.isdir(folder):
+        storage = os.path.join(folder, "study.db")
+    try:
+        opened = storage_to_read(storage)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"There is no study in {storage!r}. Give a folder of `ssd search`, or a storage URL."
+        ) from error
+    what = f"The study in {storage!r}"
+    with understood(what):
+        names = optuna.get_all_study_names(opened)
     if not names:
         raise ValueError(f"There is no study in {storage!r}. Give a folder of `ssd search`, or its storage URL.")
     if name is None and len(names) != 1:
-        raise ValueError(f"{storage!r} holds {len(names)} studies ({', '.join(names)}). Name one with --study.")
+        raise ValueError(f"{storage!r} holds {len(names)} studies ({listed(names)}). Name one with --study.")
     wanted = name if name is not None else names[0]
     if wanted not in names:
-        raise ValueError(f"There is no study {wanted!r} in {storage!r}, but {', '.join(names) or 'none'}.")
-    study = optuna.load_study(study_name=wanted, storage=opened)
-    about = study.user_attrs.get("ssd_generation")
-    facts = study.user_attrs
-    if about is None or "space" not in about or not facts.keys() >= {"profile", _CONTEXT, _PROVENANCE}:
+        raise ValueError(f"There is no study {wanted!r} in {storage!r}, but {listed(names)}.")
+    with understood(what):
+        study = optuna.load_study(study_name=wanted, storage=opened)
+        facts = study.user_attrs
+        about: Any = facts.get("ssd_generation")
+        is_ours = about is not None and "space" in about and facts.keys() >= {"profile", _CONTEXT, _PROVENANCE}
+    if not is_ours:
         raise ValueError(f"The study {wanted!r} in {storage!r} was not made by `ssd search`.")
-    described = about["space"]
-    choices = {key: tuple(value) for key, value in described["choices"].items()}
-    needed = tuple(key for key in choices if key.startswith("attention."))
-    space = Space(choices, needed, int(described["group_size"]))
-    provenance = dataclasses.replace(Provenance.from_dict(facts[_PROVENANCE]), source=SOURCE)
-    return StoredStudy(study, space, CostProfile.from_dict(facts["profile"]), int(facts[_CONTEXT]), provenance)
-
-
-def _file_of(storage: str) -> Path | None:
-    """The file that a storage URL names, if it names one."""
-    for prefix in ("sqlite:///", "journal://", "journal:"):
-        if storage.startswith(prefix):
-            return Path(storage.removeprefix(prefix)).expanduser()
-    return None if "://" in storage else Path(storage).expanduser()
+    with understood(what):
+        described = about["space"]
+        choices = {key: tuple(value) for key, value in described["choices"].items()}
+        needed = tuple(key for key in choices if key.startswith("attention."))
+        space = Space(choices, needed, int(described["group_size"]))
+        provenance = dataclasses.replace(Provenance.from_dict(facts[_PROVENANCE]), source=SOURCE)
+        profile = CostProfile.from_dict(facts["profile"])
+        tried_in(study)
+        return StoredStudy(study, space, profile, int(facts[_CONTEXT]), provenance)
 
 
 def retarget(

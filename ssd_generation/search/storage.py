@@ -22,7 +22,7 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileSymlinkLock
 
-from ..reading import DATABASE, JOURNAL, check_file, excerpt, parse_json, read_bytes
+from ..reading import DATABASE, JOURNAL, check_file, excerpt, listed, parse_json, read_bytes
 
 __all__ = ["quiet", "storage_errors", "storage_of", "storage_to_read"]
 
@@ -297,7 +297,7 @@ def _looked_at(path: Path) -> Iterator[sqlite3.Connection]:
                 name in tables and columns <= {row[1] for row in connection.execute(f"PRAGMA table_info({name})")}
                 for name, columns in _TABLES.items()
             ):
-                why = f"its tables are {excerpt(', '.join(sorted(tables)))}" if tables else "it has no tables"
+                why = f"its tables are {listed(sorted(tables))}" if tables else "it has no tables"
                 raise _NoStudyError(shown, why)
             yield connection
     except (sqlite3.Error, OSError, MemoryError) as error:

@@ -16,7 +16,6 @@ import os
 import random
 import socket
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +26,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ..acceptance import Acceptance, judge, why_not_judged
 from ..config import DraftingConfig, Provenance, SelfSpeculativeConfig
+from ..reading import excerpt
 from ..speedup import theoretical_speedup
 from .layerwise import layerwise_skips
 from .proposals import Worth, next_proposals
 from .space import SKIP, Space
+from .storage import quiet, storage_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,8 +51,8 @@ __all__ = [
     "check_search",
     "claim",
     "open_study",
-    "storage_of",
     "tried_in",
+    "understood",
 ]
 
 SAMPLERS: Mapping[str, str] = {
@@ -80,7 +81,6 @@ _SILENT_SECONDS = 900.0
 """A worker that has not told so for this long is dead: no text takes as long."""
 _POLL_SECONDS = 0.5
 _REPEATS_IN_A_ROW = 3
-_WORKERS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -214,133 +214,7 @@ def mean_acceptance(tried: Tried) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# storage
-
-
-def storage_of(url: str) -> Any:
-    """The storage of a URL.
-
-    Args:
-        url: an RDB URL (`sqlite:///study.db`, `postgresql://…`, `mysql://…`), or `journal:PATH` for a file that workers
-            on one file system append to. A plain path stands for an SQLite file.
-
-    Raises:
-        ValueError: the storage cannot be reached, or the URL means nothing.
-    """
-    if url.startswith("journal:"):
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-
-        path = Path(url.removeprefix("journal:").removeprefix("//")).expanduser()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = JournalFileSymlinkLock(str(path))
-            _cut_unfinished_line(path, lock)
-            return JournalStorage(JournalFileBackend(str(path), lock))
-        except OSError as error:
-            raise ValueError(f"The storage {url!r} cannot be opened: {error.strerror or error}.") from error
-    if "://" not in url:
-        url = f"sqlite:///{Path(url).expanduser()}"
-    try:
-        with _quiet():
-            storage = _tables_made(url)
-            _one_writer_at_a_time(storage.engine)
-            return storage
-    except Exception as error:  # of sqlalchemy, of the driver, or of a driver that is not installed
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"The storage {_without_password(url)!r} cannot be reached: {_without_password(reason)}. Give a file, an "
-            "RDB URL such as sqlite:///study.db or postgresql://user@host/name, or journal:PATH."
-        ) from error
-
-
-def _cut_unfinished_line(path: Path, lock: Any) -> None:
-    """Drop what a full disk has left of a journal's last line: with another line behind it, nobody could read on."""
-    if not path.exists():
-        return
-    with _quiet():
-        lock.acquire()
-    try:
-        with path.open("rb+") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def _storage_errors(study_name: str) -> Iterator[None]:
-    """A storage that fails in the middle of the work is no fault of this library."""
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
-        # What optuna says of it is general; what the database has said comes first in the chain.
-        said = [str(e).splitlines()[0] for e in (error.__cause__, error.__context__, error) if e is not None and str(e)]
-        raise OSError(
-            f"The storage of the study {study_name!r} fails: {_without_password(said[0])}. Is the disk full, or the "
-            "database gone? Drafts judged before are kept; the same command goes on from there."
-        ) from error
-
-
-def _tables_made(url: str) -> Any:
-    """The storage, its tables made where there were none, be it by another worker at the same moment."""
-    from sqlalchemy.exc import IntegrityError
-
-    engine = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else None
-    for attempt in range(_WORKERS_AT_ONCE):
-        try:
-            return optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
-        except Exception as error:
-            made_meanwhile = isinstance(error, IntegrityError) or "already exists" in str(error)
-            if not made_meanwhile or attempt == _WORKERS_AT_ONCE - 1:
-                raise
-            time.sleep(0.1)
-    raise AssertionError
-
-
-def _one_writer_at_a_time(engine: Any) -> None:
-    """Let SQLite take its lock where a transaction begins.
-
-    Optuna takes a trial from the queue by reading its state `FOR UPDATE` and then writing it. SQLite knows no such
-    clause, so that two workers could take the same trial.
-    """
-    from sqlalchemy import event
-
-    if engine.dialect.name != "sqlite" or engine.url.database in (None, "", ":memory:"):
-        return
-
-    def connected(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # Python's module would begin transactions of its own, too late
-
-    def begun(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    event.listen(engine, "connect", connected)
-    event.listen(engine, "begin", begun)
-    engine.dispose()  # what was connected before
-
-
-def _without_password(text: str) -> str:
-    import re
-
-    return re.sub(r"://([^:@/\s]+):[^@/\s]+@", r"://\1:…@", text)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    before = optuna.logging.get_verbosity()
-    # A trial that is taken back is no failure to warn of; what does fail is raised.
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            # Heartbeats and GPSampler are "experimental" in optuna; what of them is used here is tested.
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)
+# studies
 
 
 def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping[str, Any]) -> optuna.Study:
@@ -348,29 +222,49 @@ def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping
 
     Args:
         name: of the study.
-        storage: as `storage_of` gives it.
+        storage: as `storage.storage_of` gives it.
         settings: how the search goes.
         about: what the study is of, as plain JSON types; another study is refused.
 
     Raises:
-        ValueError: there is such a study of another model, space, objective, or other texts.
+        ValueError: there is such a study of another model, space, objective, or other texts, or one that cannot be
+            read.
+        OSError: the storage fails.
     """
     wanted = json.loads(json.dumps({**about, "settings": _of_values(settings)}))
-    with _quiet(), _storage_errors(name):
+    with quiet(), understood(f"The study {name!r}"), storage_errors(name):
         study = optuna.create_study(
             study_name=name, storage=storage, directions=settings.directions, load_if_exists=True
         )
         before = study.user_attrs.get(_ABOUT)
-        if before is None and not study.get_trials(deepcopy=False):
+        trials = study.get_trials(deepcopy=False)
+        changed = _differences(before or {}, wanted)
+        if not changed:
+            tried_in(study)
+    if before is None and not trials:
+        with storage_errors(name):
             study.set_user_attr(_ABOUT, wanted)
-            return study
-    changed = _differences(before or {}, wanted)
+        return study
     if changed:
         raise ValueError(
             f"The study {name!r} was made for something else ({'; '.join(changed)}). Choose another name with --study, "
             "or repeat the arguments to go on with it."
         )
     return study
+
+
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """While a study is read: what is wrong with its contents is an error that names it."""
+    try:
+        yield
+    except OSError:  # where it is kept
+        raise
+    except Exception as error:  # Optuna, too, trusts what it finds to be what it has written
+        raise ValueError(
+            f"{what} cannot be understood ({type(error).__name__}: {excerpt(str(error))}): it was spoilt, or not made "
+            "by `ssd search`."
+        ) from error
 
 
 def claim(study: optuna.Study, facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -387,7 +281,7 @@ def claim(study: optuna.Study, facts: Mapping[str, Any]) -> Mapping[str, Any]:
     Returns:
         What to go by.
     """
-    with _quiet(), _storage_errors(study.study_name):
+    with quiet(), storage_errors(study.study_name):
         if not _claims(study):
             study.add_trial(
                 optuna.trial.create_trial(state=TrialState.FAIL, user_attrs={_CLAIM: dict(facts), "dropped": _CLAIM})
@@ -551,7 +445,7 @@ class Search:
             raise ValueError(f"A search needs at least one trial, but got {trials}.")
         trials = min(trials, self.space.size)
         tell = observe or (lambda found: None)
-        with _quiet(), _storage_errors(self.study.study_name):
+        with quiet(), storage_errors(self.study.study_name):
             while self._has_room(trials, tell):
                 self._propose()
                 self.study.sampler = self._sampler()
