@@ -94,19 +94,22 @@ def no_files(tmp_path: Path) -> Iterator[list[str]]:
         yield [f"{tmp_path}/{name}.jsonl" for name in names] + ["~nobody-of-this-name/x.jsonl"]
 
 
-@pytest.mark.parametrize("source", ["n" * 300, "pipe", "round", "a\0b"])
-def test_what_may_be_a_data_set(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.symlink("round", "round")
-    for read in (lambda s: check_data("summarisation", [s]), lambda s: calibration_prompts(s, 1)):
-        if source == "n" * 300 or "\0" in source:
-            monkeypatch.setattr(calibration, "hub_rows", lambda *_: pytest.fail("no such data set"))
-            with pytest.raises((ValueError, pytest.fail.Exception)):
-                read(source)
-                pytest.fail("the Hub is asked when it is read")
-        else:
-            check_is_told(read, source)
+    for source in ("pipe", "round"):
+        check_is_told(LINES["task summarisation"], source)
+        check_is_told(LINES["calibration"], source)
+
+    def hub_rows(source: str, *_: Any) -> Any:
+        raise ValueError("the Hub was asked")
+
+    monkeypatch.setattr(calibration, "hub_rows", hub_rows)
+    for source in ("n" * 300, "a\0b"):  # no names of files
+        check_data("summarisation", [source])  # the Hub is asked when the task is made
+        with pytest.raises(ValueError, match="the Hub was asked"):
+            calibration_prompts(source, 1)
 
 
 @pytest.mark.parametrize(

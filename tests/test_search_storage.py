@@ -9,6 +9,7 @@ import random
 import socket
 import sqlite3
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,16 @@ def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path: Path, content: byt
             opened(f"journal:{file}")
         assert len(str(raised.value)) < 600 and "\n" not in str(raised.value)
         untouched.check()
+
+
+def test_blank_lines_without_end_take_no_memory(tmp_path: Path) -> None:
+    file = tmp_path / "blank.log"
+    file.write_bytes(b"\n" * (64 << 20))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="line 1 is no line of a journal"):
+        storage_to_read(f"journal:{file}")
+    assert tracemalloc.get_traced_memory()[1] < 400 << 20
+    tracemalloc.stop()
 
 
 def test_a_database_is_no_journal(tmp_path: Path) -> None:

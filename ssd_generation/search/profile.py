@@ -226,7 +226,7 @@ class CostProfile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a JSON file, whole or not at all."""
-        write_whole(Path(path).expanduser(), json.dumps(self.to_dict(), indent=2) + "\n")
+        write_whole(Path(os.path.expanduser(path)), json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostProfile:

@@ -300,7 +300,7 @@ def _held_back(source: str | None, first: int, count: int) -> list[Any]:
 
 
 def _folder(output: str | Path) -> Path:
-    folder = Path(output).expanduser()
+    folder = Path(os.path.expanduser(output))
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(
             f"The results need a folder, but {str(folder)!r} is a file. Choose another with --output."

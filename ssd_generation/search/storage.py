@@ -174,9 +174,9 @@ def _lines_of(path: Path) -> tuple[list[dict[str, Any]], bytes]:
         ValueError: it is something else.
     """
     content = read_bytes(path, JOURNAL)
-    whole, ended, rest = content.rpartition(b"\n")
+    rest = content[content.rfind(b"\n") + 1 :]
     lines: list[dict[str, Any]] = []
-    for number, line in enumerate(whole.split(b"\n") if ended else (), start=1):
+    for number, line in enumerate(io.BytesIO(content[: len(content) - len(rest)]), start=1):
         try:
             log = parse_json(line.decode("utf-8"))
         except ValueError as error:
