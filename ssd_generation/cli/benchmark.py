@@ -165,13 +165,12 @@ def benchmark(
         path = default_folder("benchmark", model) if output is None else output
         arguments = benchmark_arguments(settings, wanted, chosen, **about)
         with RunFolder(path, arguments) as folder:
-            if not as_json:
-                err().print(f"Results go to {folder.path}", style="dim", soft_wrap=True)
+            announced = None if as_json else f"Results go to {folder.path}"
             try:
                 if other is None:
-                    summary = _run(folder, settings, wanted, chosen, about)
+                    summary = _run(folder, settings, wanted, chosen, about, announced)
                 else:
-                    summary = _run_paired(folder, settings, wanted, chosen, about, other)
+                    summary = _run_paired(folder, settings, wanted, chosen, about, other, announced)
             except KeyboardInterrupt:
                 kept = sum(row["kind"] in ("call", "pair") for row in folder.rows)
                 err().print(
@@ -192,7 +191,9 @@ def benchmark(
     err().print(f"\nWritten to {folder.path} ({said})", style="dim", soft_wrap=True)
 
 
-def _run(folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str, Any]) -> dict[str, Any]:
+def _run(
+    folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str, Any], announced: str | None
+) -> dict[str, Any]:
     from ..benchmark.runner import run_benchmark
     from .benchmark_view import live_progress
     from .options import load, set_threads
@@ -201,14 +202,14 @@ def _run(folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str,
     where = (about["dtype"], about["device"], about["device_map"])
     target, tokenizer = load(about["model"], *where)
     small = None if about["assistant"] is None else load(about["assistant"], *where)[0]
-    with live_progress() as observe:
+    with live_progress(announced) as observe:
         return run_benchmark(
             target, tokenizer, prompts, folder, settings, config=config, assistant=small, observe=observe
         )
 
 
 def _run_paired(
-    folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str, Any], other: Path
+    folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str, Any], other: Path, announced: str | None
 ) -> dict[str, Any]:
     import torch
 
@@ -222,7 +223,7 @@ def _run_paired(
         **{key: about[key] for key in ("model", "assistant", "dtype", "device_map", "threads")},
         "device": about["device"] or ("cuda" if torch.cuda.is_available() else "cpu"),
     }
-    with live_progress() as observe:
+    with live_progress(announced) as observe:
         return run_paired(
             prompts,
             folder,

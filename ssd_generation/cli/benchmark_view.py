@@ -18,18 +18,27 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def live_progress() -> Iterator[Callable[[Progress], None]]:
+def live_progress(announced: str | None = None) -> Iterator[Callable[[Progress], None]]:
     """A progress bar with the time left and the ratios so far; where stderr is no terminal, a line now and then.
+
+    Args:
+        announced: said as the run begins.
 
     Yields:
         The observer to hand to a run.
     """
-    from .console import LogLines, description, err
+    from .console import Announcement, LogLines, description, err
 
-    console = err()
+    console, announcement = err(), Announcement(announced)
     if not console.is_terminal:
         lines = LogLines()
-        yield lambda progress: lines.say(_line(progress))
+
+        def say(progress: Progress) -> None:
+            announcement.say()
+            lines.say(_line(progress))
+
+        yield say
+        announcement.say()
         return
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -50,10 +59,12 @@ def live_progress() -> Iterator[Callable[[Progress], None]]:
     with Live(bar, console=console, transient=True, refresh_per_second=4) as live:
 
         def observe(progress: Progress) -> None:
+            announcement.say()
             bar.update(task, completed=progress.done, total=progress.total, description=progress.step)
             live.update(Group(bar, styled((_ratios(progress.ratios), "dim"))))
 
         yield observe
+        announcement.say()
 
 
 def _line(progress: Progress) -> str:

@@ -208,6 +208,23 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
         yield step
 
 
+class Announcement:
+    """A line on stderr that is said once what it speaks of begins, and never where that fails before.
+
+    Args:
+        line: to be said; `None`: nothing.
+    """
+
+    def __init__(self, line: str | None) -> None:
+        self.line = line
+
+    def say(self) -> None:
+        """Say it, the first time."""
+        line, self.line = self.line, None
+        if line is not None:
+            err().print(line, style="dim", soft_wrap=True)
+
+
 class LogLines:
     """Progress where stderr is no terminal: a line now and then.
 

@@ -254,10 +254,9 @@ def evaluate(
             "threads": threads,
         }
         path = (default_folder("evaluate", model) if output is None else output).expanduser()
-        if is_first and not as_json:
-            err().print(f"Results go to {path}", style="dim", soft_wrap=True)
+        announced = None if as_json else f"Results go to {path}"
         try:
-            with live_progress() if is_first else contextlib.nullcontext() as observe:
+            with live_progress(announced) if is_first else contextlib.nullcontext() as observe:
                 summary = run_evaluation(
                     target,
                     tokenizer,

@@ -204,9 +204,8 @@ def search(
         folder = default_folder("search", model) if output is None else output
         set_threads(threads)
         target, tokenizer = load(model, dtype, device, device_map)
-        err().print(f"Results go to {folder}", style="dim", soft_wrap=True)
         try:
-            with View() as view:
+            with View(f"Results go to {folder}") as view:
                 result = run_search(
                     target,
                     tokenizer,

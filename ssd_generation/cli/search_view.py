@@ -43,12 +43,17 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class View:
-    """How far a search is, for people: a `SearchObserver`. Use it as a context manager."""
+    """How far a search is, for people: a `SearchObserver`. Use it as a context manager.
 
-    def __init__(self) -> None:
-        from .console import LogLines, err
+    Args:
+        announced: said as the search begins.
+    """
+
+    def __init__(self, announced: str | None = None) -> None:
+        from .console import Announcement, LogLines, err
 
         self.console = err()
+        self.announcement = Announcement(announced)
         self.live: Any = None
         self.lines = LogLines()
         self.started = time.monotonic()
@@ -95,6 +100,7 @@ class View:
         self.console.print(text, style="yellow", soft_wrap=True)
 
     def _show(self, text: str, at_once: bool = False, done: int | None = None, total: int | None = None) -> None:
+        self.announcement.say()
         if self.live is not None:
             from rich.console import Group
             from rich.progress_bar import ProgressBar

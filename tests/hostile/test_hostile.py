@@ -213,7 +213,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands leave: results of two kinds, a search's folder, a journal, and a tiny model."""
     folder = tmp_path_factory.mktemp("sound")
     tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=4096).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     skip = "--new-tokens 4 --methods plain,skip --skip-attention 1 --json"
     search = "--num-prompts 1 --new-tokens 4 --confirm 0 --json"
