@@ -42,6 +42,7 @@ __all__ = [
     "enable_self_speculative",
     "is_self_speculative",
     "refinement_of",
+    "require_drafts",
 ]
 
 SelfSpeculativeRequest = SelfSpeculativeConfig | SkipConfig | Mapping[str, Any] | str | os.PathLike[str] | bool
@@ -417,6 +418,25 @@ def disable_self_speculative(model: _ModelT) -> _ModelT:
             target.__dict__.pop(name, None)
         drop_copies(cast(torch.nn.Module, target))
     return model
+
+
+def require_drafts(model: torch.nn.Module) -> None:
+    """See that a model's tokens can be verified several at a time, where drafting is all that was asked for.
+
+    Args:
+        model: a decoder-only transformers model, enabled or not.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+        ValueError: it cannot draft for itself; the message says why.
+    """
+    target = _target_of(model)
+    was_enabled = isinstance(target, SelfSpeculativeMixin)
+    refusal = enable_self_speculative(target)._check(is_batch=False).refusal  # type: ignore[operator]
+    if not was_enabled:
+        disable_self_speculative(target)
+    if refusal is not None:
+        raise CannotDraft(f"{type(target).__name__} cannot draft for itself: {refusal}.")
 
 
 def is_self_speculative(model: torch.nn.Module) -> bool:

@@ -24,6 +24,7 @@ from ssd_generation import (
     enable_self_speculative,
     model_check,
 )
+from ssd_generation.generation import require_drafts
 from ssd_generation.model_check import ModelCheck
 from ssd_generation.passes import why_not_recorded
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model
@@ -82,6 +83,18 @@ def test_not_several_at_once(name: str) -> None:
         assert f"nothing was drafted: {statistics.refusal}" in str(statistics)
         statistics = assert_text_of_plain(model, draft, RAGGED)
         assert statistics.refusal and statistics.new_tokens == [24, 24, 24]
+
+
+def test_refused_where_nothing_but_drafting_was_asked_for() -> None:
+    from ssd_generation.search.profile import measure_profile
+
+    model = odd_model(NOT_SEVERAL_AT_ONCE["doge with experts"])
+    before = type(model)
+    for work in (require_drafts, measure_profile):
+        with pytest.raises(ValueError, match="DogeForCausalLM cannot draft for itself: its pass over several tokens"):
+            work(model)
+    assert type(model) is before
+    require_drafts(tiny_model())
 
 
 @pytest.mark.parametrize("name", NOT_RECORDED)

@@ -26,6 +26,7 @@ from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, 
 from ..costs import LONGEST_VERIFIED, Passes, describe_machine
 from ..display import visible
 from ..files import write_whole
+from ..generation import require_drafts
 from ..kernels import linear_of_few_rows
 from ..precision import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
 from ..reading import PROFILE, excerpt, read_json
@@ -275,13 +276,14 @@ def measure_profile(
         progress: told what is measured, and how many of how many parts are done.
 
     Raises:
-        ValueError: a precision that cannot be had here, a model with fewer than two attention sub-layers, or a number
+        ValueError: a model that cannot draft, a precision that cannot be had here, a model with fewer than two attention sub-layers, or a number
             out of range.
     """
     if not 2 <= longest_verify <= LONGEST_VERIFIED:
         raise ValueError(f"longest_verify must be 2 to {LONGEST_VERIFIED}, but got {longest_verify}.")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, but got {repeats}.")
+    require_drafts(model)
     return _Profiler(model, precisions, contexts, longest_verify, repeats, progress).measure()
 
 

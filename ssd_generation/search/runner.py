@@ -16,6 +16,7 @@ import optuna
 from ..acceptance import Acceptance, judge_all
 from ..config import DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
 from ..files import write_whole
+from ..generation import require_drafts
 from ..precision import drop_copies
 from ..reading import listed
 from ..speedup import theoretical_speedup
@@ -198,6 +199,7 @@ def search(
         storage = str(folder / "study.db")
     opened = optuna.storages.InMemoryStorage() if storage is None else storage_of(storage)
     # What cannot be is said before anything slow begins.
+    require_drafts(model)
     space = space_of(model, draft_memory, precisions if precisions is not None else ("int8", "int4"))
     check_search(model, space, settings, configs)
     if trials > space.size:
