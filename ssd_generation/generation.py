@@ -432,7 +432,7 @@ def require_drafts(model: torch.nn.Module) -> None:
     """
     target = _target_of(model)
     was_enabled = isinstance(target, SelfSpeculativeMixin)
-    refusal = enable_self_speculative(target)._check(is_batch=False).refusal  # type: ignore[operator]
+    refusal = enable_self_speculative(target)._check(is_batch=False).refusal
     if not was_enabled:
         disable_self_speculative(target)
     if refusal is not None:

@@ -276,8 +276,8 @@ def measure_profile(
         progress: told what is measured, and how many of how many parts are done.
 
     Raises:
-        ValueError: a model that cannot draft, a precision that cannot be had here, a model with fewer than two attention sub-layers, or a number
-            out of range.
+        ValueError: a model that cannot draft, or has fewer than two attention sub-layers, a precision that cannot be
+            had here, or a number out of range.
     """
     if not 2 <= longest_verify <= LONGEST_VERIFIED:
         raise ValueError(f"longest_verify must be 2 to {LONGEST_VERIFIED}, but got {longest_verify}.")
