@@ -546,12 +546,9 @@ class Index:
     def child(self, cache: Path, before: str = "") -> subprocess.Popen[str]:
         """Another process that fetches the demo of this test into `cache`."""
         program = (
-            "import dataclasses, importlib.util, sys, time, warnings\n"
+            "import dataclasses, sys, time, warnings\n"
             "warnings.simplefilter('error')\n"
-            # By itself: the package would bring transformers along, which takes seconds.
-            f"spec = importlib.util.spec_from_file_location('models', {models.__file__!r})\n"
-            "models = sys.modules['models'] = importlib.util.module_from_spec(spec)\n"
-            "spec.loader.exec_module(models)\n"
+            "from ssd_generation import models\n"
             f"models._DEMO = dataclasses.replace(models._DEMO, wheel_bytes={self.demo.wheel_bytes}, "
             f"gguf_bytes={self.demo.gguf_bytes}, sha256={self.demo.sha256!r})\n"
             f"{before}\n"
