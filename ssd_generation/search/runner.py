@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import optuna
 
 from ..acceptance import Acceptance, judge_all
+from ..bounds import Integer
 from ..config import DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
 from ..files import write_whole
 from ..generation import require_drafts
@@ -123,6 +124,9 @@ class SearchResult:
         }
 
 
+_TRIALS = Integer(1, 1_000_000)
+
+
 def _figures(tried: Tried) -> dict[str, Any]:
     return {
         "trial": tried.number,
@@ -164,7 +168,7 @@ def search(
         model: the target model.
         tokenizer: its tokenizer.
         trials: drafts to judge, in all, those of other workers and earlier runs on the study counted, ≥ 1. Where a
-            model has fewer, all of these.
+            model has fewer, all of these. From 1 to a million.
         output: folder for the config, the figures, and the study where `storage` names none (`plots.plot_all` draws
             into it); `None`: nothing is written, and the study is held in memory.
         storage: URL of the study's storage, see `storage.storage_of`.
@@ -190,8 +194,7 @@ def search(
             be reached.
         OSError: the folder cannot be written, or the storage fails in the middle; what was judged is kept.
     """
-    if trials < 1:
-        raise ValueError(f"A search needs at least one trial, but got {trials}.")
+    _TRIALS.check("trials", trials)
     settings = settings or SearchSettings()
     observer = observer or _Silent()
     folder = None if output is None else _folder(output)
