@@ -193,7 +193,7 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
         OSError: the cache directory cannot be written.
         ValueError: what was downloaded is not what was expected.
     """
-    cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    cache = default_cache_dir() if cache_dir is None else Path(os.path.expanduser(cache_dir))
     cache = cache.absolute()  # pip runs in another working directory
     target = cache / _DEMO.name
     if _is_complete(target):
@@ -253,7 +253,7 @@ def default_cache_dir() -> Path:
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
     try:
         if own := os.environ.get("SSD_GENERATION_CACHE"):
-            return Path(own).expanduser()
+            return Path(os.path.expanduser(own))
         # The XDG specification says to ignore a relative path.
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError as error:
@@ -299,7 +299,7 @@ def _locate(name: str, gguf_file: str | None) -> tuple[str, str | None, bool]:
     """`(folder or Hub id, GGUF file inside it, is it local)`, with everything checked that can be checked here."""
     if not name.strip():
         raise ValueError(f"name_or_path must not be empty, but got {name!r}. {_ALLOWED}")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if gguf_file is None and path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"There is no GGUF file {name!r}. {_ALLOWED}")

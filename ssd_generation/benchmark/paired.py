@@ -40,7 +40,7 @@ def check_checkout(path: str | os.PathLike[str]) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    root = Path(path).expanduser().resolve()
+    root = Path(os.path.expanduser(path)).resolve()
     if not (root / "ssd_generation" / "__init__.py").is_file():
         raise FileNotFoundError(
             f"{str(path)!r} holds no ssd_generation/__init__.py. Give the root of a checkout of this library."

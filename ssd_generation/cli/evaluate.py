@@ -253,7 +253,7 @@ def evaluate(
             "tensor_parallel": tensor_parallel,
             "threads": threads,
         }
-        path = (default_folder("evaluate", model) if output is None else output).expanduser()
+        path = Path(os.path.expanduser(default_folder("evaluate", model) if output is None else output))
         announced = None if as_json else f"Results go to {path}"
         try:
             with live_progress(announced) if is_first else contextlib.nullcontext() as observe:
@@ -343,7 +343,7 @@ def report(
 
     summaries = read_summaries(folders)
     if output is not None:
-        output = output.expanduser()
+        output = Path(os.path.expanduser(output))
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "report.md", runs_markdown(summaries))
         # matplotlib has something to say of each letter that its font lacks.

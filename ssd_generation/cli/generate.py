@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import sys
 import time
@@ -226,7 +227,7 @@ def generate(
     for option, value in (("--top-k", top_k), ("--top-p", top_p), ("--seed", seed)):
         if value is not None and not sampling:
             raise ValueError(f"{option} {value} needs --temperature above 0: greedy decoding does not sample.")
-    if html is not None and not html.expanduser().absolute().parent.is_dir():
+    if html is not None and not Path(os.path.expanduser(html)).absolute().parent.is_dir():
         raise FileNotFoundError(f"--html: there is no folder {str(html.parent)!r}. Make it first.")
     question = read_prompt(prompt, DEFAULT_PROMPT)
     is_auto = config == AUTO

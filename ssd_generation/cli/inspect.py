@@ -79,7 +79,7 @@ def _source(name: str) -> tuple[str, str | None]:
         from ..models import fetch_demo
 
         return str(fetch_demo()), None
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"There is no GGUF file {name!r}. Check the path.")

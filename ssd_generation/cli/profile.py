@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,7 +49,7 @@ def profile(
     from .search_view import bar
 
     wanted = parse_contexts(contexts)
-    if output is not None and not output.expanduser().absolute().parent.is_dir():
+    if output is not None and not Path(os.path.expanduser(output)).absolute().parent.is_dir():
         raise FileNotFoundError(f"There is no folder {str(output.parent)!r} to write the profile in. Make it first.")
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with quiet_libraries(), elsewhere:
