@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, files that one process holds at a time, and files of lines."""
+"""Files that appear whole or not at all, and files that one process holds at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["Lock", "filled_lines", "is_temporary", "replacing", "temporary_name", "write_whole"]
+__all__ = ["Lock", "is_temporary", "replacing", "temporary_name", "write_whole"]
 
 _LONGEST_SUFFIX = 16  # some writers go by the suffix; no more of a name is needed, and a name has its limits
 _TEMPORARY = re.compile(r"\.ssd-[0-9a-f]{32}(\..*)?")
@@ -138,16 +138,3 @@ else:
 
     def _unlock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def filled_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a text file that hold anything, numbered from 1.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 text: {error}.") from error
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Faults of what was asked for, or of the machine; anything else is a fault of this library and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError)
+_LONGEST_LINE = 1_500  # characters of an error
 _PATIENCE = 2.0  # seconds without a word
 _BETWEEN_LINES = 10.0  # seconds between two lines in a log file
 _LINES = "\n\t"  # of a text of several lines
@@ -108,6 +109,8 @@ def print_error(error: Exception) -> bool:
     else:
         # One line; what is indented was meant to stand by itself, such as the last words of a program that failed.
         message = re.sub(r"\s*\n(?!\s)", " ", str(error).strip()) or type(error).__name__
+    if len(message) > _LONGEST_LINE and "\n" not in message:  # an argument without end is in it; what to do stands last
+        message = f"{message[: _LONGEST_LINE - 300]} … {message[-300:]}"
     # Not wrapped to the terminal: a message is a line to copy.
     err().print(styled(("error:", "bold red"), " ", (message, "red")), soft_wrap=True)
     return True
