@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import threading
 import weakref
@@ -97,10 +96,6 @@ def why_not_recorded(model: PreTrainedModel, even_forbidden: bool = False) -> st
     """
     if not even_forbidden and model in _FORBIDDEN:
         return _FORBIDDEN[model]
-    if any(p.device.type != "cpu" for p in model.parameters()):
-        return "it is not on the CPU"  # nothing in the way; not measured yet
-    if not all(is_plain(p) for p in itertools.chain(model.parameters(), model.buffers())):
-        return "its weights are not plain tensors"
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
         return "its attention implementation is not sdpa"
     if torch.is_autocast_enabled("cpu"):
@@ -110,6 +105,11 @@ def why_not_recorded(model: PreTrainedModel, even_forbidden: bool = False) -> st
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return "global module hooks are installed"
     for module in model.modules():
+        for tensor in module._parameters.values():
+            if tensor is not None and tensor.device.type != "cpu":
+                return "it is not on the CPU"  # nothing in the way; not measured yet
+            if tensor is not None and not is_plain(tensor):
+                return "its weights are not plain tensors"
         hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
         if hooks and any(map(does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             return f"a hook is installed on {type(module).__name__}"

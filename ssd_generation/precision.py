@@ -167,7 +167,7 @@ def refused_shape(weight: torch.Tensor, precision: str, group_size: int, rows: i
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a weight is what it seems: numbers at an address, of no class of its own (torchao, DTensor)."""
-    return type(tensor) in (nn.Parameter, torch.Tensor) and tensor.device.type != "meta"
+    return (type(tensor) is nn.Parameter or type(tensor) is torch.Tensor) and tensor.device.type != "meta"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
