@@ -196,9 +196,9 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
     """
     if model.training:
         return ModelCheck()  # dropout: no two passes agree, and none is recorded
-    installed = _installed(model)
+    fingerprint, installed = _seen(model)
     memory = _MEMORY.setdefault(model, {})
-    seen = (is_batch, installed, _fingerprint(model))
+    seen = (is_batch, installed, fingerprint)
     found = memory.get(seen)
     if found is None:
         if installed:
@@ -409,25 +409,27 @@ def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> Fo
 # which model is it?
 
 
-def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Changes when the model does, within this process."""
-    modules = tuple((id(module), type(module).forward) for module in model.modules())
-    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
-    weights = model.get_input_embeddings().weight
-    adapters = bool(getattr(model, "peft_config", None)) and json.dumps(describe_adapters(model))
-    return modules, attention, weights.dtype, weights.device, adapters, torch.is_autocast_enabled("cpu")
+def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What changes when the model does, within this process; and the hooks and patched forwards, unknown to others.
 
-
-def _installed(model: nn.Module) -> tuple[Any, ...]:
-    """Hooks and patched forwards, which no other process knows of."""
-    found: list[Any] = []
+    Looked at in every call: the modules are gone through once.
+    """
+    modules: list[Any] = []
+    installed: list[int] = []
     for module in model.modules():
+        modules.append(id(module))
+        modules.append(type(module).forward)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            found += [id(hook) for hook in hooks.values() if does_something(hook)]
+            if hooks:
+                installed += [id(hook) for hook in hooks.values() if does_something(hook)]
         patched = module.__dict__.get("forward")
         if patched is not None and not hasattr(patched, "is_ours"):  # another thread's skip mode
-            found.append(id(patched))
-    return tuple(found)
+            installed.append(id(patched))
+    weights = model.get_input_embeddings().weight
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    adapters = json.dumps(describe_adapters(model)) if getattr(model, "peft_config", None) else ""
+    rest = (attention, weights.dtype, weights.device, adapters, torch.is_autocast_enabled("cpu"))
+    return (tuple(modules), *rest), tuple(installed)
 
 
 def _code(model: nn.Module) -> str:
