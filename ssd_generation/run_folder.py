@@ -125,13 +125,14 @@ class RunFolder:
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if _is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
-                    os.unlink(entry.path)
+                    Path(entry.path).unlink(missing_ok=True)
 
     def _leave(self, files: tuple[str, ...]) -> None:
         """Let go of the folder; before, take it away if nothing is in it but some of these files."""
         try:
             with contextlib.suppress(OSError):
-                if files and set(os.listdir(self.path)) <= set(files):
+                found = {name for name in os.listdir(self.path) if not _is_temporary(name)}
+                if files and found <= set(files):
                     for name in files:  # the lock last: then another may come in
                         (self.path / name).unlink(missing_ok=True)
                     self.path.rmdir()
