@@ -604,6 +604,16 @@ def test_evaluate_and_report(ssd: Callable[..., Run], folder: str, tmp_path: Pat
     page = (tmp_path / "all" / "report.md").read_text()
     assert page.count("| plain-loop |") == 3 and "## second" in page
     assert set(ssd("report", "first", "third", "--json").json) == {"first", "third"}
+    # Its own report may be written anew, nobody else's.
+    assert ssd("report", "first", "-o", "all").status == 0
+    for name in ("report.md", "report.png"):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / name).write_text("mine")
+        refused = ssd("report", "first", "-o", "mine")
+        assert refused.status == 2 and "is not of `ssd report`" in refused.err
+        assert (tmp_path / "mine" / name).read_text() == "mine"
+        (tmp_path / "mine" / name).unlink()
+    assert not list((tmp_path / "mine").iterdir())
 
 
 @pytest.mark.parametrize(

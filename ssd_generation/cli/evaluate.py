@@ -336,7 +336,7 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Put runs side by side."""
-    from ..evaluation.report import plot_runs, read_summaries, runs_markdown
+    from ..evaluation.report import check_report_folder, plot_runs, read_summaries, runs_markdown
     from ..files import replacing, write_whole
     from .benchmark_view import runs_view
     from .console import err, out, print_json, quiet_libraries
@@ -344,6 +344,7 @@ def report(
     summaries = read_summaries(folders)
     if output is not None:
         output = Path(os.path.expanduser(output))
+        check_report_folder(output)
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "report.md", runs_markdown(summaries))
         # matplotlib has something to say of each letter that its font lacks.

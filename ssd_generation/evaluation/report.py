@@ -10,7 +10,7 @@ from typing import Any
 
 from ..display import for_markdown, for_plot
 from ..files import replacing
-from ..reading import RESULT, read_json
+from ..reading import RESULT, read_json, read_text
 from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
 from ..side_by_side.figures import latest_calls
 from ..side_by_side.methods import PLAIN
@@ -336,9 +336,25 @@ def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], l
     return header, lines
 
 
+_SIDE_BY_SIDE = "# Runs side by side"
+
+
+def check_report_folder(folder: Path) -> None:
+    """See that writing `report.md` and `report.png` into a folder takes nobody's files away.
+
+    Raises:
+        ValueError: there are such files, and they are none of ours.
+    """
+    page, picture = folder / "report.md", folder / "report.png"
+    ours = os.path.lexists(page) and read_text(page, RESULT).startswith(_SIDE_BY_SIDE)
+    for file in (page, picture):
+        if os.path.lexists(file) and not ours:
+            raise ValueError(f"{str(file)!r} is not of `ssd report`. Choose another folder with --output.")
+
+
 def runs_markdown(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     """The comparison as a page, with the conditions of each run."""
-    page = ["# Runs side by side", "", *markdown_table(*runs_table(summaries)), ""]
+    page = [_SIDE_BY_SIDE, "", *markdown_table(*runs_table(summaries)), ""]
     page += ["Speed is relative to plain decoding: the geometric mean over categories of their median ratios.", ""]
     for run, summary in summaries.items():
         state = "" if summary.get("complete", True) else " (unfinished)"
