@@ -43,6 +43,7 @@ __all__ = [
     "is_self_speculative",
     "refinement_of",
     "require_drafts",
+    "why_no_drafts",
 ]
 
 SelfSpeculativeRequest = SelfSpeculativeConfig | SkipConfig | Mapping[str, Any] | str | os.PathLike[str] | bool
@@ -420,8 +421,26 @@ def disable_self_speculative(model: _ModelT) -> _ModelT:
     return model
 
 
+def why_no_drafts(model: torch.nn.Module) -> str | None:
+    """Why a model's tokens cannot be verified several at a time, so that transformers decodes its texts; else `None`.
+
+    Args:
+        model: a decoder-only transformers model, enabled or not.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+        ValueError: it cannot draft for itself, whatever it says (see `enable_self_speculative`).
+    """
+    target = _target_of(model)
+    was_enabled = isinstance(target, SelfSpeculativeMixin)
+    refusal: str | None = enable_self_speculative(target)._check(is_batch=False).refusal
+    if not was_enabled:
+        disable_self_speculative(target)
+    return refusal
+
+
 def require_drafts(model: torch.nn.Module) -> None:
-    """See that a model's tokens can be verified several at a time, where drafting is all that was asked for.
+    """See that a model can draft, where drafting is all that was asked for.
 
     Args:
         model: a decoder-only transformers model, enabled or not.
@@ -430,13 +449,9 @@ def require_drafts(model: torch.nn.Module) -> None:
         TypeError: `model` is not a transformers model.
         ValueError: it cannot draft for itself; the message says why.
     """
-    target = _target_of(model)
-    was_enabled = isinstance(target, SelfSpeculativeMixin)
-    refusal = enable_self_speculative(target)._check(is_batch=False).refusal
-    if not was_enabled:
-        disable_self_speculative(target)
+    refusal = why_no_drafts(model)
     if refusal is not None:
-        raise CannotDraft(f"{type(target).__name__} cannot draft for itself: {refusal}.")
+        raise CannotDraft(f"{type(_target_of(model)).__name__} cannot draft for itself: {refusal}.")
 
 
 def is_self_speculative(model: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 import logging
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -379,7 +380,7 @@ def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> Fo
     windows = [
         value
         for name, value in vars(config).items()
-        if any(part in name for part in ("window", "topk", "chunk")) and type(value) is int
+        if type(value) is int and re.search("window|topk|chunk", name) and not name.endswith("layers")
     ]
     windows += [w for layer in getattr(cache, "layers", ()) if type(w := getattr(layer, "sliding_window", None)) is int]
     longest = getattr(config, "max_position_embeddings", None) or _LONGEST_WINDOW

@@ -253,7 +253,7 @@ def default_cache_dir() -> Path:
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
     try:
         if own := os.environ.get("SSD_GENERATION_CACHE"):
-            return Path(os.path.expanduser(own))
+            return Path(own).expanduser()
         # The XDG specification says to ignore a relative path.
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError as error:

@@ -249,13 +249,19 @@ def generate(
         from ..automatic import weight_bytes
         from ..comparison import compare as compare_methods
         from ..comparison import describe_environment, methods_of
-        from ..generation import enable_self_speculative, refinement_of
+        from ..config import SelfSpeculativeConfig
+        from ..generation import enable_self_speculative, refinement_of, why_no_drafts
         from ..precision import copy_bytes
         from ..rendering import TokenOrigins
 
         target, tokenizer = load(model, dtype, device, device_map)
         target = enable_self_speculative(target)
-        if requested is None and not is_auto:
+        refusal = why_no_drafts(target)
+        if refusal is not None:
+            name = type(target).__name__
+            err().print(f"{name} is decoded without drafts, as transformers decodes it: {refusal}.", style="yellow")
+            requested, policy, adapt = SelfSpeculativeConfig(), "none", False
+        elif requested is None and not is_auto:
             requested = stored_config(target.generation_config)
             if requested is not None and lookup is False:
                 requested = with_lookup(requested, False)

@@ -15,7 +15,7 @@ from ..config import SelfSpeculativeConfig
 from ..costs import costs_of
 from ..draws import judge_draws
 from ..files import replacing
-from ..generation import enable_self_speculative
+from ..generation import enable_self_speculative, why_no_drafts
 from ..precision import copy_bytes, drop_copies
 from ..run_folder import PLOT, ROWS, SUMMARY, TABLE, RunFolder
 from .calls import Caller, TimedCall, first_line, load_average
@@ -357,7 +357,7 @@ class SideBySide:
             self.configs[method.name] = config
             self.folder.append({"kind": "config", "method": method.name, "config": config.to_dict()})
         costs = config.costs
-        if costs is None and config.drafting.policy == "cost":
+        if costs is None and config.drafting.policy == "cost" and why_no_drafts(self.model) is None:
             costs = costs_of(self.model, config)  # measured in its first call, and kept
         return None if costs is None else costs.to_dict()
 
