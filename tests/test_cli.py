@@ -23,7 +23,7 @@ import torch
 import transformers
 from packaging import version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, DogeConfig, DogeForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 import ssd_generation
@@ -829,3 +829,35 @@ def test_layers(text: str | None, layers: list[int], shown: str) -> None:
 def test_no_layers(text: str) -> None:
     with pytest.raises(ValueError, match="--skip: "):
         parse_layers("--skip", text)
+
+
+def test_a_model_that_cannot_draft_answers_all_the_same(ssd: Callable[..., Run], tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    config = DogeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        is_moe=True,
+        num_experts=16,
+        num_experts_per_tok=4,
+    )
+    folder = str(tmp_path / "doge")
+    torch.manual_seed(0)
+    model = DogeForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0.0, 0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    told = "DogeForCausalLM is decoded without drafts, as transformers decodes it: its pass over several tokens"
+    plain = ssd("generate", "the river", "-m", folder, *SHORT)
+    assert plain.status == 0 and told in plain.err
+    compared = ssd("generate", "the river", "-m", folder, *SHORT, "--compare", "--repeats", "1")
+    assert compared.status == 0 and plain.out.strip() in compared.out
+    assert ssd("generate", "the river", "-m", folder, *SHORT, "--precision", "int8").status == 0
+    refused = ssd("search", folder, "--trials", "1")
+    assert refused.status == 2 and "DogeForCausalLM cannot draft for itself" in refused.err
+    assert len(refused.err.splitlines()) == 1
