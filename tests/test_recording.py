@@ -390,7 +390,7 @@ def test_other_things_in_the_way(model: Any) -> None:
         assert texts(model)[1].shape == (1, 9 + NEW)
     assert why_not_recorded(model) is None
     with torch.device("meta"):
-        away = transformers.AutoModelForCausalLM.from_config(model.config)
+        away = transformers.AutoModelForCausalLM.from_config(model.config).eval()
     assert "not on the CPU" in str(why_not_recorded(away))
     model.model.layers[0]._compiled_call_impl = lambda *args, **kwargs: None  # what `layer.compile()` sets
     assert "compiled" in str(why_not_recorded(model))

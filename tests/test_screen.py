@@ -167,7 +167,12 @@ def test_errors(text: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         assert print_error(ValueError(f"no such thing: {text}."))
         out, err = capfd.readouterr()
         check_calm(err)
-        assert out == "" and err.splitlines()[-1] == f"error: no such thing: {visible(text)}."
+        assert out == ""
+        said, shown = err.splitlines()[-1], f"error: no such thing: {visible(text)}."
+        if len(shown) < 1_500:
+            assert said == shown
+        else:  # an argument without end
+            assert len(said) < 1_600 and said[:1_000] == shown[:1_000] and said[-200:] == shown[-200:]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -85,18 +85,35 @@ class _Clock:
         return timed
 
 
+class _Passes:
+    """Tells the clock of the call under way of the model's passes; always the same hooks.
+
+    With new ones, the model would be another one to the library, and be tried anew in each call.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.clock = _Clock()
+        self.handles = [
+            model.register_forward_pre_hook(lambda *_: self.clock.before()),
+            model.register_forward_hook(lambda *_: self.clock.after()),
+        ]
+
+    def leave(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
 @contextmanager
-def _watched(model: Any, owner: type, method: str, count: Callable[[Any, tuple[Any, ...]], int]) -> Iterator[_Clock]:
-    clock = _Clock()
+def _watched(
+    passes: _Passes, owner: type, method: str, count: Callable[[Any, tuple[Any, ...]], int]
+) -> Iterator[_Clock]:
+    clock = passes.clock = _Clock()
     original = getattr(owner, method)
-    handles = [model.register_forward_pre_hook(clock.before), model.register_forward_hook(clock.after)]
     setattr(owner, method, clock.around(original, count))
     try:
         yield clock
     finally:
         setattr(owner, method, original)
-        for handle in handles:
-            handle.remove()
 
 
 def measure_overhead(
@@ -143,14 +160,14 @@ def measure_overhead(
 
     def ours() -> dict[str, float]:
         with _watched(
-            model, SelfSpeculativeCandidateGenerator, "draft", lambda draft, args: draft.tokens.shape[1]
+            passes, SelfSpeculativeCandidateGenerator, "draft", lambda draft, args: draft.tokens.shape[1]
         ) as clock:
             model.generate(**inputs, **common, self_speculative=config)
             return split(clock)
 
     def theirs() -> dict[str, float]:
         with _watched(
-            model,
+            passes,
             AssistedCandidateGenerator,
             "get_candidates",
             lambda result, args: result[0].shape[1] - args[1].shape[1],
@@ -172,6 +189,7 @@ def measure_overhead(
         }
 
     runs: dict[str, list[dict[str, float]]] = {"plain": [], "ours": [], "upstream": []}
+    passes = _Passes(model)
     try:
         for repeat in range(repeats + 1):
             for name, run in (("plain", plain), ("ours", ours), ("upstream", theirs)):
@@ -179,6 +197,7 @@ def measure_overhead(
                 if repeat:
                     runs[name].append(measured)
     finally:
+        passes.leave()
         for name, value in saved.items():
             setattr(settings, name, value)
 
