@@ -29,7 +29,7 @@ class Hangs(Exception):
 
 
 @contextmanager
-def limits(told: str) -> Iterator[None]:
+def limits(told: str, seconds: Callable[[], float]) -> Iterator[None]:
     """Within the seconds and the gigabyte that an input may take."""
 
     def ring(number: int, frame: FrameType | None) -> None:
@@ -44,20 +44,21 @@ def limits(told: str) -> Iterator[None]:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     spent = time.process_time() - started
-    assert spent <= SECONDS, f"{spent:.1f} s: {told}"
+    assert spent <= seconds(), f"{spent:.1f} s: {told}"
     more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert more <= GIGABYTE, f"{more / 1024:.0f} MiB more: {told}"
 
 
-def outcome(work: Callable[[], Any], told: str) -> str:
+def outcome(work: Callable[[], Any], told: str, works_on: bool = False) -> str:
     """What became of an input: "success", or the name of an error of an allowed kind, with a message to read.
 
     Args:
         work: what is done with the input.
         told: the input, to make it again.
+        works_on: an input that is taken has work done on it, such as measuring, that may take longer.
     """
     raised: BaseException | None = None
-    with limits(told):
+    with limits(told, lambda: PATIENCE if works_on and raised is None else SECONDS):
         try:
             work()
         except Hangs:
@@ -72,6 +73,9 @@ def outcome(work: Callable[[], Any], told: str) -> str:
     assert len(message) <= LONGEST_MESSAGE, f"a message of {len(message)} characters: {told}"
     assert message.strip(), f"an error without a message ({type(raised).__name__}): {told}"
     return next(kind.__name__ for kind in (FileNotFoundError, ValueError, TypeError) if isinstance(raised, kind))
+
+
+EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
