@@ -250,6 +250,7 @@ def test_prompt_files(ssd: Callable[..., Run], folder: str) -> None:
 
 @pytest.mark.parametrize("text", TOGETHER)
 def test_folders_of_results(ssd: Callable[..., Run], folder: str, text: str, ran: dict[str, Any]) -> None:
+    pytest.importorskip("matplotlib")  # the report has a picture
     Path("prompts.txt").write_text("rain\n", encoding="utf-8")
     place = f"o/{text}"
     run = ssd("benchmark", "-m", folder, "--prompts", "prompts.txt", *BENCH, "-o", place)
@@ -269,6 +270,7 @@ def test_folders_that_cannot_be(ssd: Callable[..., Run], text: str) -> None:
 
 @pytest.mark.parametrize("text", NASTY)
 def test_reports_of_others(ssd: Callable[..., Run], text: str, ran: dict[str, Any]) -> None:
+    pytest.importorskip("matplotlib")  # the report has a picture
     """Whatever the strings in a summary say."""
     summary = json.loads(json.dumps(ran))
     (entry,) = summary["methods"].values()
