@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import numbers
 import operator
-import os
 import re
 import reprlib
 from abc import ABC, abstractmethod
@@ -36,7 +35,6 @@ __all__ = [
     "index_of",
     "listed",
     "shown",
-    "shown_path",
 ]
 
 _Entry = TypeVar("_Entry")
@@ -254,11 +252,6 @@ def clipped(text: object, most: int = 200) -> str:
     """
     words = visible(str(text))
     return words if len(words) <= most else f"{words[: most - 1]}…"
-
-
-def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path as a message shows it."""
-    return shown(os.fspath(path), most=200)
 
 
 def listed(values: Iterable[Any], most: int = 6) -> str:

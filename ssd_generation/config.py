@@ -31,8 +31,8 @@ from .bounds import (
     index_of,
     listed,
     shown,
-    shown_path,
 )
+from .display import path_shown
 from .files import write_whole
 from .reading import CONFIG, read_json
 
@@ -950,15 +950,15 @@ class SelfSpeculativeConfig:
         """
         file = os.path.expanduser(os.fspath(path))
         if os.path.isdir(file):
-            raise ValueError(f"{shown_path(file)} is a folder, not a JSON file. Use from_pretrained for folders.")
+            raise ValueError(f"{path_shown(file)} is a folder, not a JSON file. Use from_pretrained for folders.")
         data = read_json(file, CONFIG, unique_keys=True)
         # Which file was wrong is what a user needs first; the parsers below know only the dict.
         try:
             return cls.from_dict(data, name)
         except TypeError as error:
-            raise TypeError(f"{shown_path(file)}: {error}") from error
+            raise TypeError(f"{path_shown(file)}: {error}") from error
         except ValueError as error:
-            raise ValueError(f"{shown_path(file)}: {error}") from error
+            raise ValueError(f"{path_shown(file)}: {error}") from error
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} {_pretty(self.to_dict())}"
@@ -1016,7 +1016,7 @@ class SelfSpeculativeConfig:
             return PRESETS[given]
         if not isinstance(pretrained, str) or not given or _looks_like_path(given):
             raise FileNotFoundError(
-                f"There is no file or folder {shown_path(given)}. Give a folder that holds {CONFIG_NAME}, a JSON file, "
+                f"There is no file or folder {path_shown(given)}. Give a folder that holds {CONFIG_NAME}, a JSON file, "
                 "or a Hub id such as 'user/repo'."
             )
         return cls.from_json_file(_download(given, revision, hub_kwargs), name)
@@ -1049,12 +1049,12 @@ class SelfSpeculativeConfig:
         target = Path(os.path.expanduser(os.fspath(folder)))
         if str(target).startswith("~"):
             raise ValueError(
-                f"{shown_path(target)} begins with the home folder of somebody who has none here. Give the whole path, "
+                f"{path_shown(target)} begins with the home folder of somebody who has none here. Give the whole path, "
                 "or put './' in front of a folder that is called so."
             )
         if os.path.exists(target) and not os.path.isdir(target):
             raise ValueError(
-                f"save_pretrained needs a folder, but {shown_path(target)} is a file. Give the folder it lies in."
+                f"save_pretrained needs a folder, but {path_shown(target)} is a file. Give the folder it lies in."
             )
         path = target / CONFIG_NAME
         content = self.to_json_string()
@@ -1064,7 +1064,7 @@ class SelfSpeculativeConfig:
         except (OSError, ValueError) as error:  # ValueError: a null byte
             reason = clipped(getattr(error, "strerror", None) or error)
             raise ValueError(
-                f"The config cannot be written into {shown_path(target)}: {reason}. Give another folder."
+                f"The config cannot be written into {path_shown(target)}: {reason}. Give another folder."
             ) from error
         if push_to_hub:
             self.push_to_hub(repo_id if repo_id is not None else target.absolute().name, **push_kwargs)
@@ -1159,14 +1159,14 @@ def _config_in(folder: str) -> str:
     if os.path.exists(path):
         return path
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"There is no folder {shown_path(folder)}. Check `subfolder`.")
+        raise FileNotFoundError(f"There is no folder {path_shown(folder)}. Check `subfolder`.")
     try:
         others = sorted(entry for entry in os.listdir(folder) if entry.endswith(".json"))
     except OSError as error:
-        raise ValueError(f"The folder {shown_path(folder)} cannot be read: {error.strerror}.") from error
+        raise ValueError(f"The folder {path_shown(folder)} cannot be read: {error.strerror}.") from error
     found = f"; its JSON files are {listed(others)}" if others else ""
     raise FileNotFoundError(
-        f"The folder {shown_path(folder)} holds no {CONFIG_NAME}{found}. Give the path of the JSON file itself, or "
+        f"The folder {path_shown(folder)} holds no {CONFIG_NAME}{found}. Give the path of the JSON file itself, or "
         "write a config there with save_pretrained."
     )
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 
-__all__ = ["for_html", "for_json", "for_markdown", "for_plot", "visible"]
+__all__ = ["for_html", "for_json", "for_markdown", "for_plot", "path_shown", "visible"]
 
 # Control characters (C0, DEL, C1), line and paragraph separators, marks and overrides of the writing direction, tags
 # (invisible letters), and halves of characters.
@@ -21,6 +22,7 @@ _ACTING = re.compile(
 # An underscore within a word (`top_p`) is one.
 _MARKDOWN = re.compile(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))")
 _LONGEST_LABEL = 40  # characters
+_LONGEST_PATH = 400  # characters
 
 
 def visible(text: object, keep: str = "") -> str:
@@ -71,3 +73,9 @@ def for_plot(text: object) -> str:
     if len(shown) > _LONGEST_LABEL:
         shown = f"{shown[: _LONGEST_LABEL - 1]}…"
     return shown.replace("$", r"\$")
+
+
+def path_shown(path: str | os.PathLike[str]) -> str:
+    """A path as an error names it, in quotes; of a very long one the end, where the file's own name stands."""
+    text = visible(repr(os.fspath(path)))
+    return text if len(text) <= _LONGEST_PATH else f"'…{text[2 - _LONGEST_PATH :]}"

@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from .display import path_shown
+
 __all__ = [
     "CONFIG",
     "DATA",
@@ -94,7 +96,7 @@ def read_bytes(path: str | os.PathLike[str], kind: Kind) -> bytes:
         ValueError: it is no regular file (a folder, a FIFO, a socket, a device), too large, or cannot be read; the
             message names it.
     """
-    shown = _shown(path)
+    shown = path_shown(path)
     with _named_errors(shown):
         # Looked at before it is opened: opening alone may wait (a FIFO) or do something (a device).
         _check_regular(os.stat(path), shown, kind)
@@ -119,7 +121,7 @@ def check_file(path: str | os.PathLike[str], kind: Kind) -> int:
     Raises:
         FileNotFoundError, ValueError: as `read_bytes`, of which it is the first half.
     """
-    shown = _shown(path)
+    shown = path_shown(path)
     with _named_errors(shown):
         status = os.stat(path)
         _check_regular(status, shown, kind)
@@ -138,11 +140,11 @@ def read_text(path: str | os.PathLike[str], kind: Kind) -> str:
     """
     content = read_bytes(path, kind)
     if os.fspath(path).endswith(".gz"):
-        content = _unpacked(content, _shown(path), kind)
+        content = _unpacked(content, path_shown(path), kind)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{_shown(path)} is not UTF-8 text: {error}.") from error
+        raise ValueError(f"{path_shown(path)} is not UTF-8 text: {error}.") from error
 
 
 def read_json(path: str | os.PathLike[str], kind: Kind, unique_keys: bool = False) -> Any:
@@ -160,7 +162,7 @@ def read_json(path: str | os.PathLike[str], kind: Kind, unique_keys: bool = Fals
     try:
         return parse_json(text, unique_keys)
     except ValueError as error:
-        raise ValueError(f"{_shown(path)} is not JSON that can be read: {error}") from error
+        raise ValueError(f"{path_shown(path)} is not JSON that can be read: {error}") from error
 
 
 def parse_json(text: str, unique_keys: bool = False) -> Any:
@@ -242,11 +244,6 @@ def _named_errors(shown: str) -> Iterator[None]:
         raise ValueError(f"{shown} cannot be read: {error.strerror or error}.") from error
     except MemoryError as error:
         raise ValueError(f"{shown} does not fit into the memory that is left.") from error
-
-
-def _shown(path: str | os.PathLike[str]) -> str:
-    text = repr(os.fspath(path))
-    return text if len(text) <= 300 else f"{text[:297]}…"
 
 
 def _check_regular(status: os.stat_result, shown: str, kind: Kind) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_generation.display import for_html, for_json, for_markdown, for_plot, visible
+from ssd_generation.display import for_html, for_json, for_markdown, for_plot, path_shown, visible
 
 
 @pytest.mark.parametrize(
@@ -75,3 +76,10 @@ def test_no_label_is_mathematics(text: str) -> None:
     whole = visible(text)
     assert not is_mathematics
     assert shown == whole or (len(whole) > len(shown) == 40 and shown == whole[:39] + "…")
+
+
+def test_paths_are_named_by_their_end() -> None:
+    for path in ("/home/someone/" + "folder/" * 40 + "config.json", "a\nb.json", "it's"):
+        assert path_shown(path) == visible(repr(path))
+    long = path_shown(Path("/" + "folder/" * 200 + "the \u202e config.json"))
+    assert len(long) == 400 and long.startswith("'…") and long.endswith("the \\u202e config.json'")

@@ -49,17 +49,18 @@ def test_what_is_json() -> None:
         parse_json('{"a": 1, "a": 2}', unique_keys=True)
 
 
-def test_only_regular_files(tmp_path: Path) -> None:
+def test_only_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name is short
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "round").symlink_to(tmp_path / "round")
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.path.relpath(tmp_path / "socket"))
+        server.bind("socket")
         for name in ("pipe", "device", "round", "socket", "n" * 300, "a\0b", "."):
             with pytest.raises(ValueError, match=r"is a|cannot be") as caught:
                 read_bytes(tmp_path / name, SMALL)
             # The name is shown as Python writes it.
-            assert repr(str(tmp_path / name))[1:40] in str(caught.value)
+            assert repr(str(tmp_path / name))[-40:] in str(caught.value)
     for name in ("missing", "device/below"):
         with pytest.raises(FileNotFoundError, match="There is no file"):
             read_bytes(tmp_path / name, SMALL)
