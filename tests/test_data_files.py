@@ -113,7 +113,9 @@ def test_what_may_be_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "content", [b"no gzip", gzip.compress(b"{}")[:-3], gzip.compress(b"{}" * 999)[:-20] + b"x" * 20]
+    "content",
+    [b"no gzip", gzip.compress(b"{}")[:-3], gzip.compress(b"{}" * 999)[:-20] + b"x" * 20],
+    ids=["text", "cut", "spoilt"],
 )
 def test_spoilt_gzip_is_told(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "problems.jsonl.gz"
