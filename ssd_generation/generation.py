@@ -170,7 +170,7 @@ class SelfSpeculativeMixin:
                 # Whatever the model's own generation config says.
                 output = generate(
                     **text.arguments(),
-                    max_new_tokens=text.tokens.shape[1],
+                    max_new_tokens=text.most_tokens,
                     do_sample=False,
                     num_beams=1,
                     num_return_sequences=1,
@@ -183,6 +183,7 @@ class SelfSpeculativeMixin:
                     output_logits=True,
                     return_dict_in_generate=True,
                     logits_processor=LogitsProcessorList([text.processor()]),
+                    stopping_criteria=StoppingCriteriaList([text.ends]),
                     tokenizer=tokenizer,
                 )
             finally:

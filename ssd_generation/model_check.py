@@ -18,7 +18,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,11 +90,13 @@ class ForcedText:
         cache: of all of the prompt but its last tokens, where that is not computed; not to be written to.
         tokens (`torch.LongTensor` of shape `(B, new tokens)`): what is decoded.
         wrong (`torch.LongTensor` of shape `(B, new tokens)`): other tokens, for drafts.
+        wrong_too (`torch.LongTensor` of shape `(B, new tokens)`): still others.
     """
 
     inputs: dict[str, torch.Tensor]
     tokens: torch.Tensor
     wrong: torch.Tensor
+    wrong_too: torch.Tensor
     cache: Cache | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -109,12 +111,26 @@ class ForcedText:
         cache = copy.deepcopy(self.cache)
         if cache is not None:
             cache.batch_repeat_interleave(2)
-        tokens, wrong = (value.repeat_interleave(2, dim=0) for value in (self.tokens, self.wrong))
-        return ForcedText(inputs, tokens, wrong, cache)
+        tokens, *drafts = (ids.repeat_interleave(2, dim=0) for ids in (self.tokens, self.wrong, self.wrong_too))
+        return ForcedText(inputs, tokens, drafts[0], drafts[1], cache)
+
+    def with_other_drafts(self) -> ForcedText:
+        """The same text, with other tokens in the drafts where they are wrong."""
+        return replace(self, wrong=self.wrong_too)
 
     def processor(self) -> LogitsProcessor:
         """Leaves nothing but the text's own token possible."""
         return _Forcing(self)
+
+    @property
+    def most_tokens(self) -> int:
+        """New tokens to ask for: more than the text has, so that a round near its end is as wide as any."""
+        return self.tokens.shape[1] + _WIDE
+
+    def ends(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Stopping criterion: the text, and nothing behind it."""
+        length = self.inputs["input_ids"].shape[1] + self.tokens.shape[1]
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= length, device=input_ids.device)
 
 
 class _Forcing(LogitsProcessor):
@@ -277,17 +293,29 @@ def _difference(
         return f"its pass over several tokens behind a cache fails ({_said(error)})"
     if len(drafted) != len(plain):
         return f"its passes over several tokens gave {len(drafted)} tokens instead of {len(plain)}"
-    if model.dtype in (torch.bfloat16, torch.float16):
-        # Where rounding decides between two experts, single tokens may lie apart.
-        apart, allowed = _distances(plain, drafted).median(dim=0).values.max(), _TOLERANCE_HALF
-        if apart > allowed:
-            if not _distances(plain, decode(text, False, False).logits).max() <= _TOLERANCE:
-                return "the same passes over the same tokens give other logits from call to call"
-            beside = [step[::2] for step in decode(text.beside_itself(), False, False).logits]
-            rounding = float(_distances(plain, beside).median(dim=0).values.max())
-            allowed = min(max(_TIMES_ROUNDING * rounding, allowed), _MOST_HALF)
-    else:
-        apart, allowed = _distances(plain, drafted).max(), _TOLERANCE
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return _too_far(model, _distances(plain, drafted).max(), _TOLERANCE)
+    # Rounding alone takes long texts apart here, in passes of another width. Of one width, it is no way out: a token's
+    # logits hang on none behind it (but that there may be more of them for one expert).
+    others = _distances(drafted, decode(text.with_other_drafts(), True, same_lengths).logits).max()
+    # Where rounding decides between two experts, single tokens may lie apart.
+    apart = _distances(plain, drafted).median(dim=0).values.max()
+    if others <= _TOLERANCE and apart <= _TOLERANCE_HALF:
+        return None
+    if not _distances(plain, decode(text, False, False).logits).max() <= _TOLERANCE:
+        return "the same passes over the same tokens give other logits from call to call"
+    rounding = _distances(plain, [step[::2] for step in decode(text.beside_itself(), False, False).logits])
+
+    def allowed(least: float, rounding: torch.Tensor) -> float:
+        return min(max(_TIMES_ROUNDING * float(rounding), least), _MOST_HALF)
+
+    return _too_far(model, others, allowed(_TOLERANCE, rounding.max())) or _too_far(
+        model, apart, allowed(_TOLERANCE_HALF, rounding.median(dim=0).values.max())
+    )
+
+
+def _too_far(model: nn.Module, apart: torch.Tensor, allowed: float) -> str | None:
+    """What parts two runs whose logits lie so many standard deviations apart; `None` where they may."""
     if apart <= allowed:
         return None
     said = "its pass over several tokens behind a cache gives other logits than passes over one"
@@ -350,16 +378,16 @@ def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
         for name, value in (vars(config) if config is not None else {}).items():
             if "token" in name:
                 named.update(v for v in (value if isinstance(value, (list, tuple)) else [value]) if type(v) is int)
-    count = rows * (_PROMPT + 2 * _NEW)
+    count = rows * (_PROMPT + 3 * _NEW)
     usual = [token for token in range(3, min(vocabulary, count + 99)) if token not in named] or [0]
     ids = torch.tensor([usual[(7 * place + 1) % len(usual)] for place in range(count)]).view(rows, -1)
     ids = ids.to(input_device(model))
-    prompt, text, wrong = torch.split_with_sizes(ids, (_PROMPT, _NEW, _NEW), dim=1)
+    prompt, text, wrong, wrong_too = torch.split_with_sizes(ids, (_PROMPT, _NEW, _NEW, _NEW), dim=1)
     mask = torch.ones_like(prompt)
     if rows > 1:
         mask[1, :_PADDING] = 0
-    wrong = torch.where(wrong == text, wrong - 1, wrong)
-    return ForcedText({"input_ids": prompt.contiguous(), "attention_mask": mask}, text, wrong)
+    wrong, wrong_too = (torch.where(ids == text, ids - 1, ids) for ids in (wrong, wrong_too))
+    return ForcedText({"input_ids": prompt.contiguous(), "attention_mask": mask}, text, wrong, wrong_too)
 
 
 _LONGEST_WINDOW = 8192
@@ -403,7 +431,7 @@ def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> Fo
         return None
     ids = text.inputs["input_ids"]
     prompt = ids.repeat(1, -(-seen // ids.shape[1]) + 1)[:, : seen + 2]
-    return ForcedText({"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, text.tokens, text.wrong, cache)
+    return replace(text, inputs={"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, cache=cache)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -434,9 +462,16 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _code(model: nn.Module) -> str:
-    """A fingerprint of the classes that the model consists of, and of what their passes do."""
+    """A fingerprint of the classes that the model consists of, and of what their passes do.
+
+    The modules of others' own making count with their place and whatever numbers and names they were given.
+    """
     kinds = {type(module) for module in model.modules()}
     lines = []
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith(("torch.", "transformers.")):
+            given = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+            lines.append(f"{name} {sorted(given.items())}")
     for kind in kinds:
         code = getattr(kind.forward, "__code__", None)
         body = "" if code is None else hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()
