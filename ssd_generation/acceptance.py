@@ -34,6 +34,7 @@ from .config import SkipConfig
 from .passes import prompt_mode, skip_mode_of
 from .skip_mode import SkipMode
 from .sublayers import input_device
+from .verified_text import VerifiedText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Acceptance",
-    "VerifiedText",
     "agreements",
     "judge",
     "judge_all",
@@ -55,27 +55,6 @@ __all__ = [
 
 _MOST_TOKENS = 256
 """Inputs of one judging pass; the logits of a large vocabulary take half a megabyte each."""
-
-
-@dataclass(frozen=True)
-class VerifiedText:
-    """A text that the target has said, and what a draft of its continuation starts from.
-
-    Attributes:
-        ids: the text, `(1, prompt_length + N)`.
-        prompt_length: tokens of the prompt, ≥ 1; the N tokens behind it are the target's.
-        cache: the target's keys and values of all tokens but the last, in full.
-        passes: forward passes of the model that this took.
-    """
-
-    ids: torch.Tensor
-    prompt_length: int
-    cache: Cache
-    passes: int = 1
-
-    def __len__(self) -> int:
-        """Tokens of the continuation, N."""
-        return int(self.ids.shape[1]) - self.prompt_length
 
 
 @dataclass

@@ -17,8 +17,9 @@ from transformers.utils import logging as hf_logging
 from .bounds import Number
 from .cache import DraftCache, SpareRoomLayer, add_spare_room
 from .config import SECONDS, Costs, SelfSpeculativeConfig
-from .keeping import Unsteady, agreed, kept, settled, unless_busy
+from .keeping import Unsteady, kept, settled, unless_busy
 from .machine import cpu_name
+from .parallel import agreed
 from .passes import draft_of, flat_passes, why_not_recorded
 from .precision import is_plain
 from .sublayers import input_device

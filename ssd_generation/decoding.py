@@ -27,7 +27,6 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .acceptance import VerifiedText
 from .cache import SpareRoomLayer, SpareRoomSlidingLayer, add_spare_room, move_rows, reaches_back, trim_windows
 from .candidate_generator import Draft, Drafter
 from .passes import flat_passes, prompt_mode
@@ -35,6 +34,7 @@ from .statistics import SpeculationStatistics
 from .sublayers import input_device
 from .timing import Stopwatch
 from .verification import accept_greedy, accept_sampled, argmax
+from .verified_text import VerifiedText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,10 +16,33 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["Lock", "is_temporary", "replacing", "temporary_name", "write_whole"]
+__all__ = ["Lock", "default_cache_dir", "is_temporary", "replacing", "temporary_name", "write_whole"]
 
 _LONGEST_SUFFIX = 16  # some writers go by the suffix; no more of a name is needed, and a name has its limits
 _TEMPORARY = re.compile(r"\.ssd-[0-9a-f]{32}(\..*)?")
+
+
+def default_cache_dir() -> Path:
+    """The directory where this library keeps what it fetches.
+
+    `$SSD_GENERATION_CACHE`, else `ssd_generation` under `%LOCALAPPDATA%` (Windows) or under `$XDG_CACHE_HOME`, else
+    `~/.cache/ssd_generation`.
+
+    Raises:
+        ValueError: that lies in a home folder, and there is none.
+    """
+    base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
+    try:
+        if own := os.environ.get("SSD_GENERATION_CACHE"):
+            return Path(own).expanduser()
+        # The XDG specification says to ignore a relative path.
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ValueError(
+            "There is no home folder to keep files in. Name another folder with the environment variable "
+            "SSD_GENERATION_CACHE, by its whole path."
+        ) from error
+    return root / "ssd_generation"
 
 
 @contextmanager

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from .bounds import clipped
-from .files import write_whole
-from .models import default_cache_dir
+from .files import default_cache_dir, write_whole
+from .parallel import agreed
 from .reading import MEASUREMENT, read_json
-from .sublayers import mesh_of
 
-__all__ = ["Unsteady", "agreed", "kept", "settled", "unless_busy", "was_unsteady"]
+__all__ = ["Unsteady", "kept", "settled", "unless_busy", "was_unsteady"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,17 +90,6 @@ def kept(
             _write(key, {"described": described, "result": result})
     memory[key] = result
     return result
-
-
-def agreed(model: nn.Module, answer: Any) -> Any:
-    """The answer of the first of the processes that compute one model together: they have to draft alike."""
-    mesh = mesh_of(model)
-    if mesh is None:
-        return answer
-    group = mesh.get_group(mesh.ndim - 1)
-    answers = [answer]
-    torch.distributed.broadcast_object_list(answers, torch.distributed.get_global_rank(group, 0), group)
-    return answers[0]
 
 
 def _file(key: str) -> Path:

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .files import Lock
+from .files import Lock, default_cache_dir
 from .forks import ForkSafeRLock, undone_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["default_cache_dir", "fetch_demo", "load_demo", "load_model"]
+__all__ = ["fetch_demo", "load_demo", "load_model"]
 
 _ALLOWED = (
     "Allowed are a Hub id (`organisation/model`), a folder written by `save_pretrained` (model and tokenizer), "
@@ -239,29 +239,6 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
         size = sum(file.stat().st_size for file in target.iterdir())
         steps.say(f"3/3 saved to {target} ({size / 1e6:.0f} MB); from now on no network is needed")
     return target
-
-
-def default_cache_dir() -> Path:
-    """The directory where this library keeps what it fetches.
-
-    `$SSD_GENERATION_CACHE`, else `ssd_generation` under `%LOCALAPPDATA%` (Windows) or under `$XDG_CACHE_HOME`, else
-    `~/.cache/ssd_generation`.
-
-    Raises:
-        ValueError: that lies in a home folder, and there is none.
-    """
-    base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
-    try:
-        if own := os.environ.get("SSD_GENERATION_CACHE"):
-            return Path(own).expanduser()
-        # The XDG specification says to ignore a relative path.
-        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    except RuntimeError as error:
-        raise ValueError(
-            "There is no home folder to keep files in. Name another folder with the environment variable "
-            "SSD_GENERATION_CACHE, by its whole path."
-        ) from error
-    return root / "ssd_generation"
 
 
 # Finding and loading -------------------------------------------------------------------------------------------------

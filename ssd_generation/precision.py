@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .sublayers import locate_sublayers, mesh_of
+from .parallel import mesh_of
+from .sublayers import locate_sublayers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .acceptance import VerifiedText, judge_rounds, round_inputs, why_not_judged
+from .acceptance import judge_rounds, round_inputs, why_not_judged
 from .config import Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from .costs import costs_of, describe_machine
 from .speedup import speedup_within_chance
 from .sublayers import locate_sublayers
+from .verified_text import VerifiedText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

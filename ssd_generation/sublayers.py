@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .config import SkipConfig
 
-__all__ = ["DecoderLayout", "LayerLayout", "SubLayer", "input_device", "locate_sublayers", "mesh_of"]
+__all__ = ["DecoderLayout", "LayerLayout", "SubLayer", "input_device", "locate_sublayers"]
 
 Kind = Literal["attention", "mlp"]
 Stub = Callable[..., Any]
@@ -170,15 +170,6 @@ class DecoderLayout:
 
 
 _LAYOUTS: weakref.WeakKeyDictionary[nn.Module, DecoderLayout] = weakref.WeakKeyDictionary()
-
-
-def mesh_of(model: nn.Module) -> Any:
-    """The processes over which the weights of a model are spread (tensor parallel), as a `DeviceMesh`; or `None`."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    from torch.distributed.tensor import DTensor
-
-    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def input_device(model: nn.Module) -> torch.device:

@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ssd_generation import fetch_demo, load_demo, load_model, models
+from ssd_generation import fetch_demo, files, load_demo, load_model, models
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
@@ -663,7 +663,7 @@ def test_default_cache_directory(variables: dict[str, str], expected: str, monke
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert models.default_cache_dir() == Path(expected)
+    assert files.default_cache_dir() == Path(expected)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the paths of other systems")
@@ -672,7 +672,7 @@ def test_no_cache_directory_without_a_home(own: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SSD_GENERATION_CACHE", own)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is neither $HOME nor an entry
-    for call in (models.default_cache_dir, load_demo, fetch_demo):
+    for call in (files.default_cache_dir, load_demo, fetch_demo):
         with pytest.raises(ValueError, match=r"no home folder .* SSD_GENERATION_CACHE"):
             call()
 

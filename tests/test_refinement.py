@@ -19,9 +19,9 @@ from ssd_generation import (
     enable_self_speculative,
     refinement,
 )
-from ssd_generation.acceptance import VerifiedText
 from ssd_generation.precision import copy_bytes
 from ssd_generation.refinement import Refinement
+from ssd_generation.verified_text import VerifiedText
 from tiny_models import left_padded, prompt, tiny_model
 
 COSTS = Costs(plain_step=1.0, draft_step=0.9, verify=[(1, 1.0), (13, 1.1)])

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..acceptance import VerifiedText, verify_text
-from ..files import write_whole
-from ..models import default_cache_dir
+from ..acceptance import verify_text
+from ..files import default_cache_dir, write_whole
 from ..prompts import Prompt, encode_prompt, hub_rows, read_prompts
 from ..reading import RESULT, read_json
 from ..sublayers import input_device
+from ..verified_text import VerifiedText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

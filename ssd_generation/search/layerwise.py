@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..acceptance import VerifiedText, round_inputs
+from ..acceptance import round_inputs
 from ..config import SkipConfig
 from ..skip_mode import SkipMode
 from ..sublayers import LayerLayout, locate_sublayers
+from ..verified_text import VerifiedText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -34,8 +34,8 @@ from ssd_generation import (
     SelfSpeculativeConfig,
     SkipConfig,
     enable_self_speculative,
+    files,
     keeping,
-    models,
 )
 from ssd_generation.cli import main
 from ssd_generation.evaluation.articles import read_articles
@@ -503,6 +503,6 @@ def test_measurements_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "expanduser", homeless)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(ValueError, match="SSD_GENERATION_CACHE"):
-        models.default_cache_dir()
+        files.default_cache_dir()
     # What was measured is then known to this process only.
     assert keeping.kept(torch.nn.Linear(1, 1), {"what": "homeless"}, lambda: 3) == 3
