@@ -15,7 +15,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .candidate_generator import SelfSpeculativeCandidateGenerator
     from .config import (
         Costs,
         DraftingConfig,
@@ -25,12 +24,13 @@ if TYPE_CHECKING:
         SelfSpeculativeConfig,
         SkipConfig,
     )
-    from .decoding import SelfSpeculativeOutput
+    from .decoding.candidate_generator import SelfSpeculativeCandidateGenerator
+    from .decoding.loop import SelfSpeculativeOutput
+    from .decoding.statistics import SpeculationStatistics
+    from .forward.skip_mode import draft_mode
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
+    from .harness.token_origins import TokenOrigins
     from .models import fetch_demo, load_demo, load_model
-    from .rendering import TokenOrigins
-    from .skip_mode import draft_mode
-    from .statistics import SpeculationStatistics
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "SelfSpeculativeCandidateGenerator": ".candidate_generator",
+    "SelfSpeculativeCandidateGenerator": ".decoding.candidate_generator",
     "Costs": ".config",
     "DraftingConfig": ".config",
     "LookupConfig": ".config",
@@ -65,16 +65,16 @@ _HOMES = {
     "Provenance": ".config",
     "SelfSpeculativeConfig": ".config",
     "SkipConfig": ".config",
-    "SelfSpeculativeOutput": ".decoding",
+    "SelfSpeculativeOutput": ".decoding.loop",
     "disable_self_speculative": ".generation",
     "enable_self_speculative": ".generation",
     "is_self_speculative": ".generation",
     "fetch_demo": ".models",
     "load_demo": ".models",
     "load_model": ".models",
-    "TokenOrigins": ".rendering",
-    "draft_mode": ".skip_mode",
-    "SpeculationStatistics": ".statistics",
+    "TokenOrigins": ".harness.token_origins",
+    "draft_mode": ".forward.skip_mode",
+    "SpeculationStatistics": ".decoding.statistics",
 }
 
 

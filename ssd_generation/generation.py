@@ -17,20 +17,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Quant
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
-from .automatic import DRAFT_MEMORY, automatic_config, check_budget
-from .bounds import clipped, shown
-from .cache import add_spare_room, drop_spare_room
-from .candidate_generator import SelfSpeculativeCandidateGenerator
+from .cache.layers import add_spare_room, drop_spare_room
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
-from .costs import costs_of, describe_machine
-from .decoding import SelfSpeculativeDecoding, SelfSpeculativeOutput, end_tokens
-from .display import visible
-from .drafting import CostAwarePolicy, DraftPolicy, make_policy
-from .model_check import CannotDraft, ForcedText, ModelCheck, ScriptedDrafts, check_model
-from .precision import drop_copies
-from .refinement import WINDOW, Refinement
-from .statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
-from .sublayers import input_device, locate_sublayers
+from .decoding.candidate_generator import SelfSpeculativeCandidateGenerator
+from .decoding.loop import SelfSpeculativeDecoding, SelfSpeculativeOutput, end_tokens
+from .decoding.statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
+from .drafting.draft_length import CostAwarePolicy, DraftPolicy, make_policy
+from .forward.low_bit import drop_copies
+from .forward.sublayers import input_device, locate_sublayers
+from .support.bounds import clipped, shown
+from .support.display import visible
+from .tuning.automatic import DRAFT_MEMORY, automatic_config, check_budget
+from .tuning.costs import costs_of, describe_machine
+from .tuning.model_check import CannotDraft, ForcedText, ModelCheck, ScriptedDrafts, check_model
+from .tuning.refinement import WINDOW, Refinement
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -573,7 +573,7 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> Draf
                     f"The costs in this config were measured on another machine, dtype or version "
                     f"({visible(costs.measured_on)}) than this one ({describe_machine(model)}): the draft length may "
                     "not be the best here. Leave `costs` out to have them measured, or store those of "
-                    "`ssd_generation.costs.measure_costs(model, config)`.",
+                    "`ssd_generation.tuning.costs.measure_costs(model, config)`.",
                     stacklevel=3,
                 )
         policies[config] = make_policy(

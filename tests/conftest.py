@@ -66,7 +66,8 @@ def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """No decision hangs on the clock: drafting is cheap, whatever this machine makes of it."""
     if _is_slow(request) or request.node.get_closest_marker("measures") is not None:
         return
-    from ssd_generation import Costs, automatic, costs, generation
+    from ssd_generation import Costs, generation
+    from ssd_generation.tuning import automatic, costs
 
     def costs_of(*args: Any, **kwargs: Any) -> Costs:
         return Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ssd_generation.acceptance import verify_text
-from ssd_generation.prompts import Prompt
+from ssd_generation.harness.prompts import Prompt
 from ssd_generation.search.calibration import Calibration
 from ssd_generation.search.profile import CostProfile
 from ssd_generation.search.space import Space, space_of
 from ssd_generation.search.storage import storage_of
 from ssd_generation.search.study import Search, SearchSettings, open_study
+from ssd_generation.tuning.acceptance import verify_text
 from tiny_models import LAYERS, prompt, tiny_model
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.costs import costs_of
+from ssd_generation.tuning.costs import costs_of
 
 SKIP, FIXED = SkipConfig([1], [2]), DraftingConfig(policy="fixed", max_draft_length=3)
 WAYS = {

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.acceptance import Acceptance, agreements, judge, judge_rounds, replay, verify_text, why_not_judged
-from ssd_generation.skip_mode import SkipMode
+from ssd_generation.forward.skip_mode import SkipMode
+from ssd_generation.tuning.acceptance import (
+    Acceptance,
+    agreements,
+    judge,
+    judge_rounds,
+    replay,
+    verify_text,
+    why_not_judged,
+)
 from tiny_models import FAMILIES, VOCAB, prompt, tiny_model
 
 DEPTH = 3

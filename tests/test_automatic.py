@@ -22,16 +22,15 @@ from ssd_generation import (
     PrecisionConfig,
     SelfSpeculativeConfig,
     SkipConfig,
-    automatic,
-    costs,
     enable_self_speculative,
     generation,
-    keeping,
 )
-from ssd_generation.automatic import automatic_choice, automatic_config, check_budget, weight_bytes
-from ssd_generation.costs import VERIFIED, describe_machine, measure_costs
-from ssd_generation.keeping import kept
-from ssd_generation.precision import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
+from ssd_generation.forward.low_bit import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
+from ssd_generation.support import measurements as keeping
+from ssd_generation.support.measurements import kept
+from ssd_generation.tuning import automatic, costs
+from ssd_generation.tuning.automatic import automatic_choice, automatic_config, check_budget, weight_bytes
+from ssd_generation.tuning.costs import VERIFIED, describe_machine, measure_costs
 from tiny_models import left_padded, prompt, tiny_model
 
 NEW = 12

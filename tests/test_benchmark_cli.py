@@ -18,8 +18,8 @@ import ssd_generation
 from ssd_generation.benchmark import paired
 from ssd_generation.cli import main
 from ssd_generation.cli.benchmark_view import benchmark_view, live_progress
-from ssd_generation.side_by_side import calls
-from ssd_generation.side_by_side.calls import Caller
+from ssd_generation.harness import calls
+from ssd_generation.harness.calls import Caller
 from test_cli import Run
 from test_cli import folder as folder  # the fixture
 
@@ -229,7 +229,7 @@ def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     from ssd_generation.cli import console
-    from ssd_generation.side_by_side.runner import Progress
+    from ssd_generation.harness.runner import Progress
 
     file = io.StringIO()
     monkeypatch.setattr(console, "err", lambda: Console(file=file, force_terminal=True, width=100))
@@ -239,7 +239,7 @@ def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_in_a_log_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.side_by_side.runner import Progress
+    from ssd_generation.harness.runner import Progress
 
     now = iter([0.0, 1.0, 11.0, 11.0, 12.0])
     monkeypatch.setattr("ssd_generation.cli.console.time", SimpleNamespace(monotonic=lambda: next(now)))

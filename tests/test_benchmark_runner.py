@@ -13,12 +13,12 @@ import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
-from ssd_generation.precision import copy_bytes
-from ssd_generation.prompts import Prompt
-from ssd_generation.run_folder import RunFolder
-from ssd_generation.side_by_side import environment, runner
-from ssd_generation.side_by_side.calls import Caller, TimedCall
-from ssd_generation.side_by_side.runner import Progress
+from ssd_generation.forward.low_bit import copy_bytes
+from ssd_generation.harness import environment, runner
+from ssd_generation.harness.calls import Caller, TimedCall
+from ssd_generation.harness.prompts import Prompt
+from ssd_generation.harness.run_folder import RunFolder
+from ssd_generation.harness.runner import Progress
 from test_cli import tiny_tokenizer
 from tiny_models import prompt as random_ids
 from tiny_models import tiny_model

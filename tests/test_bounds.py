@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_generation.bounds import Entries, Integer, Number, Text, clipped, close, listed, shown
+from ssd_generation.support.bounds import Entries, Integer, Number, Text, clipped, close, listed, shown
 
 FEW = Integer(1, 12_000)
 SOME = Number(1e-9, 0.5, "a number of seconds", "Measure it again.")

@@ -31,7 +31,7 @@ from ssd_generation import Costs, SelfSpeculativeConfig, SkipConfig, enable_self
 from ssd_generation.cli import main
 from ssd_generation.cli import options as cli_options
 from ssd_generation.cli.options import describe_layers, parse_layers
-from ssd_generation.sublayers import locate_sublayers
+from ssd_generation.forward.sublayers import locate_sublayers
 from tiny_models import CONFIGS, LAYERS, WINDOW, tiny_model
 
 TEXT = ["the rain falls on the fields", "a river runs to the sea", "what falls as rain runs as a river"]
@@ -230,7 +230,7 @@ def test_inspect_shows_the_demo_models_skip_set(
 def test_without_a_config_what_pays_is_found_out(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ssd_generation.models.fetch_demo", lambda: Path(folder))
+    monkeypatch.setattr("ssd_generation.models.loading.fetch_demo", lambda: Path(folder))
     for model in ([], ["-m", folder]):  # the demo model too
         run = ssd("generate", "the rain", *model, *SHORT, "--json")
         document = run.json
@@ -399,7 +399,7 @@ def test_compare_as_json(ssd: Callable[..., Run], folder: str) -> None:
 def test_compare_says_that_small_models_gain_nothing(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ssd_generation.comparison import MethodResult
+    from ssd_generation.harness.comparison import MethodResult
 
     monkeypatch.setattr(MethodResult, "ratio", property(lambda self: 0.8))
     run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")
@@ -425,7 +425,7 @@ def test_compare_judges_sampled_texts_by_their_draws(ssd: Callable[..., Run], fo
 def test_compare_shows_both_texts_where_they_differ(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ssd_generation import comparison
+    from ssd_generation.harness import comparison
 
     real = comparison._run
 
@@ -518,7 +518,7 @@ def test_inspect_prints_a_table(ssd: Callable[..., Run], folder: str) -> None:
 def test_inspect_loads_the_model_where_it_must(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ssd_generation.sublayers as sublayers
+    import ssd_generation.forward.sublayers as sublayers
 
     real, tried = sublayers.locate_sublayers, []
 
@@ -535,7 +535,7 @@ def test_inspect_loads_the_model_where_it_must(
 
 def test_presets(ssd: Callable[..., Run]) -> None:
     run = ssd("presets")
-    assert run.status == 0 and all(name in run.out for name in ssd_generation.config.PRESETS)
+    assert run.status == 0 and all(name in run.out for name in ssd_generation.config.schema.PRESETS)
     assert ssd("presets", "--json").json["llama-2-13b"]["skip"]["attention"][0] == 3
 
 

@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation import (
-    DraftingConfig,
-    SelfSpeculativeConfig,
-    SkipConfig,
-    comparison,
-    draft_mode,
-    enable_self_speculative,
-)
-from ssd_generation.comparison import (
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draft_mode, enable_self_speculative
+from ssd_generation.forward.low_bit import copies_of, copy_bytes
+from ssd_generation.harness import comparison
+from ssd_generation.harness.comparison import (
     METHODS,
     Difference,
     compare,
@@ -27,7 +22,6 @@ from ssd_generation.comparison import (
     first_difference,
     methods_of,
 )
-from ssd_generation.precision import copies_of, copy_bytes
 from tiny_models import LAYERS, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(skip=SkipConfig(attention=[1], mlp=[2]))

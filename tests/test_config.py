@@ -41,7 +41,7 @@ from ssd_generation.config import (
     SelfSpeculativeConfig,
     SkipConfig,
 )
-from ssd_generation.drafting import make_policy
+from ssd_generation.drafting.draft_length import make_policy
 from tiny_models import CONFIGS, LAYERS
 
 COSTS = Costs(
@@ -1263,7 +1263,7 @@ def test_a_hub_id_is_downloaded(hub: mock.Mock, tmp_path: Path, repo_id: str) ->
 
 def test_the_keywords_for_the_hub_are_those_it_takes() -> None:
     # autospec refuses a call that the real function would refuse
-    from ssd_generation.config import _HUB_KEYWORDS
+    from ssd_generation.config.schema import _HUB_KEYWORDS
 
     with mock.patch.object(huggingface_hub, "hf_hub_download", autospec=True) as download:
         download("a/b", CONFIG_NAME, revision=None, **dict.fromkeys(_HUB_KEYWORDS))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_generation.display import for_html, for_json, for_markdown, for_plot, path_shown, visible
+from ssd_generation.support.display import for_html, for_json, for_markdown, for_plot, path_shown, visible
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation.config import Costs, DraftingConfig
-from ssd_generation.drafting import (
+from ssd_generation.drafting.draft_length import (
     NO_MATCH,
     ConfidencePolicy,
     CostAwarePolicy,

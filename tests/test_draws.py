@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draws, enable_self_speculative
-from ssd_generation.draws import Draws, judge_draws
-from ssd_generation.run_folder import read_rows
-from ssd_generation.side_by_side import runner as side_by_side
-from ssd_generation.side_by_side.report import draws_cell, draws_notes, problems
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.harness import draws
+from ssd_generation.harness import runner as side_by_side
+from ssd_generation.harness.draws import Draws, judge_draws
+from ssd_generation.harness.report import draws_cell, draws_notes, problems
+from ssd_generation.harness.run_folder import read_rows
 from test_evaluation import METHODS, TEXTS, own_place, run  # noqa: F401
 from test_evaluation import model as model  # the fixture
 from tiny_models import tiny_model

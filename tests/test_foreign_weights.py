@@ -17,10 +17,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.costs import describe_model
-from ssd_generation.passes import why_not_recorded
-from ssd_generation.precision import check_precision
-from ssd_generation.sublayers import input_device
+from ssd_generation.forward.low_bit import check_precision
+from ssd_generation.forward.passes import why_not_recorded
+from ssd_generation.forward.sublayers import input_device
+from ssd_generation.tuning.costs import describe_model
 from test_models import write_gguf
 from tiny_models import prompt, tiny_model
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ssd_generation import SkipConfig, enable_self_speculative
-from ssd_generation.forks import ForkSafeRLock, undone_in_child
-from ssd_generation.models import _quiet_transformers
-from ssd_generation.recording import record_pass
-from ssd_generation.skip_mode import SkipMode
+from ssd_generation.forward.recording import record_pass
+from ssd_generation.forward.skip_mode import SkipMode
+from ssd_generation.models.loading import _quiet_transformers
+from ssd_generation.support.forks import ForkSafeRLock, undone_in_child
 from tiny_models import prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

@@ -14,8 +14,8 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.comparison import find_difference
-from ssd_generation.passes import why_not_recorded
+from ssd_generation.forward.passes import why_not_recorded
+from ssd_generation.harness.comparison import find_difference
 from tiny_models import LAYERS, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, keeping, kernels
-from ssd_generation.kernels import KERNELS, Linear, fastest_kernels, linear_of_few_rows
-from ssd_generation.passes import flat_passes
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward import kernels
+from ssd_generation.forward.kernels import KERNELS, Linear, fastest_kernels, linear_of_few_rows
+from ssd_generation.forward.passes import flat_passes
+from ssd_generation.support import measurements as keeping
 from tiny_models import prompt, tiny_model
 
 SHAPES = {"512x256", "256x512+bias"}
@@ -55,7 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return made
 
     monkeypatch.setattr(kernels, "KERNELS", {name: slowly(name, make) for name, make in KERNELS.items()})
-    monkeypatch.setattr("ssd_generation.kernels.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ssd_generation.forward.kernels.time.perf_counter", lambda: now)
     return takes
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_generation.lookup import NGramIndex
+from ssd_generation.drafting.lookup import NGramIndex
 
 
 def _reference(text: list[int], max_ngram: int, min_ngram: int, max_tokens: int) -> tuple[list[int], int]:

@@ -20,8 +20,8 @@ from ssd_generation import (
     enable_self_speculative,
     generation,
 )
-from ssd_generation.drafting import NO_MATCH, DraftPolicy, Match
-from ssd_generation.lookup import NGramIndex
+from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
+from ssd_generation.drafting.lookup import NGramIndex
 from tiny_models import FAMILIES, WINDOW, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=3)
@@ -162,7 +162,7 @@ def test_an_end_of_sequence_that_was_looked_up(config: SelfSpeculativeConfig, ro
 
 
 def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
+    from ssd_generation.decoding.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
 
     drafts = []
     original = Generator.draft
@@ -187,7 +187,7 @@ def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_copied_behind_an_end_that_the_model_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
+    from ssd_generation.decoding.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
 
     monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
     drafts = []
@@ -243,7 +243,7 @@ class Chained(DraftPolicy):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_lookup_behind_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    from ssd_generation.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
+    from ssd_generation.decoding.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
 
     monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
     seen = []
@@ -300,7 +300,7 @@ def test_a_text_that_repeats_is_copied_whole() -> None:
 
 
 def test_lookup_alone_runs_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation import skip_mode
+    from ssd_generation.forward import skip_mode
 
     def fail(*args: Any) -> None:
         raise AssertionError("skip mode was entered")

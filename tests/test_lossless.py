@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, passes
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward import passes
 from tiny_models import FAMILIES, LAYERS, WINDOW, left_padded, prompt, tiny_model
 
 SKIPS = [
@@ -178,7 +179,7 @@ def test_drafting_leaves_the_targets_cache_alone() -> None:
     # The draft reads the prefix in place; the target's keys and values are the same tensors with the same numbers after
     # it.
     model = enabled("gemma2")
-    from ssd_generation import candidate_generator
+    from ssd_generation.decoding import candidate_generator
 
     looked = []
     original = candidate_generator.SelfSpeculativeCandidateGenerator.draft
@@ -201,7 +202,7 @@ def test_drafting_leaves_the_targets_cache_alone() -> None:
 def test_the_prefix_is_not_copied_to_draft() -> None:
     # What a drafting pass attends to lies in the very storage of the target's keys.
     model = enabled("llama")
-    from ssd_generation import cache
+    from ssd_generation.cache import layers as cache
 
     storages: list[bool] = []
     original = cache._DraftLayer.update

@@ -17,16 +17,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from odd_models import COUNT_FROM_THE_CACHE, NOT_RECORDED, NOT_SEVERAL_AT_ONCE, odd_model
-from ssd_generation import (
-    DraftingConfig,
-    SelfSpeculativeConfig,
-    SkipConfig,
-    enable_self_speculative,
-    model_check,
-)
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward.passes import why_not_recorded
 from ssd_generation.generation import require_drafts
-from ssd_generation.model_check import ModelCheck
-from ssd_generation.passes import why_not_recorded
+from ssd_generation.tuning import model_check
+from ssd_generation.tuning.model_check import ModelCheck
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
@@ -228,7 +223,7 @@ def test_passes_that_fail_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recorded_passes_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation import passes
+    from ssd_generation.forward import passes
 
     run = passes.FlatPasses.run
 
@@ -320,7 +315,7 @@ SPOILT: list[Any] = [{"refusal": 3}, {"surprise": None}, [], None, "no"]
 
 @pytest.mark.parametrize("answer", SPOILT, ids=str)
 def test_a_spoilt_answer_on_the_disk_is_found_anew(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    from ssd_generation import keeping
+    from ssd_generation.support import measurements as keeping
 
     def forget() -> None:
         for module in (model_check, keeping):

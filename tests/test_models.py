@@ -36,7 +36,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ssd_generation import fetch_demo, files, load_demo, load_model, models
+from ssd_generation import fetch_demo, load_demo, load_model
+from ssd_generation.models import loading as models
+from ssd_generation.support import files
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"

@@ -22,11 +22,11 @@ from ssd_generation import (
     SkipConfig,
     disable_self_speculative,
     enable_self_speculative,
-    passes,
-    precision,
 )
-from ssd_generation.cache import DraftCache, add_spare_room
-from ssd_generation.precision import (
+from ssd_generation.cache.layers import DraftCache, add_spare_room
+from ssd_generation.forward import low_bit as precision
+from ssd_generation.forward import passes
+from ssd_generation.forward.low_bit import (
     LowBitCopies,
     LowBitCopy,
     check_precision,
@@ -36,7 +36,7 @@ from ssd_generation.precision import (
     estimated_bytes,
     refused_shape,
 )
-from ssd_generation.skip_mode import SkipMode
+from ssd_generation.forward.skip_mode import SkipMode
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=3)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from ssd_generation import program
-from ssd_generation.cache import add_spare_room
-from ssd_generation.passes import _mixed, _RoomAttention
-from ssd_generation.program import (
+from ssd_generation.cache.layers import add_spare_room
+from ssd_generation.forward import program
+from ssd_generation.forward.passes import _mixed, _RoomAttention
+from ssd_generation.forward.program import (
     compile_recording,
     fuse_norms,
     fuse_rotary,
@@ -24,7 +24,7 @@ from ssd_generation.program import (
     swap_linears,
     use_bfloat16,
 )
-from ssd_generation.recording import Recording, _Recorder, needed, record_pass
+from ssd_generation.forward.recording import Recording, _Recorder, needed, record_pass
 from tiny_models import prompt, tiny_model
 
 # Recorded families, one per way of wiring, and what each rewrite finds in a model of two layers: norms and rotations.

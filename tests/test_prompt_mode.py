@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, kernels, passes
-from ssd_generation.acceptance import judge, verify_text
-from ssd_generation.kernels import linear_of_few_rows
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward import kernels, passes
+from ssd_generation.forward.kernels import linear_of_few_rows
+from ssd_generation.tuning.acceptance import judge, verify_text
 from tiny_models import prompt, tiny_model
 
 
@@ -62,7 +63,7 @@ def test_generation_uses_it_for_the_tokens_that_are_new(elsewhere: list[int], mo
         asked.append(rows)
         return original(model, rows)
 
-    monkeypatch.setattr("ssd_generation.decoding.prompt_mode", mode)
+    monkeypatch.setattr("ssd_generation.decoding.loop.prompt_mode", mode)
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), DraftingConfig(policy="fixed", max_draft_length=3))
     batch = torch.cat((prompt(9), prompt(9, seed=2)))
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

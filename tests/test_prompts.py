@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ssd_generation.prompts import (
+from ssd_generation.harness.prompts import (
     Prompt,
     built_in_prompts,
     digest,

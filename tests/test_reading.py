@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ssd_generation.reading import CONFIG, DATA, Kind, filled_lines, parse_json, read_bytes, read_json, read_text
+from ssd_generation.support.reading import (
+    CONFIG,
+    DATA,
+    Kind,
+    filled_lines,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+)
 
 SMALL = Kind("a small file", 2**20)
 

@@ -18,10 +18,19 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils, modeling_utils
 from transformers.models.llama import modeling_llama
 
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, cache, enable_self_speculative, recording
-from ssd_generation.passes import FlatPasses, flat_passes, why_not_recorded
-from ssd_generation.program import compile_recording
-from ssd_generation.recording import CannotRecord, Recording, at_length, of_any_length, record_pass, same_recording
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.cache import layers as cache
+from ssd_generation.forward import recording
+from ssd_generation.forward.passes import FlatPasses, flat_passes, why_not_recorded
+from ssd_generation.forward.program import compile_recording
+from ssd_generation.forward.recording import (
+    CannotRecord,
+    Recording,
+    at_length,
+    of_any_length,
+    record_pass,
+    same_recording,
+)
 from tiny_models import FAMILIES, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
@@ -273,7 +282,7 @@ def test_what_hangs_on_the_cache_is_of_no_length(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_wrong_recording_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    from ssd_generation import passes
+    from ssd_generation.forward import passes
 
     def wrong(made: Any) -> Any:
         scaled = next(o for o in made.operations if o.target is nn.functional.silu)
@@ -495,7 +504,7 @@ def test_a_patched_class_is_recorded_anew(monkeypatch: pytest.MonkeyPatch, model
 
 
 def test_an_unchanged_model_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    from ssd_generation import passes
+    from ssd_generation.forward import passes
 
     lengths = []
 

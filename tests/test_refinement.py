@@ -17,11 +17,11 @@ from ssd_generation import (
     SkipConfig,
     disable_self_speculative,
     enable_self_speculative,
-    refinement,
 )
-from ssd_generation.precision import copy_bytes
-from ssd_generation.refinement import Refinement
-from ssd_generation.verified_text import VerifiedText
+from ssd_generation.decoding.verified_text import VerifiedText
+from ssd_generation.forward.low_bit import copy_bytes
+from ssd_generation.tuning import refinement
+from ssd_generation.tuning.refinement import Refinement
 from tiny_models import left_padded, prompt, tiny_model
 
 COSTS = Costs(plain_step=1.0, draft_step=0.9, verify=[(1, 1.0), (13, 1.1)])
@@ -165,7 +165,7 @@ def test_low_bit_copies_are_made_of_nothing_more() -> None:
 
 @pytest.mark.usefixtures("often")
 def test_a_winner_is_measured_where_the_costs_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.costs import describe_machine
+    from ssd_generation.tuning.costs import describe_machine
 
     model: Any = model_with_needless_parts()
     asked: list[SkipConfig] = []

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ssd_generation import files
-from ssd_generation.files import Lock, replacing
-from ssd_generation.run_folder import RunFolder, read_rows
+from ssd_generation.harness.run_folder import RunFolder, read_rows
+from ssd_generation.support import files
+from ssd_generation.support.files import Lock, replacing
 
 ARGUMENTS = {"model": "tiny", "new_tokens": 8, "methods": ("plain", "auto")}
 
@@ -304,7 +304,7 @@ def test_a_folder_goes_while_it_is_held(tmp_path: Path, monkeypatch: pytest.Monk
 WORKER = """
     import os, sys, time
     from pathlib import Path
-    from ssd_generation.run_folder import RunFolder
+    from ssd_generation.harness.run_folder import RunFolder
 
     base, seconds, way = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     entries = violations = 0

@@ -14,13 +14,13 @@ from ssd_generation import (
     LookupConfig,
     SelfSpeculativeConfig,
     SkipConfig,
-    decoding,
     enable_self_speculative,
     generation,
-    verification,
 )
-from ssd_generation.candidate_generator import SelfSpeculativeCandidateGenerator
-from ssd_generation.drafting import NO_MATCH, DraftPolicy, Match
+from ssd_generation.decoding import loop as decoding
+from ssd_generation.decoding import verification
+from ssd_generation.decoding.candidate_generator import SelfSpeculativeCandidateGenerator
+from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
 from tiny_models import prompt, tiny_model
 
 VOCAB, TOKENS, ROWS, CALLS = 5, 4, 2000, 4

@@ -25,8 +25,8 @@ from ssd_generation.cli.benchmark_view import benchmark_view, live_progress, run
 from ssd_generation.cli.console import Screen, print_error, print_json, styled
 from ssd_generation.cli.generate import _streamer
 from ssd_generation.cli.search_view import View, bar
-from ssd_generation.display import visible
-from ssd_generation.side_by_side.runner import Progress
+from ssd_generation.harness.runner import Progress
+from ssd_generation.support.display import visible
 from test_cli import Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture
 from test_cli import ssd as ssd  # the fixture
@@ -409,9 +409,9 @@ def test_profiles_of_other_machines() -> None:
 def test_plots(text: str, ran: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from ssd_generation.evaluation.report import plot_runs
+    from ssd_generation.harness.report import plot_summary
     from ssd_generation.search.plots import plot_methods
     from ssd_generation.search.study import Found
-    from ssd_generation.side_by_side.report import plot_summary
 
     (entry,) = ran["methods"].values()
     ratio = entry["ratio"]["categories"]["\r"]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation.acceptance import verify_text
+from ssd_generation.forward.sublayers import locate_sublayers
 from ssd_generation.search.layerwise import _LayerRun, layerwise_skips
-from ssd_generation.sublayers import locate_sublayers
+from ssd_generation.tuning.acceptance import verify_text
 from test_acceptance import NOT_JUDGED
 from tiny_models import FAMILIES, LAYERS, prompt, tiny_model
 

@@ -14,9 +14,8 @@ import torch
 
 from search_worker import calibration, cost_profile
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.acceptance import judge_all, verify_text
-from ssd_generation.passes import FlatPasses
-from ssd_generation.prompts import Prompt
+from ssd_generation.forward.passes import FlatPasses
+from ssd_generation.harness.prompts import Prompt
 from ssd_generation.search import calibration as calibration_module
 from ssd_generation.search import profile as profile_module
 from ssd_generation.search import runner as runner_module
@@ -26,6 +25,7 @@ from ssd_generation.search.plots import plot_all, plot_map, plot_progress, sensi
 from ssd_generation.search.profile import CostProfile, measure_profile
 from ssd_generation.search.runner import search
 from ssd_generation.search.study import PRIOR, Found, SearchSettings
+from ssd_generation.tuning.acceptance import judge_all, verify_text
 from test_cli import Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture
 from test_cli import ssd as ssd  # the fixture

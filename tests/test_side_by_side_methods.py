@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.side_by_side.methods import (
+from ssd_generation.forward.sublayers import locate_sublayers
+from ssd_generation.harness.methods import (
     METHODS,
     check_methods,
     default_methods,
@@ -16,7 +17,6 @@ from ssd_generation.side_by_side.methods import (
     portable,
     random_half,
 )
-from ssd_generation.sublayers import locate_sublayers
 from tiny_models import LAYERS, tiny_model
 
 CONFIG = SelfSpeculativeConfig(

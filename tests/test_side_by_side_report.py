@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from ssd_generation import Costs
-from ssd_generation.side_by_side.environment import where_measured
-from ssd_generation.side_by_side.figures import (
+from ssd_generation.harness.environment import where_measured
+from ssd_generation.harness.figures import (
     engine_efficiency,
     ratios_so_far,
     spread,
     summarise,
     summarise_pairs,
 )
-from ssd_generation.side_by_side.report import markdown, overview, plot_summary
+from ssd_generation.harness.report import markdown, overview, plot_summary
 
 ARGUMENTS = {
     "methods": ["plain", "own", "broken"],

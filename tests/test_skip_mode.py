@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ssd_generation import SkipConfig, draft_mode
-from ssd_generation.skip_mode import SkipMode
-from ssd_generation.sublayers import SubLayer, locate_sublayers
+from ssd_generation.forward.skip_mode import SkipMode
+from ssd_generation.forward.sublayers import SubLayer, locate_sublayers
 from tiny_models import FAMILIES, LAYERS, left_padded, prompt, tiny_model
 
 # Layers that normalise the residual stream itself cannot be left out whole.

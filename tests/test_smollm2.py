@@ -17,9 +17,9 @@ from ssd_generation import (
     enable_self_speculative,
     load_demo,
 )
-from ssd_generation.automatic import weight_bytes
 from ssd_generation.cli import main
-from ssd_generation.precision import copy_bytes, drop_copies
+from ssd_generation.forward.low_bit import copy_bytes, drop_copies
+from ssd_generation.tuning.automatic import weight_bytes
 
 pytestmark = pytest.mark.slow
 

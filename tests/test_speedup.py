@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import Costs
-from ssd_generation.acceptance import Acceptance
 from ssd_generation.search.proposals import Worth
-from ssd_generation.speedup import expected_tokens, speedup_within_chance, theoretical_speedup
+from ssd_generation.tuning.acceptance import Acceptance
+from ssd_generation.tuning.speedup import expected_tokens, speedup_within_chance, theoretical_speedup
 
 RATES = st.floats(0.0, 0.999)
 

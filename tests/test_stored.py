@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ssd_generation.evaluation.report import plot_runs, read_summaries, runs_markdown
-from ssd_generation.side_by_side.environment import sessions_of, where_measured
-from ssd_generation.side_by_side.figures import ratios_so_far, summarise, summarise_pairs
-from ssd_generation.side_by_side.report import markdown
-from ssd_generation.side_by_side.stored import check_rows, check_summary, string
+from ssd_generation.harness.environment import sessions_of, where_measured
+from ssd_generation.harness.figures import ratios_so_far, summarise, summarise_pairs
+from ssd_generation.harness.report import markdown
+from ssd_generation.harness.stored import check_rows, check_summary, string
 from test_cli import Run
 from test_cli import ssd as ssd  # the fixture
 from test_side_by_side_report import ARGUMENTS, ENVIRONMENT, call, rows

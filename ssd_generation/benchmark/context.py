@@ -19,9 +19,9 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from ..costs import Passes, describe_machine
 from ..generation import enable_self_speculative
 from ..models import load_model
+from ..tuning.costs import Passes, describe_machine
 
 __all__ = ["measure_contexts"]
 

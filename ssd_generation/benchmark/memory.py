@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..automatic import weight_bytes
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
+from ..harness.memory import peak_bytes
 from ..models import load_model
-from ..side_by_side.memory import peak_bytes
+from ..tuning.automatic import weight_bytes
 
 __all__ = ["measure_memory"]
 

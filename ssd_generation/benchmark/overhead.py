@@ -24,8 +24,8 @@ import torch
 import transformers
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from ..candidate_generator import SelfSpeculativeCandidateGenerator
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from ..decoding.candidate_generator import SelfSpeculativeCandidateGenerator
 from ..generation import enable_self_speculative
 from ..models import load_model
 

@@ -18,15 +18,15 @@ from types import TracebackType
 from typing import Any
 
 from ..config import SelfSpeculativeConfig
-from ..prompts import Prompt
-from ..run_folder import ROWS, RunFolder
-from ..side_by_side import calls
-from ..side_by_side.calls import load_average
-from ..side_by_side.environment import sessions_of, start_session, where_measured
-from ..side_by_side.figures import ratios_so_far, summarise_pairs
-from ..side_by_side.methods import PLAIN
-from ..side_by_side.runner import Observer, Progress, write_summary
-from ..side_by_side.stored import check_rows
+from ..harness import calls
+from ..harness.calls import load_average
+from ..harness.environment import sessions_of, start_session, where_measured
+from ..harness.figures import ratios_so_far, summarise_pairs
+from ..harness.methods import PLAIN
+from ..harness.prompts import Prompt
+from ..harness.run_folder import ROWS, RunFolder
+from ..harness.runner import Observer, Progress, write_summary
+from ..harness.stored import check_rows
 from .runner import BenchmarkSettings
 
 __all__ = ["check_checkout", "own_methods", "run_paired"]

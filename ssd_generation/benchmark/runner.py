@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..config import SelfSpeculativeConfig
-from ..prompts import Prompt, digest, encode_prompt
-from ..run_folder import RunFolder
-from ..side_by_side.runner import Observer, RunSettings, SideBySide
+from ..harness.prompts import Prompt, digest, encode_prompt
+from ..harness.run_folder import RunFolder
+from ..harness.runner import Observer, RunSettings, SideBySide
 
 __all__ = ["BenchmarkSettings", "benchmark_arguments", "run_benchmark"]
 

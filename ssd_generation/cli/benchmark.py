@@ -130,9 +130,9 @@ def benchmark(
     with quiet_libraries(), elsewhere:
         from ..benchmark.paired import check_checkout, own_methods
         from ..benchmark.runner import BenchmarkSettings, benchmark_arguments
-        from ..prompts import load_prompts
-        from ..run_folder import RunFolder
-        from ..side_by_side.methods import default_methods
+        from ..harness.methods import default_methods
+        from ..harness.prompts import load_prompts
+        from ..harness.run_folder import RunFolder
         from .options import default_config, default_folder, requested_config, requested_methods
 
         # What can be refused is refused before anything slow begins.

@@ -10,11 +10,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ..display import visible
+from ..support.display import visible
 from .console import styled
 
 if TYPE_CHECKING:
-    from ..side_by_side.runner import Progress
+    from ..harness.runner import Progress
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
         summary: of the run.
         width: of the terminal; a table by category that is wider is cut into several.
     """
-    from ..side_by_side.report import conditions, draws_notes, problems
+    from ..harness.report import conditions, draws_notes, problems
 
     parts: list[RenderableType] = [_overview(summary)]
     parts.append(styled("Ratio by category: median, below it the least and the greatest."))
@@ -139,7 +139,7 @@ def runs_view(summaries: Mapping[str, Mapping[str, Any]]) -> RenderableType:
 
 
 def _overview(summary: Mapping[str, Any]) -> Table:
-    from ..side_by_side.report import overview
+    from ..harness.report import overview
 
     header, lines = overview(summary)
     table = _table([_HEADERS.get(title, title) for title in header])
@@ -163,7 +163,7 @@ _HEADERS = {
 
 
 def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
-    from ..side_by_side.report import categories_of
+    from ..harness.report import categories_of
 
     first = max([len("method"), *(len(visible(name)) for name in summary["methods"])]) + 1
     chunks: list[list[str]] = []

@@ -14,9 +14,9 @@ from .options import describe_skip
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..automatic import AutomaticChoice
-    from ..comparison import Comparison, MethodResult
     from ..config import Costs, SelfSpeculativeConfig
+    from ..harness.comparison import Comparison, MethodResult
+    from ..tuning.automatic import AutomaticChoice
 
 _NONE = "–"
 _CHECKS = (2, 4, 8)  # lengths of verify passes that are told
@@ -94,7 +94,7 @@ def _drafted(method: MethodResult) -> str:
 
 def _identity(comparison: Comparison, method: MethodResult) -> str:
     if comparison.sampling:
-        from ..draws import draws_figure
+        from ..harness.draws import draws_figure
 
         return (method.draws and draws_figure(method.draws.z, method.draws.impossible)) or _NONE
     if method is comparison.plain:

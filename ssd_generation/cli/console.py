@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from ..display import for_json, visible
+from ..support.display import for_json, visible
 
 if TYPE_CHECKING:
     from rich.progress import TextColumn

@@ -337,7 +337,7 @@ def report(
 ) -> None:
     """Put runs side by side."""
     from ..evaluation.report import check_report_folder, plot_runs, read_summaries, runs_markdown
-    from ..files import replacing, write_whole
+    from ..support.files import replacing, write_whole
     from .benchmark_view import runs_view
     from .console import err, out, print_json, quiet_libraries
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..display import visible
+from ..support.display import visible
 from .options import (
     AUTO,
     DEMO,
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase, TextStreamer
 
-    from ..automatic import AutomaticChoice
-    from ..comparison import Comparison
     from ..config import SelfSpeculativeConfig
+    from ..harness.comparison import Comparison
+    from ..tuning.automatic import AutomaticChoice
 
 DEFAULT_PROMPT = "Explain in three numbered steps how rain forms, then say in one sentence why it matters for farming."
 
@@ -246,13 +246,13 @@ def generate(
     with quiet_libraries(), elsewhere:
         import torch
 
-        from ..automatic import weight_bytes
-        from ..comparison import compare as compare_methods
-        from ..comparison import describe_environment, methods_of
         from ..config import SelfSpeculativeConfig
+        from ..forward.low_bit import copy_bytes
         from ..generation import enable_self_speculative, refinement_of, why_no_drafts
-        from ..precision import copy_bytes
-        from ..rendering import TokenOrigins
+        from ..harness.comparison import compare as compare_methods
+        from ..harness.comparison import describe_environment, methods_of
+        from ..harness.token_origins import TokenOrigins
+        from ..tuning.automatic import weight_bytes
 
         target, tokenizer = load(model, dtype, device, device_map)
         target = enable_self_speculative(target)
@@ -353,7 +353,7 @@ def generate(
 
 def _choose(target: Any, prompt: torch.Tensor, draft_memory: float | None) -> AutomaticChoice:
     """What pays for this model on this machine."""
-    from ..automatic import DRAFT_MEMORY, automatic_choice
+    from ..tuning.automatic import DRAFT_MEMORY, automatic_choice
     from .console import measuring
 
     with measuring():
@@ -372,10 +372,10 @@ def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | Non
     Raises:
         ValueError: it does not fit, or takes more memory than it may.
     """
-    from ..automatic import check_budget
-    from ..costs import costs_of, describe_machine
-    from ..precision import check_precision
-    from ..sublayers import locate_sublayers
+    from ..forward.low_bit import check_precision
+    from ..forward.sublayers import locate_sublayers
+    from ..tuning.automatic import check_budget
+    from ..tuning.costs import costs_of, describe_machine
     from .console import err, measuring
 
     layout = locate_sublayers(target)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..config import SkipConfig
-    from ..sublayers import DecoderLayout, SubLayer
+    from ..forward.sublayers import DecoderLayout, SubLayer
 
 HELP = """List a model's layers and sub-layers, and what a config would leave out.
 
@@ -91,7 +91,7 @@ def _source(name: str) -> tuple[str, str | None]:
 
 def _skeleton(name: str, source: str, gguf_file: str | None) -> tuple[PreTrainedModel, DecoderLayout]:
     """The model without weights, and its layout; with its weights, where that does not work."""
-    from ..sublayers import locate_sublayers
+    from ..forward.sublayers import locate_sublayers
     from .console import progress
     from .options import load
 
@@ -128,7 +128,7 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
 
-    from ..sublayers import locate_sublayers
+    from ..forward.sublayers import locate_sublayers
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level

@@ -225,7 +225,7 @@ def requested_methods(
     Raises:
         ValueError: a name that is none, or a method that needs a config or an assistant where there is none.
     """
-    from ..side_by_side.methods import check_methods
+    from ..harness.methods import check_methods
 
     if methods is None:
         return default(config, assistant is not None)
@@ -389,7 +389,7 @@ def encode(
     if system is not None and not (has_template and use_template):
         missing = "--no-chat-template leaves it out" if has_template else "this model's tokenizer has none"
         raise ValueError(f"--system needs a chat template, but {missing}. Put it into the prompt itself.")
-    from ..prompts import encode_prompt
+    from ..harness.prompts import encode_prompt
 
     try:
         return encode_prompt(tokenizer, prompt, use_template, system=system)

@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..prompts import hub_rows
-from ..reading import DATA, excerpt, filled_lines, listed, parse_json
+from ..harness.prompts import hub_rows
+from ..support.reading import DATA, excerpt, filled_lines, listed, parse_json
 
 __all__ = ["Article", "articles_of_the_hub", "built_in_articles", "read_articles"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from ..reading import DATA, excerpt, filled_lines, listed, parse_json
+from ..support.reading import DATA, excerpt, filled_lines, listed, parse_json
 
 __all__ = ["Problem", "answer_code", "checked_program", "human_eval", "read_problems"]
 

@@ -8,13 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..display import for_markdown, for_plot
-from ..files import replacing
-from ..reading import RESULT, read_json, read_text
-from ..run_folder import PLOT, SUMMARY, TABLE, RunFolder
-from ..side_by_side.figures import latest_calls
-from ..side_by_side.methods import PLAIN
-from ..side_by_side.report import (
+from ..harness.figures import latest_calls
+from ..harness.methods import PLAIN
+from ..harness.report import (
     COLOURS,
     LEAST_JUDGED,
     MARKERS,
@@ -25,8 +21,12 @@ from ..side_by_side.report import (
     markdown_table,
     new_figure,
 )
-from ..side_by_side.runner import write_summary
-from ..side_by_side.stored import check_summary
+from ..harness.run_folder import PLOT, SUMMARY, TABLE, RunFolder
+from ..harness.runner import write_summary
+from ..harness.stored import check_summary
+from ..support.display import for_markdown, for_plot
+from ..support.files import replacing
+from ..support.reading import RESULT, read_json, read_text
 
 __all__ = [
     "plot_drafting",

@@ -15,13 +15,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import SelfSpeculativeConfig
-from ..run_folder import ROWS, RunFolder, read_rows
-from ..side_by_side.calls import TimedCall
-from ..side_by_side.environment import own_settings, take_over_sessions
-from ..side_by_side.figures import finished_calls
-from ..side_by_side.methods import PLAIN, of_config
-from ..side_by_side.runner import Observer, Progress, RunSettings, SideBySide
-from ..side_by_side.stored import check_rows, string
+from ..harness.calls import TimedCall
+from ..harness.environment import own_settings, take_over_sessions
+from ..harness.figures import finished_calls
+from ..harness.methods import PLAIN, of_config
+from ..harness.run_folder import ROWS, RunFolder, read_rows
+from ..harness.runner import Observer, Progress, RunSettings, SideBySide
+from ..harness.stored import check_rows, string
 from .quality import quality_of, verdicts_of
 from .report import write_evaluation
 from .sandbox import DEFAULT_LIMITS, Limits, run_program, run_programs

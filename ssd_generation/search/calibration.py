@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..acceptance import verify_text
-from ..files import default_cache_dir, write_whole
-from ..prompts import Prompt, encode_prompt, hub_rows, read_prompts
-from ..reading import RESULT, read_json
-from ..sublayers import input_device
-from ..verified_text import VerifiedText
+from ..decoding.verified_text import VerifiedText
+from ..forward.sublayers import input_device
+from ..harness.prompts import Prompt, encode_prompt, hub_rows, read_prompts
+from ..support.files import default_cache_dir, write_whole
+from ..support.reading import RESULT, read_json
+from ..tuning.acceptance import verify_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

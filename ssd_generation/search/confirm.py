@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..acceptance import Acceptance
 from ..config import DraftingConfig, SelfSpeculativeConfig
+from ..forward.passes import flat_passes
 from ..generation import enable_self_speculative
-from ..passes import flat_passes
+from ..tuning.acceptance import Acceptance
 from .calibration import generate_greedily
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..acceptance import Acceptance, judge, judge_rounds
 from ..config import SelfSpeculativeConfig, SkipConfig
-from ..costs import describe_machine
+from ..decoding.verified_text import VerifiedText
+from ..forward.sublayers import locate_sublayers
 from ..models import load_model
-from ..speedup import expected_tokens
-from ..sublayers import locate_sublayers
-from ..verified_text import VerifiedText
+from ..tuning.acceptance import Acceptance, judge, judge_rounds
+from ..tuning.costs import describe_machine
+from ..tuning.speedup import expected_tokens
 from .calibration import Calibration, calibrate, calibration_prompts
 from .confirm import generated_acceptance
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..acceptance import round_inputs
 from ..config import SkipConfig
-from ..skip_mode import SkipMode
-from ..sublayers import LayerLayout, locate_sublayers
-from ..verified_text import VerifiedText
+from ..decoding.verified_text import VerifiedText
+from ..forward.skip_mode import SkipMode
+from ..forward.sublayers import LayerLayout, locate_sublayers
+from ..tuning.acceptance import round_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from ..acceptance import judge_all
-from ..display import for_markdown, visible
-from ..files import replacing, write_whole
+from ..forward.low_bit import drop_copies
 from ..models import load_model
-from ..precision import drop_copies
-from ..reading import RESULT, read_json
-from ..speedup import theoretical_speedup
+from ..support.display import for_markdown, visible
+from ..support.files import replacing, write_whole
+from ..support.reading import RESULT, read_json
+from ..tuning.acceptance import judge_all
+from ..tuning.speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from .confirm import confirm
 from .plots import plot_methods

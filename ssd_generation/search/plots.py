@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..display import for_plot
-from ..files import replacing
-from ..speedup import expected_tokens
+from ..support.display import for_plot
+from ..support.files import replacing
+from ..tuning.speedup import expected_tokens
 from .space import KEEP, SKIP
 from .study import Found, Tried, mean_acceptance
 

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from ..costs import LONGEST_VERIFIED, Passes, describe_machine
-from ..display import visible
-from ..files import write_whole
+from ..forward.kernels import linear_of_few_rows
+from ..forward.low_bit import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
+from ..forward.sublayers import locate_sublayers
 from ..generation import require_drafts
-from ..kernels import linear_of_few_rows
-from ..precision import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
-from ..reading import PROFILE, excerpt, read_json
-from ..sublayers import locate_sublayers
+from ..support.display import visible
+from ..support.files import write_whole
+from ..support.reading import PROFILE, excerpt, read_json
+from ..tuning.costs import LONGEST_VERIFIED, Passes, describe_machine
 from .space import KEEP
 
 if TYPE_CHECKING:

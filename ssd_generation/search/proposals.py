@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..speedup import share_within_chance, speedup_within_chance, theoretical_speedup
+from ..tuning.speedup import share_within_chance, speedup_within_chance, theoretical_speedup
 from .space import HEAD, KEEP, SKIP, Space
 
 if TYPE_CHECKING:
-    from ..acceptance import Acceptance
     from ..config import Costs
+    from ..tuning.acceptance import Acceptance
     from .profile import CostProfile
     from .study import Tried
 

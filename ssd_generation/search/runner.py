@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import optuna
 
-from ..acceptance import Acceptance, judge_all
-from ..bounds import Integer
 from ..config import DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
-from ..files import write_whole
+from ..forward.low_bit import drop_copies
 from ..generation import require_drafts
-from ..precision import drop_copies
-from ..reading import listed
-from ..speedup import theoretical_speedup
+from ..support.bounds import Integer
+from ..support.files import write_whole
+from ..support.reading import listed
+from ..tuning.acceptance import Acceptance, judge_all
+from ..tuning.speedup import theoretical_speedup
 from .calibration import calibrate, calibration_prompts, describe_weights, digest_of, encode_all
 from .confirm import NOTHING_DRAFTED, Confirmed, confirm
 from .profile import CostProfile, measure_profile

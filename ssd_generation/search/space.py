@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..automatic import weight_bytes
 from ..config import PRECISIONS, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from ..precision import check_precision, estimated_bytes
-from ..sublayers import locate_sublayers
+from ..forward.low_bit import check_precision, estimated_bytes
+from ..forward.sublayers import locate_sublayers
+from ..tuning.automatic import weight_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

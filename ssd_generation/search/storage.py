@@ -22,7 +22,7 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileSymlinkLock
 
-from ..reading import DATABASE, JOURNAL, check_file, excerpt, listed, parse_json, read_bytes
+from ..support.reading import DATABASE, JOURNAL, check_file, excerpt, listed, parse_json, read_bytes
 
 __all__ = ["quiet", "storage_errors", "storage_of", "storage_to_read"]
 

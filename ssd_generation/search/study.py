@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from ..acceptance import Acceptance, judge, why_not_judged
 from ..config import DraftingConfig, Provenance, SelfSpeculativeConfig
-from ..reading import excerpt
-from ..speedup import theoretical_speedup
+from ..support.reading import excerpt
+from ..tuning.acceptance import Acceptance, judge, why_not_judged
+from ..tuning.speedup import theoretical_speedup
 from .layerwise import layerwise_skips
 from .proposals import Worth, next_proposals
 from .space import SKIP, Space

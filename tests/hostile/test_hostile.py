@@ -34,14 +34,14 @@ from ssd_generation import (
     SelfSpeculativeConfig,
     SkipConfig,
     enable_self_speculative,
-    files,
-    keeping,
 )
 from ssd_generation.cli import main
 from ssd_generation.evaluation.articles import read_articles
 from ssd_generation.evaluation.problems import read_problems
-from ssd_generation.prompts import read_prompts
-from ssd_generation.run_folder import RunFolder, read_rows
+from ssd_generation.harness.prompts import read_prompts
+from ssd_generation.harness.run_folder import RunFolder, read_rows
+from ssd_generation.support import files
+from ssd_generation.support import measurements as keeping
 from test_cli import tiny_tokenizer
 from tiny_models import prompt, tiny_model
 

@@ -1,0 +1,1 @@
+"""KV cache layers that a draft can write behind."""

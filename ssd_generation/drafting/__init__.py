@@ -1,0 +1,1 @@
+"""What a draft consists of: how far to draft, and prompt lookup."""

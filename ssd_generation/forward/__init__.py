@@ -1,0 +1,1 @@
+"""One forward pass of the target model or of its draft."""

@@ -1,0 +1,425 @@
+"""Low-bit copies of a model's own linear layers, for drafting.
+
+A copy holds the same weights in 8 or 4 bits and is read where the layer's own weights would be: a decoding step is
+bound by the bytes it reads. The target never computes with a copy, so the text is the target's.
+
+int8: one scale per output channel, symmetric, w ≈ q · s. int4: one scale and offset per group of input channels,
+asymmetric, w ≈ (q − 8) · s + z (as in QuantSpec's weights, arXiv 2502.10424, and every int4 weight-only kernel). The
+kernels are ATen's, and take bfloat16 activations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..support.parallel import mesh_of
+from .sublayers import locate_sublayers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..config import PrecisionConfig, SkipConfig
+
+__all__ = [
+    "LowBitCopies",
+    "LowBitCopy",
+    "check_precision",
+    "copies_of",
+    "copy_bytes",
+    "drop_copies",
+    "estimated_bytes",
+    "is_plain",
+    "keep_only",
+]
+
+_ROWS = 1 << 18
+"""Weights quantised at a time: a megabyte, so that the steps in between stay in a core's cache."""
+
+
+class LowBitCopy:
+    """One or more linear layers with the same input, computed by one low-bit kernel.
+
+    Args:
+        layers: `(weight (N_i, K), bias (N_i,) or None)` of each.
+        precision: `"int8"` or `"int4"`.
+        group_size: input channels that share a scale under int4; divides K.
+
+    Raises:
+        ValueError: the kernel does not take a weight of this shape.
+    """
+
+    def __init__(
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]], precision: str, group_size: int = 32
+    ) -> None:
+        self.precision = precision
+        self.group_size = group_size
+        self.sizes = tuple(int(weight.shape[0]) for weight, _ in layers)
+        reason = refused_shape(layers[0][0], precision, group_size, rows=sum(self.sizes))
+        if reason is not None:
+            raise ValueError(reason)
+        with torch.inference_mode():
+            weights = [weight for weight, _ in layers]
+            if precision == "int8":
+                self.weight, self.scales = _to_int8(weights)
+            else:
+                quantised, self.scales = _to_int4(weights, group_size)
+                self.weight = torch._convert_weight_to_int4pack_for_cpu(quantised, 1)
+            self.bias: torch.Tensor | None = None
+            if any(bias is not None for _, bias in layers):
+                self.bias = torch.cat(
+                    [
+                        weight.new_zeros(weight.shape[0], dtype=torch.bfloat16) if bias is None else bias.bfloat16()
+                        for weight, bias in layers
+                    ]
+                )
+        self._last: tuple[Any, Any] = (None, None)
+
+    def num_bytes(self) -> int:
+        """Memory of the copy."""
+        tensors = (self.weight, self.scales, self.bias)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """All layers' outputs side by side: `(…, K)` to `(…, N_1 + N_2 + …)` in bfloat16."""
+        if x.dtype is not torch.bfloat16:
+            x = x.to(torch.bfloat16)
+        shape = x.shape
+        if len(shape) != 2:
+            x = x.reshape(-1, shape[-1])
+        if self.precision == "int8":
+            y = torch._weight_int8pack_mm(x, self.weight, self.scales)
+        else:
+            y = torch._weight_int4pack_mm_for_cpu(x, self.weight, self.group_size, self.scales)
+        if self.bias is not None:
+            y = y + self.bias
+        return y if len(shape) == 2 else y.view(*shape[:-1], -1)
+
+    def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The layers' outputs, `(…, N_i)` each, as views of one tensor."""
+        return torch.split_with_sizes(self.whole(x), self.sizes, -1)
+
+    def one(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """The output of one of the layers, where they are called one after the other with the same input."""
+        known, outputs = self._last
+        if known is not x:
+            outputs = self.apart(x)
+        self._last = (None, None) if index == len(self.sizes) - 1 else (x, outputs)
+        return outputs[index]  # type: ignore[no-any-return]
+
+
+def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows at a time of weights below each other, in float32, and which they are."""
+    step = max(1, _ROWS // weights[0].shape[1])
+    place = 0
+    for weight in weights:
+        for rows in torch.split(weight.detach(), step):
+            yield slice(place, place + rows.shape[0]), rows.float()
+            place += rows.shape[0]
+
+
+def _to_int8(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of weights `(N_i, K)` below each other: `(N, K)` int8 and scales `(N,)`."""
+    rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
+    quantised = weights[0].new_empty((rows, columns), dtype=torch.int8)
+    scales = weights[0].new_empty(rows, dtype=torch.bfloat16)
+    for at, w in _chunks(weights):
+        # Rounded to bfloat16 before it is used, so that the kernel multiplies by what was divided by.
+        scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-12).to(torch.bfloat16)
+        quantised[at] = (w / scale.float()[:, None]).round_().clamp_(-127, 127)
+        scales[at] = scale
+    return quantised, scales
+
+
+def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of weights `(N_i, K)` below each other: `(N, K)` int32 in 0 … 15; `(K / group_size, N, 2)` scales and offsets."""
+    rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
+    quantised = weights[0].new_empty((rows, columns), dtype=torch.int32)
+    # As the kernel wants them: by group, then by output channel.
+    scales = weights[0].new_empty((columns // group_size, rows, 2), dtype=torch.bfloat16)
+    for at, whole in _chunks(weights):
+        w = whole.reshape(whole.shape[0], -1, group_size)
+        least, greatest = w.amin(dim=2, keepdim=True), w.amax(dim=2, keepdim=True)
+        scale = ((greatest - least) / 15).clamp(min=1e-9).to(torch.bfloat16).float()
+        offset = (least + 8 * scale).to(torch.bfloat16).float()
+        quantised[at] = (w - offset).div_(scale).round_().add_(8).clamp_(0, 15).view(whole.shape)
+        scales[:, at] = torch.cat((scale, offset), dim=2).transpose(0, 1)
+    return quantised, scales
+
+
+def refused_shape(weight: torch.Tensor, precision: str, group_size: int, rows: int | None = None) -> str | None:
+    """Why the kernel does not take a weight of this shape; `None` if it does."""
+    rows, columns = int(weight.shape[0]) if rows is None else rows, int(weight.shape[1])
+    if precision == "int8" and columns % 16:
+        # ATen's kernel does not check: it reads beyond the rows, and gives wrong numbers or kills the process.
+        return f"its {columns} input channels are no multiple of 16"
+    if precision == "int4":
+        if columns % group_size:
+            return f"its {columns} input channels are no multiple of the group size {group_size}"
+        if rows % 16:
+            return f"its {rows} output channels are no multiple of 16"
+    return None
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a weight is what it seems: numbers at an address, of no class of its own (torchao, DTensor)."""
+    return (type(tensor) is nn.Parameter or type(tensor) is torch.Tensor) and tensor.device.type != "meta"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# which layers of a model
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A linear layer in a sub-layer (or the head) and the precision asked for."""
+
+    name: str
+    module: nn.Linear
+    precision: str
+
+
+def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> tuple[list[_Place], list[str]]:
+    """The linear layers that are to be copied, and the other weights in sub-layers that are asked for but cannot be."""
+    layout = locate_sublayers(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    places, left = [], []
+    for layer in layout.layers:
+        for sub, skipped in ((layer.attention, skip.attention), (layer.mlp, skip.mlp)):
+            if sub is None or sub.layer in skipped:
+                continue
+            wanted = precision.of(sub.kind, sub.layer)
+            if wanted is None:
+                continue
+            linears = [m for top in sub.modules for m in top.modules() if type(m) is nn.Linear]
+            places += [_Place(names.get(id(m), sub.name), m, wanted) for m in linears]
+            held = sum(m.weight.numel() for m in linears)
+            if held < 0.5 * sum(p.numel() for top in sub.modules for p in top.parameters()):
+                left.append(f"{names.get(id(sub.modules[-1]), sub.name)} (its weights are not in linear layers)")
+    head = model.get_output_embeddings()
+    if precision.head is not None and head is not None:
+        if type(head) is nn.Linear:
+            places.append(_Place(names.get(id(head), "head"), head, precision.head))
+        else:
+            left.append(f"{names.get(id(head), 'head')} (not a linear layer)")
+    return places, left
+
+
+def check_precision(model: PreTrainedModel) -> None:
+    """Whether low-bit copies can be made of this model, here.
+
+    Raises:
+        ValueError: the weights are quantised already, or the device has no kernel for it.
+    """
+    if mesh_of(model) is not None:
+        raise ValueError(
+            f"The weights of {type(model).__name__} are spread over processes (tensor parallel), where no low-bit "
+            "copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup run there too."
+        )
+    quantised = _quantised(model)
+    if quantised is not None:
+        raise ValueError(
+            f"The weights of {type(model).__name__} are quantised already ({quantised}): low-bit copies of them would "
+            "save little and cost memory. Draft by skipping sub-layers or prompt lookup, without `precision`."
+        )
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if "meta" in devices:
+        raise ValueError(
+            f"Weights of {type(model).__name__} are offloaded: they are brought into memory for each pass, and no "
+            "low-bit copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup work "
+            "with offloaded weights, too."
+        )
+    if devices != {"cpu"}:
+        raise ValueError(
+            f"Low-bit drafts run on the CPU only, but {type(model).__name__} is on {', '.join(sorted(devices))}. "
+            "Leave `precision` out there: skipping sub-layers and prompt lookup run on every device."
+        )
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        raise ValueError(
+            f"Low-bit copies are made of float32, bfloat16 and float16 weights, but {type(model).__name__} has "
+            f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}."
+        )
+
+
+# What packed weights are stored in; numbers of positions are 64-bit integers, masks are booleans.
+_PACKED = {
+    getattr(torch, name)
+    for name in ("int8", "uint8", "int16", "int32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+}
+
+
+def _quantised(model: nn.Module) -> str | None:
+    """In what form weights are held that are quantised; `None` where they are not, whatever loaded them."""
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None:
+                continue
+            if type(tensor) not in (nn.Parameter, torch.Tensor):
+                return type(tensor).__name__
+            if tensor.dtype in _PACKED and tensor.ndim > 1:
+                return f"{str(tensor.dtype).removeprefix('torch.')} in {type(module).__name__}"
+        if "quantized" in type(module).__module__ and "Linear" in type(module).__name__:
+            return type(module).__name__  # torch.ao: its packed weights are no tensors
+    return None
+
+
+class LowBitCopies:
+    """The copies that one draft computes with.
+
+    Attributes:
+        by_weight: `(copy, index of the layer in it)` by id of the weight.
+        modules: the linear layers, in the order of the model.
+        left: sub-layers and layers that were asked for and stay as they are, with the reason.
+        passes: passes recorded with these copies (passes.py), kept here so that they go with them.
+    """
+
+    def __init__(self, model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> None:
+        check_precision(model)
+        self.by_weight: dict[int, tuple[LowBitCopy, int]] = {}
+        self.modules: list[nn.Linear] = []
+        self.passes: Any = None
+        places, self.left = _places(model, skip, precision)
+        store = _STORES.setdefault(model, {})
+        for group in _groups(places, precision.group_size):
+            key = (tuple(_identity(p.module) for p in group), group[0].precision, precision.group_size)
+            reason = refused_shape(
+                group[0].module.weight,
+                group[0].precision,
+                precision.group_size,
+                rows=sum(p.module.weight.shape[0] for p in group),
+            )
+            if reason is not None:
+                self.left += [f"{place.name} ({reason})" for place in group]
+                continue
+            if key not in store:
+                store[key] = LowBitCopy(
+                    [(p.module.weight, p.module.bias) for p in group], group[0].precision, precision.group_size
+                )
+            for index, place in enumerate(group):
+                self.by_weight[id(place.module.weight)] = store[key], index
+                self.modules.append(place.module)
+
+        self._identities = [_identity(module) for module in self.modules]
+
+    def is_current(self) -> bool:
+        """Whether the layers still hold the weights that were copied."""
+        return self._identities == [_identity(module) for module in self.modules]
+
+    def num_bytes(self) -> int:
+        """Memory of the copies."""
+        return sum(copy.num_bytes() for copy in {id(c): c for c, _ in self.by_weight.values()}.values())
+
+    def forwards(self) -> list[tuple[nn.Module, Any]]:
+        """`(module, forward)` pairs under which the linear layers compute from their copies."""
+        return [(module, self._forward(module)) for module in self.modules]
+
+    def _forward(self, module: nn.Linear) -> Any:
+        copy, index = self.by_weight[id(module.weight)]
+        dtype = module.weight.dtype
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return copy.one(x, index).to(dtype)
+
+        return forward
+
+
+def _identity(module: nn.Linear) -> tuple[int, int, int]:
+    """Changes when the weight does, so that a copy of old weights is not used for new ones."""
+    weight = module.weight
+    return id(weight), weight.data_ptr(), -1 if weight.is_inference() else weight._version
+
+
+_STORES: weakref.WeakKeyDictionary[nn.Module, dict[Any, LowBitCopy]] = weakref.WeakKeyDictionary()
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, LowBitCopies]] = weakref.WeakKeyDictionary()
+
+# Layers that read the same input, by the names that transformers gives them. Only speed hangs on it.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+def _groups(places: list[_Place], group_size: int) -> list[list[_Place]]:
+    """Places that share an input, their precision and a shape that fits, together."""
+    groups: list[list[_Place]] = []
+    for place in places:
+        parent, _, leaf = place.name.rpartition(".")
+        last = groups[-1] if groups else None
+        if last is not None:
+            other, _, first = last[-1].name.rpartition(".")
+            row = next((row for row in _TOGETHER if leaf in row and first in row), None)
+            if (
+                row is not None
+                and other == parent
+                and row.index(first) + 1 == row.index(leaf)
+                and last[-1].precision == place.precision
+                and last[-1].module.weight.shape[1] == place.module.weight.shape[1]
+                and all(refused_shape(p.module.weight, p.precision, group_size) is None for p in (last[-1], place))
+            ):
+                last.append(place)
+                continue
+        groups.append([place])
+    return groups
+
+
+def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> LowBitCopies:
+    """The low-bit copies of a model, made once and shared by all configs that want the same.
+
+    Raises:
+        ValueError: see `check_precision`.
+    """
+    known = _KNOWN.setdefault(model, {})
+    copies = known.get((skip, precision))
+    if copies is not None and not copies.is_current():
+        drop_copies(model)  # of weights that are no more
+        copies, known = None, _KNOWN.setdefault(model, {})
+    if copies is None:
+        copies = known[skip, precision] = LowBitCopies(model, skip, precision)
+    return copies
+
+
+def copy_bytes(model: nn.Module) -> int:
+    """Bytes of all low-bit copies kept for a model."""
+    return sum(copy.num_bytes() for copy in _STORES.get(model, {}).values())
+
+
+def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:
+    """Free the low-bit copies of a model but these."""
+    if copies is None:
+        drop_copies(model)
+        return
+    wanted = {id(copy) for copy, _ in copies.by_weight.values()}
+    store = _STORES.get(model, {})
+    for key in [key for key, copy in store.items() if id(copy) not in wanted]:
+        del store[key]
+    known = _KNOWN.get(model, {})
+    for key in [key for key, other in known.items() if other is not copies]:
+        del known[key]
+
+
+def drop_copies(model: nn.Module) -> None:
+    """Free the low-bit copies of a model."""
+    _STORES.pop(model, None)
+    _KNOWN.pop(model, None)
+
+
+def estimated_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:
+    """Bytes that the copies would take, before they are made."""
+    total = 0
+    for group in _groups(_places(model, skip, precision)[0], precision.group_size):
+        modules = [place.module for place in group]
+        rows, columns = sum(m.weight.shape[0] for m in modules), modules[0].weight.shape[1]
+        if refused_shape(modules[0].weight, group[0].precision, precision.group_size, rows=rows) is not None:
+            continue
+        if group[0].precision == "int8":
+            total += rows * columns + 2 * rows
+        else:
+            total += rows * columns // 2 + 4 * rows * (columns // precision.group_size)
+        if any(m.bias is not None for m in modules):
+            total += 2 * rows
+    return total

@@ -1,0 +1,483 @@
+"""Where a model's attention and MLP sub-layers are, and how one is skipped.
+
+The only file that knows model families, and it knows them by shape: the decoder layers are the `ModuleList` as long as
+the config says, their sub-layers are found by the usual attribute names, and everything else (what a sub-layer returns,
+which norms belong to it alone, whether it adds the residual itself) is read off one forward pass over a single token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..config import SkipConfig
+
+__all__ = ["DecoderLayout", "LayerLayout", "SubLayer", "input_device", "locate_sublayers"]
+
+Kind = Literal["attention", "mlp"]
+Stub = Callable[..., Any]
+
+# Attribute names that transformers gives to the sub-layers, most common first.
+_ATTENTION_NAMES = ("self_attn", "attn", "self_attention", "attention")
+_MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
+# The MLP of a layer without an MLP module: (first linear, last linear).
+_MLP_PAIRS = (("fc1", "fc2"),)
+
+
+@dataclass(frozen=True, eq=False)
+class SubLayer:
+    """One attention or MLP sub-layer of one decoder layer.
+
+    Attributes:
+        kind: `"attention"` or `"mlp"`.
+        layer: index of the decoder layer.
+        name: attribute name inside the layer (`"self_attn"`, `"fc1 … fc2"`).
+        modules: the modules that make the sub-layer up; the last one gives its output.
+        private_norms: norms that serve this sub-layer only, so that they can be left out with it.
+        output_length: `None` where the sub-layer returns a tensor, else the length of the tuple it returns.
+        residual_index: position of the argument `residual` where the sub-layer adds the residual itself, else `None`.
+    """
+
+    kind: Kind
+    layer: int
+    name: str
+    modules: tuple[nn.Module, ...]
+    private_norms: tuple[nn.Module, ...]
+    output_length: int | None
+    residual_index: int | None
+
+    def num_parameters(self) -> int:
+        """Parameters of the sub-layer, its private norms included."""
+        seen = {id(p): p.numel() for m in (*self.modules, *self.private_norms) for p in m.parameters()}
+        return sum(seen.values())
+
+    def stubs(self) -> Iterator[tuple[nn.Module, Stub]]:
+        """`(module, forward)` pairs that leave the sub-layer out: its contribution to the residual stream becomes 0."""
+        for module in (*self.modules[:-1], *self.private_norms):
+            yield module, _identity
+        yield self.modules[-1], _contribution_stub(self.output_length, self.residual_index)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerLayout:
+    """One decoder layer: its sub-layers and what it returns.
+
+    Attributes:
+        module: the decoder layer.
+        index: its position.
+        attention: its attention sub-layer, or `None`.
+        mlp: its MLP sub-layer, or `None`.
+        output_length: `None` where the layer returns a tensor, else the length of the tuple.
+        can_be_bypassed: whether leaving out both sub-layers leaves nothing of the layer. False where the layer
+            normalises the residual stream itself (post-norm), which then stays in the draft.
+    """
+
+    module: nn.Module
+    index: int
+    attention: SubLayer | None
+    mlp: SubLayer | None
+    output_length: int | None
+    can_be_bypassed: bool
+
+    def bypass(self) -> tuple[nn.Module, Stub]:
+        """The `(module, forward)` pair that leaves the whole layer out: its input is handed on."""
+        return self.module, _passthrough(self.output_length)
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayout:
+    """The decoder layers of a model, and which of their sub-layers can be skipped."""
+
+    layers: tuple[LayerLayout, ...]
+    num_parameters: int
+    shares_kv: frozenset[int]
+    """Layers whose keys and values other layers read: their attention cannot be skipped."""
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def is_current(self) -> bool:
+        """Whether the model still consists of the modules this layout names."""
+        for layer in self.layers:
+            for sub in (layer.attention, layer.mlp):
+                if sub is not None and any(m not in layer.module._modules.values() for m in sub.modules):
+                    return False
+        return True
+
+    def sublayer(self, kind: Kind, layer: int) -> SubLayer:
+        """The sub-layer `kind` of layer `layer`.
+
+        Raises:
+            ValueError: the layer does not exist, has no such sub-layer, or other layers depend on it.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(
+                f"The skip set names {kind} {layer}, but this model has layers 0 to {len(self.layers) - 1}. "
+                "Use a config that was made for this model."
+            )
+        layout = self.layers[layer]
+        sub = layout.attention if kind == "attention" else layout.mlp
+        if sub is None:
+            raise ValueError(
+                f"Layer {layer} ({type(layout.module).__name__}) has no {kind} sub-layer that can be found: it "
+                f"consists of {_names(layout.module)}. Leave {kind} {layer} out of the skip set."
+            )
+        if kind == "attention" and layer in self.shares_kv:
+            raise ValueError(
+                f"The attention of layer {layer} stores keys and values that other layers read: it cannot be skipped. "
+                f"Take {layer} out of the skip set's attention."
+            )
+        return sub
+
+    def stubs(self, skip: SkipConfig) -> list[tuple[nn.Module, Stub]]:
+        """`(module, forward)` pairs that put the model in skip mode.
+
+        A layer of which both sub-layers go is bypassed whole, norms and additions included.
+
+        Raises:
+            ValueError: a sub-layer of `skip` cannot be skipped, or all attention is.
+        """
+        attention, mlp = set(skip.attention), set(skip.mlp)
+        # Checked before anything is built, so that the message names the first bad entry.
+        chosen = [self.sublayer("attention", i) for i in skip.attention] + [self.sublayer("mlp", i) for i in skip.mlp]
+        with_attention = {layer.index for layer in self.layers if layer.attention is not None}
+        if with_attention and with_attention <= attention:
+            raise ValueError(
+                f"The skip set leaves out all {len(with_attention)} attention sub-layers: the draft would not see the "
+                "context. Keep at least one."
+            )
+        bypassed = {i for i in attention & mlp if self.layers[i].can_be_bypassed}
+        pairs: list[tuple[nn.Module, Stub]] = [self.layers[i].bypass() for i in sorted(bypassed)]
+        for sub in chosen:
+            if sub.layer not in bypassed:
+                pairs.extend(sub.stubs())
+        return pairs
+
+    def skipped_parameters(self, skip: SkipConfig) -> int:
+        """Parameters that a draft with this skip set does not read."""
+        subs = [self.sublayer("attention", i) for i in skip.attention] + [self.sublayer("mlp", i) for i in skip.mlp]
+        return sum(sub.num_parameters() for sub in subs)
+
+
+_LAYOUTS: weakref.WeakKeyDictionary[nn.Module, DecoderLayout] = weakref.WeakKeyDictionary()
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where token ids go: the device of the embedding, or, of one that is offloaded, that on which it runs."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    device: torch.device = next(embedding.parameters()).device
+    if device.type != "meta":
+        return device
+    hook = getattr(embedding, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", None) or [hook]
+    where = next((w for h in hooks if (w := getattr(h, "execution_device", None)) is not None), "cpu")
+    return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+
+
+def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
+    """Find the attention and MLP sub-layers of a causal language model.
+
+    The first call runs the model on one token, to see what the sub-layers return and which norms serve one of them
+    only; the answer is kept with the model and made anew when its modules were exchanged.
+
+    Args:
+        model: a decoder-only transformers model.
+
+    Returns:
+        The layout of its decoder layers.
+
+    Raises:
+        ValueError: a part that skipping needs is missing or unknown; the message says which.
+    """
+    layout = _LAYOUTS.get(model)
+    if layout is None or not layout.is_current():
+        layout = _LAYOUTS[model] = _locate(model)
+    return layout
+
+
+def _locate(model: PreTrainedModel) -> DecoderLayout:
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model; self-speculative decoding is for decoder-only models."
+        )
+    layers = _decoder_layers(model, int(config.num_hidden_layers))
+    trace = _trace(model, layers)
+    layouts = tuple(_layer_layout(i, layer, trace[i]) for i, layer in enumerate(layers))
+    if all(layer.attention is None for layer in layouts):
+        raise ValueError(
+            f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of "
+            f"{_names(layers[0])}, and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention class."
+        )
+    return DecoderLayout(
+        layers=layouts,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        shares_kv=_layers_read_by_others(config, len(layers)),
+    )
+
+
+def _names(module: nn.Module) -> str:
+    return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "no sub-modules"
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[nn.Module]:
+    """The module list with one entry per decoder layer."""
+    candidates = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and _attention_of(module[0]) is not None
+    ]
+    if len(candidates) != 1:
+        found = "none" if not candidates else f"{len(candidates)} of them"
+        raise ValueError(
+            f"{type(model).__name__} should have one list of {num_layers} decoder layers with an attention sub-layer "
+            f"(called {', '.join(_ATTENTION_NAMES)}); found {found}. This model cannot be skipped in."
+        )
+    return list(candidates[0])
+
+
+def _attention_of(layer: nn.Module) -> tuple[str, nn.Module] | None:
+    return _child(layer, _ATTENTION_NAMES, ("Attention",))
+
+
+def _mlp_of(layer: nn.Module) -> tuple[str, tuple[nn.Module, ...]] | None:
+    found = _child(layer, _MLP_NAMES, ("MLP", "MoE", "FeedForward", "SparseMoeBlock"))
+    if found is not None:
+        return found[0], (found[1],)
+    for first, last in _MLP_PAIRS:
+        modules = layer._modules
+        if modules.get(first) is not None and modules.get(last) is not None:
+            return f"{first} … {last}", (modules[first], modules[last])  # type: ignore[return-value]
+    return None
+
+
+def _child(layer: nn.Module, names: Iterable[str], endings: tuple[str, ...]) -> tuple[str, nn.Module] | None:
+    for name in names:
+        module = layer._modules.get(name)
+        if module is not None:
+            return name, module
+    for name, module in layer._modules.items():
+        if module is not None and type(module).__name__.endswith(endings) and "cross" not in name:
+            return name, module
+    return None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# one token through the model, to see how its layers are wired
+
+
+@dataclass
+class _Call:
+    """One call of a direct child of a layer during the tracing pass."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[torch.Tensor, ...]
+    output: Any
+
+
+@dataclass
+class _LayerTrace:
+    calls: list[_Call]
+    output: Any = None
+
+
+def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]:
+    traces = [_LayerTrace([]) for _ in layers]
+    handles = []
+    here = threading.get_ident()  # another thread may be running the model just now
+
+    def watch_child(trace: _LayerTrace, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if threading.get_ident() != here:
+                return
+            inputs = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            trace.calls.append(_Call(name, module, inputs, output))
+
+        return hook
+
+    def watch_layer(trace: _LayerTrace) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if threading.get_ident() == here:
+                trace.output = output
+
+        return hook
+
+    token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
+    try:
+        for layer, trace in zip(layers, traces, strict=True):
+            handles.append(layer.register_forward_hook(watch_layer(trace)))
+            for name, child in layer.named_children():
+                handles.append(child.register_forward_hook(watch_child(trace, name), with_kwargs=True))
+        # `forward` and not `__call__`: a compiled model need not be compiled for one token with hooks. The random state
+        # is put back, so that a dropout in training mode changes no sampled text.
+        with torch.no_grad(), torch.random.fork_rng(devices=[], enabled=True):
+            model.forward(input_ids=token, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return traces
+
+
+def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayout:
+    attention, mlp = _attention_of(layer), _mlp_of(layer)
+    found: dict[Kind, tuple[str, tuple[nn.Module, ...]]] = {}
+    if attention is not None:
+        found["attention"] = (attention[0], (attention[1],))
+    if mlp is not None:
+        found["mlp"] = mlp
+    members = {id(m) for _, modules in found.values() for m in modules}
+    unknown = [
+        f"{call.name} ({type(call.module).__name__})"
+        for call in trace.calls
+        if id(call.module) not in members and not _is_norm(call.module) and any(True for _ in call.module.parameters())
+    ]
+    if unknown:
+        raise ValueError(
+            f"Layer {index} ({type(layer).__name__}) has parts beside attention, MLP and norms that this library does "
+            f"not know how to leave out: {', '.join(dict.fromkeys(unknown))}. This model cannot be skipped in."
+        )
+
+    norms = [call for call in trace.calls if _is_norm(call.module)]
+    sublayers: dict[Kind, SubLayer] = {}
+    owned: set[int] = set()
+    for kind, (name, modules) in found.items():
+        calls = [call for call in trace.calls if call.module is modules[-1]]
+        if len(calls) != 1:
+            raise ValueError(
+                f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__}) ran {len(calls)} times for one "
+                "token instead of once: skipping it would not be safe, so this model cannot be skipped in."
+            )
+        output = calls[0].output
+        first = next(call for call in trace.calls if call.module is modules[0])
+        residual_index = _residual_index(modules[-1])
+        private = [norm for norm in norms if _stands_before(norm, first, trace.calls)]
+        if residual_index is None:  # otherwise what follows is the residual stream
+            private += [norm for norm in norms if _stands_behind(norm, output, trace.calls)]
+        owned |= {id(norm) for norm in private}
+        sublayers[kind] = SubLayer(
+            kind=kind,
+            layer=index,
+            name=name,
+            modules=modules,
+            private_norms=tuple(norm.module for norm in private),
+            output_length=len(output) if isinstance(output, tuple) else None,
+            residual_index=residual_index,
+        )
+    # A norm shared by both sub-layers (parallel attention and MLP) goes when both go; one on the residual stream stays.
+    inputs_of_sublayers = {id(call.inputs[0]) for call in trace.calls if id(call.module) in members and call.inputs}
+    stream_norms = [
+        norm
+        for norm in norms
+        if id(norm) not in owned
+        and (
+            id(norm.output) not in inputs_of_sublayers
+            or _uses(norm.output, trace.calls) != _first_uses(norm.output, trace.calls)
+        )
+    ]
+    output = trace.output
+    return LayerLayout(
+        module=layer,
+        index=index,
+        attention=sublayers.get("attention"),
+        mlp=sublayers.get("mlp"),
+        output_length=len(output) if isinstance(output, tuple) else None,
+        can_be_bypassed=not stream_norms,
+    )
+
+
+def _uses(tensor: Any, calls: list[_Call]) -> int:
+    return sum(value is tensor for call in calls for value in call.inputs)
+
+
+def _first_uses(tensor: Any, calls: list[_Call]) -> int:
+    return sum(bool(call.inputs) and call.inputs[0] is tensor for call in calls)
+
+
+# Tensors are compared by identity: a norm that is fed the residual stream plus a sub-layer's output sees another tensor
+# than the sub-layer's output, and one whose result is also used as the residual is used twice.
+
+
+def _stands_before(norm: _Call, first: _Call, calls: list[_Call]) -> bool:
+    """Whether a norm feeds the sub-layer that starts with `first`, and nothing else."""
+    return bool(first.inputs) and norm.output is first.inputs[0] and _uses(norm.output, calls) == 1
+
+
+def _stands_behind(norm: _Call, output: Any, calls: list[_Call]) -> bool:
+    """Whether a norm is fed a sub-layer's output as it is, and nothing else is."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    return bool(norm.inputs) and norm.inputs[0] is tensor and _uses(tensor, calls) == 1
+
+
+def _residual_index(module: nn.Module) -> int | None:
+    """Position of a parameter called `residual`: the sub-layer adds the residual itself (bloom, mpt)."""
+    parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+    return parameters.index("residual") if "residual" in parameters else None
+
+
+def _layers_read_by_others(config: Any, num_layers: int) -> frozenset[int]:
+    """Layers whose attention stores keys and values for later layers (KV sharing, as in gemma3n and gemma4)."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return frozenset(i for i, mode in enumerate(modes) if mode not in (None, "none", "reuse"))
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    return frozenset(range(num_layers - shared)) if shared else frozenset()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the stubs
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    if args:
+        return args[0]  # type: ignore[no-any-return]
+    states: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+    return states
+
+
+def _identity(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return _hidden_states(args, kwargs)
+
+
+def _passthrough(output_length: int | None) -> Stub:
+    """`forward` of a decoder layer that is left out whole."""
+    if output_length is None:
+        return _identity
+    rest = (None,) * (output_length - 1)
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (_hidden_states(args, kwargs), *rest)
+
+    return forward
+
+
+def _contribution_stub(output_length: int | None, residual_index: int | None) -> Stub:
+    """`forward` of a sub-layer that adds nothing to the residual stream.
+
+    It returns fresh zeros each time, since some layers add to the result in place (falcon), or the residual alone where
+    the sub-layer is the one to add it.
+    """
+    rest = () if output_length is None else (None,) * (output_length - 1)
+
+    def contribution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        if residual_index is None:
+            return torch.zeros_like(_hidden_states(args, kwargs))
+        return kwargs["residual"] if "residual" in kwargs else args[residual_index]  # type: ignore[no-any-return]
+
+    if output_length is None:
+        return lambda *args, **kwargs: contribution(args, kwargs)
+    return lambda *args, **kwargs: (contribution(args, kwargs), *rest)

@@ -1,0 +1,523 @@
+"""Plain decoding, the draft alone and self-speculative decoding on one prompt: texts compared, times side by side."""
+
+from __future__ import annotations
+
+import statistics as averages
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config import Costs, Provenance, SelfSpeculativeConfig
+from ..decoding.statistics import SpeculationStatistics
+from ..forward.low_bit import copies_of, copy_bytes
+from ..forward.skip_mode import draft_mode
+from ..forward.sublayers import locate_sublayers
+from ..support.machine import cpu_name
+from .draws import Draws, judge_draws
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "MethodResult",
+    "compare",
+    "describe_environment",
+    "find_difference",
+    "first_difference",
+    "methods_of",
+]
+
+PLAIN, DRAFT, SELF_SPECULATIVE = "plain", "draft alone", "self-speculative"
+METHODS = (PLAIN, DRAFT, SELF_SPECULATIVE)
+_WARM_UP_TOKENS = 16
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# where two texts part
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which another text leaves the plain one.
+
+    Attributes:
+        token: its number among the new tokens, from 1.
+        plain_token: id of plain decoding's token; `None` where the plain text has ended.
+        other_token: id of the other text's token; `None` where that one has ended.
+        logit_margin: by how much plain decoding preferred its own token to the other, in units of the logits that it
+            chose by (after the logits processors); `None` where a text has ended or a token was forbidden. Near zero
+            means a near tie, which rounding can turn over.
+    """
+
+    token: int
+    plain_token: int | None
+    other_token: int | None
+    logit_margin: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {
+            "token": self.token,
+            "plain_token": self.plain_token,
+            "other_token": self.other_token,
+            "logit_margin": self.logit_margin,
+        }
+
+
+def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, from 0; the shorter length where one is the beginning of the other.
+
+    Returns:
+        The index, or `None` where the two are equal.
+    """
+    for index, (a, b) in enumerate(zip(plain, other, strict=False)):
+        if a != b:
+            return index
+    return None if len(plain) == len(other) else min(len(plain), len(other))
+
+
+def find_difference(
+    model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    plain: Sequence[int],
+    other: Sequence[int],
+    **generate_kwargs: Any,
+) -> Difference | None:
+    """Where a text leaves the one of greedy plain decoding, and how close the decision was there.
+
+    One pass of the whole model over prompt and common beginning gives the margin.
+
+    Args:
+        model: the target model.
+        inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
+        plain: new tokens of plain decoding.
+        other: new tokens of the other method.
+        **generate_kwargs: those of `generate` that change logits, such as `repetition_penalty`.
+
+    Returns:
+        The difference, or `None` where the two are equal.
+    """
+    index = first_difference(plain, other)
+    if index is None:
+        return None
+    if index == len(plain) or index == len(other):
+        return Difference(
+            token=index + 1,
+            plain_token=plain[index] if index < len(plain) else None,
+            other_token=other[index] if index < len(other) else None,
+            logit_margin=None,
+        )
+    prompt = inputs["input_ids"]
+    common = prompt.new_tensor([list(plain[:index])])
+    prefix = {"input_ids": torch.cat((prompt, common), dim=1)}
+    if "attention_mask" in inputs:
+        mask = inputs["attention_mask"]
+        prefix["attention_mask"] = torch.cat((mask, mask.new_ones((1, index))), dim=1)
+    kept = {key: value for key, value in generate_kwargs.items() if key not in ("max_length", "streamer")}
+    # Through `generate`, so that the logits processors of the call have their say.
+    asked = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    step = model.generate(**prefix, **{**kept, **asked})
+    scores = step.scores[0][0].double()
+    margin = float(scores[plain[index]] - scores[other[index]])
+    return Difference(index + 1, plain[index], other[index], margin if abs(margin) < float("inf") else None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# results
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What one method did, over all repeats.
+
+    Attributes:
+        name: "plain", "draft alone" or "self-speculative".
+        token_ids: per repeat, the new tokens.
+        seconds: per repeat, wall-clock time of the whole `generate` call, the pass over the prompt included.
+        ratios: per repeat, tokens per second relative to plain decoding of the same repeat.
+        speculation: per repeat, the statistics (self-speculative decoding only).
+        difference: the first difference to plain decoding in any repeat; `None` where there is none, or under sampling.
+        peak_bytes: highest memory allocated on the CUDA device during the calls; `None` elsewhere.
+        draws: under sampling, how the tokens of all repeats compare with the model's distributions; else `None`.
+        draws_error: why they could not be judged.
+    """
+
+    name: str
+    token_ids: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    ratios: tuple[float, ...]
+    speculation: tuple[SpeculationStatistics, ...] = ()
+    difference: Difference | None = None
+    peak_bytes: int | None = None
+    draws: Draws | None = None
+    draws_error: str | None = None
+
+    @property
+    def new_tokens(self) -> float:
+        """New tokens: the median over the repeats (which differ under sampling only)."""
+        return averages.median(len(ids) for ids in self.token_ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the repeats."""
+        return averages.median(len(ids) / s for ids, s in zip(self.token_ids, self.seconds, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        """Median over the repeats of the ratio to plain decoding; above 1 is faster."""
+        return averages.median(self.ratios)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted tokens over all repeats; `None` where nothing was drafted."""
+        drafted = sum(s.drafted_tokens for s in self.speculation)
+        return sum(s.accepted_tokens for s in self.speculation) / drafted if drafted else None
+
+    @property
+    def self_drafted_tokens(self) -> float | None:
+        """Tokens that the model drafted itself, per call on average; `None` where the method does not draft."""
+        return averages.mean(s.self_drafted_tokens for s in self.speculation) if self.speculation else None
+
+    @property
+    def looked_up_tokens(self) -> float | None:
+        """Tokens that prompt lookup drafted, per call on average; `None` where the method does not draft."""
+        return averages.mean(s.looked_up_tokens for s in self.speculation) if self.speculation else None
+
+    @property
+    def self_drafted_acceptance(self) -> float | None:
+        """Acceptance of what the model drafted itself, over all repeats; `None` where that is nothing."""
+        drafted = sum(s.self_drafted_tokens for s in self.speculation)
+        accepted = sum(s.accepted_tokens - s.accepted_looked_up_tokens for s in self.speculation)
+        return accepted / drafted if drafted else None
+
+    @property
+    def looked_up_acceptance(self) -> float | None:
+        """Acceptance of what prompt lookup drafted, over all repeats; `None` where that is nothing."""
+        drafted = sum(s.looked_up_tokens for s in self.speculation)
+        return sum(s.accepted_looked_up_tokens for s in self.speculation) / drafted if drafted else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens that a round added on average, over all repeats; `None` where there was no round."""
+        rounds = sum(s.rounds for s in self.speculation)
+        return sum(s.accepted_tokens + s.rounds for s in self.speculation) / rounds if rounds else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plain decoding, the draft alone and self-speculative decoding of one prompt.
+
+    Attributes:
+        plain: plain decoding.
+        draft: the draft alone; `None` where the draft is no cheaper version of the model: prompt lookup, nothing left
+            out, or nothing drafted.
+        self_speculative: self-speculative decoding.
+        sampling: whether tokens were sampled: the texts then differ legitimately, and tokens are judged by the model's
+            distributions instead (`MethodResult.draws`).
+        skipped_sublayers: how many sub-layers the draft leaves out.
+        sublayers: how many there are.
+        parameters: how many parameters the model has.
+        skipped_parameters: share of them that the draft does not read, 0 … 1.
+        draft_cost: one draft step / one plain step; `None` where nothing was drafted or too few tokens were generated.
+        verify_cost: one verifying pass / one plain step, averaged over passes of all lengths; `None` likewise.
+        extra_bytes: memory that self-speculative decoding needs beyond plain decoding and its low-bit copies: measured
+            on a CUDA device, else computed (see `extra_bytes_measured`).
+        extra_bytes_measured: whether `extra_bytes` was measured.
+        weight_bytes: memory of the weights.
+        copy_bytes: memory of the low-bit copies kept for drafting.
+        left_as_loaded: layers that were to draft from low-bit copies and stay as they are, with the reason.
+        costs: the costs that the draft length went by, where the config has them.
+    """
+
+    plain: MethodResult
+    draft: MethodResult | None
+    self_speculative: MethodResult
+    sampling: bool
+    skipped_sublayers: int
+    sublayers: int
+    parameters: int
+    skipped_parameters: float
+    draft_cost: float | None
+    verify_cost: float | None
+    extra_bytes: int
+    extra_bytes_measured: bool
+    weight_bytes: int
+    copy_bytes: int = 0
+    left_as_loaded: tuple[str, ...] = ()
+    costs: Costs | None = None
+
+    @property
+    def methods(self) -> tuple[MethodResult, ...]:
+        """All that were run, plain first."""
+        return tuple(m for m in (self.plain, self.draft, self.self_speculative) if m is not None)
+
+    @property
+    def copy_share(self) -> float:
+        """Memory of the low-bit copies / memory of the weights."""
+        return self.copy_bytes / max(self.weight_bytes, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, raw and derived, as plain JSON types."""
+        return {
+            "sampling": self.sampling,
+            "skipped_sublayers": self.skipped_sublayers,
+            "sublayers": self.sublayers,
+            "parameters": self.parameters,
+            "skipped_parameters": self.skipped_parameters,
+            "draft_cost": self.draft_cost,
+            "verify_cost": self.verify_cost,
+            "extra_bytes": self.extra_bytes,
+            "extra_bytes_measured": self.extra_bytes_measured,
+            "weight_bytes": self.weight_bytes,
+            "copy_bytes": self.copy_bytes,
+            "copy_share": self.copy_share,
+            "left_as_loaded": list(self.left_as_loaded),
+            "costs": None if self.costs is None else self.costs.to_dict(),
+            "methods": {method.name: self._method_dict(method) for method in self.methods},
+        }
+
+    def _method_dict(self, method: MethodResult) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "new_tokens": [len(ids) for ids in method.token_ids],
+            "seconds": list(method.seconds),
+            "tokens_per_second": method.tokens_per_second,
+            "ratio_to_plain": method.ratio,
+            "ratios_to_plain": list(method.ratios),
+            "token_ids": list(method.token_ids[0]),
+        }
+        if method.peak_bytes is not None:
+            data["peak_bytes"] = method.peak_bytes
+        if method is not self.plain and not self.sampling:
+            data["identical_to_plain"] = method.difference is None
+            data["first_difference"] = None if method.difference is None else method.difference.to_dict()
+        if method.draws is not None:
+            data["draws"] = {**method.draws.to_dict(), "z": method.draws.z}
+        if method.draws_error is not None:
+            data["draws_error"] = method.draws_error
+        if method.speculation:
+            data["acceptance_rate"] = method.acceptance_rate
+            data["self_drafted_tokens"] = method.self_drafted_tokens
+            data["self_drafted_acceptance"] = method.self_drafted_acceptance
+            data["looked_up_tokens"] = method.looked_up_tokens
+            data["looked_up_acceptance"] = method.looked_up_acceptance
+            data["tokens_per_round"] = method.tokens_per_round
+            data["speculation"] = [statistics.to_dict() for statistics in method.speculation]
+        return data
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the comparison
+
+
+def methods_of(config: SelfSpeculativeConfig) -> tuple[str, ...]:
+    """The methods that `compare` runs: the draft alone only where it is a cheaper version of the model."""
+    has_draft = config.drafts_itself and (bool(config.skip) or bool(config.precision))
+    return METHODS if has_draft else (PLAIN, SELF_SPECULATIVE)
+
+
+def compare(
+    model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    config: SelfSpeculativeConfig,
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    advance: Callable[[str], None] | None = None,
+    **generate_kwargs: Any,
+) -> Comparison:
+    """Decode one prompt by each method, several times over, and compare texts and times.
+
+    Each repeat runs all methods (see `methods_of`), each time in another order, so that a machine that gets slower
+    meanwhile does not favour one of them. All get the same arguments; where they sample, all methods of a repeat start
+    from the same seed.
+
+    Args:
+        model: the target model, after `enable_self_speculative`.
+        inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
+        config: the config of self-speculative decoding; its skip set and low-bit copies make the draft.
+        repeats: how often, ≥ 1.
+        seed: of the first repeat, and one more for each that follows. Sets torch's global random state when sampling.
+        advance: told what comes next, once per method for the warm-up, once per repeat, and once to judge its draws
+            when sampling.
+        **generate_kwargs: passed on to `generate`.
+
+    Raises:
+        ValueError: more than one prompt, fewer than one repeat, or a config that does not fit the model.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, but got {repeats}.")
+    if inputs["input_ids"].shape[0] != 1:
+        raise ValueError(f"One prompt can be compared at a time, but got {inputs['input_ids'].shape[0]}.")
+    sampling = bool(generate_kwargs.get("do_sample", getattr(model.generation_config, "do_sample", False)))
+    on_cuda = model.device.type == "cuda"
+    methods = methods_of(config)
+    texts: dict[str, list[list[int]]] = {name: [] for name in methods}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    speculation: list[SpeculationStatistics] = []
+    peaks = dict.fromkeys(methods, 0)
+
+    short = {key: value for key, value in generate_kwargs.items() if key != "max_length"}
+    short["max_new_tokens"] = min(_WARM_UP_TOKENS, generate_kwargs.get("max_new_tokens") or _WARM_UP_TOKENS)
+    for name in methods:
+        if advance is not None:
+            advance(f"warm-up, {name}")
+        _run(model, inputs, config, name, short)
+
+    for repeat in range(repeats):
+        first = repeat % len(methods)
+        for name in (*methods[first:], *methods[:first]):
+            if advance is not None:
+                advance(f"repeat {repeat + 1} of {repeats}, {name}")
+            if sampling:
+                torch.manual_seed(seed + repeat)
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats(model.device)
+            started = time.perf_counter()
+            texts[name].append(_run(model, inputs, config, name, generate_kwargs))
+            seconds[name].append(time.perf_counter() - started)
+            if on_cuda:
+                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(model.device))
+            if name == SELF_SPECULATIVE:
+                statistics: Any = model.last_speculation
+                speculation.append(statistics)
+
+    def judged(name: str) -> dict[str, Any]:
+        if not sampling:
+            return {}
+        if advance is not None:
+            advance(f"judging the draws, {name}")
+        try:
+            return {"draws": sum((judge_draws(model, inputs, ids, **generate_kwargs) for ids in texts[name]), Draws())}
+        except Exception as error:  # what was measured is worth more
+            return {"draws_error": f"{type(error).__name__}: {error}"}
+
+    def result(name: str) -> MethodResult:
+        rates = [len(ids) / s for ids, s in zip(texts[name], seconds[name], strict=True)]
+        plain_rates = [len(ids) / s for ids, s in zip(texts[PLAIN], seconds[PLAIN], strict=True)]
+        parted = next((pair for pair in zip(texts[PLAIN], texts[name], strict=True) if pair[0] != pair[1]), None)
+        return MethodResult(
+            name=name,
+            token_ids=tuple(map(tuple, texts[name])),
+            seconds=tuple(seconds[name]),
+            ratios=tuple(rate / plain for rate, plain in zip(rates, plain_rates, strict=True)),
+            speculation=tuple(speculation) if name == SELF_SPECULATIVE else (),
+            difference=(
+                None if sampling or parted is None else find_difference(model, inputs, *parted, **generate_kwargs)
+            ),
+            peak_bytes=peaks[name] if on_cuda else None,
+            **judged(name),
+        )
+
+    layout = locate_sublayers(model)
+    if on_cuda:
+        extra = max(peaks[SELF_SPECULATIVE] - peaks[PLAIN], 0)
+    else:
+        extra = _extra_bytes(model, inputs, config, max(map(len, texts[SELF_SPECULATIVE])))
+    plain_steps = [
+        # The pass over the prompt takes as long in both.
+        (whole - own.prompt_seconds) / (len(ids) - 1)
+        for whole, ids, own in zip(seconds[PLAIN], texts[PLAIN], speculation, strict=True)
+        if len(ids) > 1
+    ]
+    draft_steps = [own.draft_seconds / own.draft_passes for own in speculation if own.draft_passes]
+    verify_steps = [own.verify_seconds / (own.target_passes - 1) for own in speculation if own.target_passes > 1]
+    return Comparison(
+        plain=result(PLAIN),
+        draft=result(DRAFT) if DRAFT in methods else None,
+        self_speculative=result(SELF_SPECULATIVE),
+        sampling=sampling,
+        skipped_sublayers=len(config.skip),
+        sublayers=sum(sub is not None for layer in layout.layers for sub in (layer.attention, layer.mlp)),
+        parameters=layout.num_parameters,
+        skipped_parameters=layout.skipped_parameters(config.skip) / max(layout.num_parameters, 1),
+        draft_cost=_cost(draft_steps, plain_steps),
+        verify_cost=_cost(verify_steps, plain_steps),
+        extra_bytes=extra,
+        extra_bytes_measured=on_cuda,
+        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        copy_bytes=copy_bytes(model) if config.precision else 0,
+        left_as_loaded=tuple(copies_of(model, config.skip, config.precision).left) if config.precision else (),
+        costs=config.costs,
+    )
+
+
+def _run(
+    model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    config: SelfSpeculativeConfig,
+    method: str,
+    generate_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """The new tokens of one call. Reading them back waits for the device, so that a clock around this call is right."""
+    mode: AbstractContextManager[Any] = nullcontext()
+    if method == DRAFT:
+        copies = copies_of(model, config.skip, config.precision) if config.precision else None
+        mode = draft_mode(model, config.skip, () if copies is None else copies.forwards())
+    extra = {"self_speculative": config} if method == SELF_SPECULATIVE else {}
+    with mode:
+        sequences = model.generate(**inputs, **generate_kwargs, **extra)
+    if not isinstance(sequences, torch.Tensor):
+        sequences = sequences.sequences
+    new: list[int] = sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return new
+
+
+def _cost(steps: Sequence[float], plain_steps: Sequence[float]) -> float | None:
+    if not steps or not plain_steps or averages.median(plain_steps) <= 0:
+        return None
+    return averages.median(steps) / averages.median(plain_steps)
+
+
+def _extra_bytes(
+    model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], config: SelfSpeculativeConfig, new_tokens: int
+) -> int:
+    """What a self-speculative call holds beyond a plain one, computed: slots of the KV cache, and a block's scores.
+
+    The cache has room for a round's drafted tokens and some to spare; the verifying pass gives scores for all of them.
+    """
+    with torch.no_grad():
+        outputs = model(**{key: value[:, :1] for key, value in inputs.items()}, use_cache=True)
+    per_slot = sum(
+        tensor.nbytes
+        for layer in outputs.past_key_values.layers
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if tensor is not None
+    )
+    drafted = config.longest_draft
+    length = inputs["input_ids"].shape[1] + new_tokens
+    spare = max(32, length // 32)
+    scores = outputs.logits.shape[-1] * 4  # float32
+    return int((drafted + spare) * per_slot + drafted * scores)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the machine
+
+
+def describe_environment(model: PreTrainedModel) -> dict[str, Any]:
+    """What a time was measured on: model, number format, device and library versions.
+
+    Args:
+        model: the loaded model.
+    """
+    provenance = Provenance.from_model(model)
+    versions = dict(provenance.versions or {})
+    device = model.device
+    environment: dict[str, Any] = {
+        "model": provenance.model_id,
+        "model_type": provenance.model_type,
+        "dtype": provenance.dtype,
+        "attention_implementation": provenance.attention_implementation,
+        "device": provenance.device,
+        "versions": versions,
+    }
+    if device.type == "cpu":
+        environment["cpu"] = cpu_name()
+        environment["threads"] = torch.get_num_threads()
+    return environment

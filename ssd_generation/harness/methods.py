@@ -1,0 +1,226 @@
+"""The methods that are compared: plain decoding, this library's modes, and what transformers has to offer."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
+from ..forward.sublayers import DecoderLayout, locate_sublayers
+
+__all__ = [
+    "METHODS",
+    "PLAIN",
+    "Method",
+    "check_methods",
+    "default_methods",
+    "make_methods",
+    "of_config",
+    "portable",
+    "random_half",
+]
+
+PLAIN = "plain"
+
+METHODS: Mapping[str, str] = {
+    PLAIN: "transformers' own decoding; always there",
+    "auto": 'self_speculative="auto": whatever pays on this machine',
+    "auto-free": "the same without low-bit copies: lookup, and skipping once some pays",
+    "lookup": "this library, drafting by prompt lookup alone",
+    "skip": "this library, the skip set of --config alone, draft length by cost",
+    "int8": "this library, all linear layers in int8 while drafting",
+    "int4": "this library, all linear layers in int4 while drafting",
+    "config": "this library, --config as it is",
+    "random-half": "this library, a random half of all sub-layers left out while drafting",
+    "plain-loop": "this library's loop with nothing drafted",
+    "paper": "the skip set of --config and Draft & Verify's own rule for the draft length",
+    "prompt-lookup-N": "transformers' prompt lookup of N tokens",
+    "assistant": "transformers' assisted decoding by --assistant",
+    "early-exit-N": "transformers' assisted decoding by the model's own first N layers",
+}
+"""Names and what they mean; N stands for a number."""
+
+_NUMBERED = {"prompt-lookup": "prompt_lookup_num_tokens", "early-exit": "assistant_early_exit"}
+_NEEDS_CONFIG = ("skip", "config", "paper")
+_NEEDS_SKIP = ("skip", "paper")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to decode.
+
+    Attributes:
+        name: as in `METHODS`, with a number for N.
+        request: what it adds to `generate`'s arguments; `"assistant_model": True` stands for the assistant.
+    """
+
+    name: str
+    request: Mapping[str, Any]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it goes through this library's loop."""
+        return "self_speculative" in self.request
+
+    @property
+    def config(self) -> SelfSpeculativeConfig | None:
+        """Its config, if it has one."""
+        request = self.request.get("self_speculative")
+        return request if isinstance(request, SelfSpeculativeConfig) else None
+
+
+def of_config(config: SelfSpeculativeConfig | None) -> tuple[str, ...]:
+    """The methods that a config gives something to compare: there is no setting of the paper's without a skip set."""
+    return () if config is None else ("config", "paper") if config.skip else ("config",)
+
+
+def default_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
+    """What is compared unless asked otherwise."""
+    return (
+        PLAIN,
+        "auto",
+        "auto-free",
+        *of_config(config),
+        "plain-loop",
+        "prompt-lookup-2",
+        "prompt-lookup-3",
+        "prompt-lookup-10",
+        *(("assistant",) if has_assistant else ()),
+    )
+
+
+def check_methods(names: Sequence[str], config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
+    """Names of methods, checked before a model is loaded, plain decoding first.
+
+    Args:
+        names: see `METHODS`.
+        config: of the methods that need one.
+        has_assistant: whether there is a model for `assistant`.
+
+    Raises:
+        ValueError: an unknown or repeated name, nothing to compare with plain decoding, or a method without what it
+            needs.
+    """
+    for name in names:
+        kind = _number_of(name)[0]
+        if (kind not in METHODS or kind.endswith("-N")) and kind not in _NUMBERED:
+            raise ValueError(f"There is no method {name!r}. Choose from {', '.join(METHODS)}.")
+        if kind in _NUMBERED and _number_of(name)[1] < 1:
+            raise ValueError(f"The method {kind}-N needs a number of at least 1, such as {kind}-3, but got {name!r}.")
+        _check_config(name, config)
+        if name == "assistant" and not has_assistant:
+            raise ValueError("The method 'assistant' needs an assistant model. Name one with --assistant.")
+        if names.count(name) > 1:
+            raise ValueError(f"The method {name!r} was named more than once. Name it once.")
+    others = tuple(name for name in names if name != PLAIN)
+    if not others:
+        raise ValueError(f"There is nothing to compare with plain decoding. Name a method: {', '.join(METHODS)}.")
+    return PLAIN, *others
+
+
+def make_methods(
+    names: Sequence[str], model: Any, config: SelfSpeculativeConfig | None = None, seed: int = 0
+) -> list[Method]:
+    """The methods of those names for a model.
+
+    Args:
+        names: see `METHODS`.
+        model: the target model, enabled.
+        config: what `skip`, `config` and `paper` draft by.
+        seed: of `random-half`.
+
+    Raises:
+        ValueError: as `check_methods`, where a config is concerned.
+    """
+    return [Method(name, _request(name, model, config, seed)) for name in names]
+
+
+def _request(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: int) -> dict[str, Any]:
+    kind, number = _number_of(name)
+    if kind in _NUMBERED:
+        return {_NUMBERED[kind]: number}
+    if name == PLAIN:
+        return {}
+    if name == "assistant":
+        return {"assistant_model": True}
+    if name == "auto":
+        return {"self_speculative": "auto"}
+    if name == "auto-free":
+        return {"self_speculative": "auto", "draft_memory": 0.0}
+    return {"self_speculative": _mode_config(name, model, config, seed)}
+
+
+def _mode_config(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: int) -> SelfSpeculativeConfig:
+    """The config of one of this library's modes."""
+    _check_config(name, config)
+    if config is not None and name in _NEEDS_CONFIG:
+        if name == "config":
+            return config
+        if name == "paper":
+            return SelfSpeculativeConfig(
+                skip=config.skip, drafting=DraftingConfig(policy="confidence", max_draft_length=12)
+            )
+        by_cost = dataclasses.replace(config.drafting, policy="cost")
+        return dataclasses.replace(config, drafting=by_cost, precision=None, lookup=None)
+    if name == "lookup":
+        return SelfSpeculativeConfig(lookup=LookupConfig())
+    if name in ("int8", "int4"):
+        return SelfSpeculativeConfig(precision=name)
+    if name == "random-half":
+        return SelfSpeculativeConfig(skip=random_half(locate_sublayers(model), seed))
+    assert name == "plain-loop", name
+    return SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+
+
+def _check_config(name: str, config: SelfSpeculativeConfig | None) -> None:
+    if name in _NEEDS_CONFIG and config is None:
+        raise ValueError(f"The method {name!r} needs a config. Name one with --config.")
+    if name in _NEEDS_SKIP and config is not None and not config.skip:
+        raise ValueError(
+            f"The method {name!r} drafts by a skip set alone, but this config skips nothing. Name another one with "
+            "--config, or layers with --skip-attention and --skip-mlp."
+        )
+
+
+def _number_of(name: str) -> tuple[str, int]:
+    """Kind and number of a name such as `prompt-lookup-3`; any other name, and 0."""
+    match = re.fullmatch(r"(prompt-lookup|early-exit)-(\d{1,6})", name)
+    return (match[1], int(match[2])) if match else (name, 0)
+
+
+def random_half(layout: DecoderLayout, seed: int) -> SkipConfig:
+    """A random half of all sub-layers that can be skipped, with at least one attention sub-layer kept.
+
+    Args:
+        layout: of the model.
+        seed: of the choice; the same seed, the same half.
+    """
+    attention = [layer.index for layer in layout.layers if layer.attention and layer.index not in layout.shares_kv]
+    mlp = [layer.index for layer in layout.layers if layer.mlp]
+    generator = random.Random(seed)
+    kept = generator.choice(attention) if attention else None
+    candidates = [("attention", i) for i in attention if i != kept] + [("mlp", i) for i in mlp]
+    half = generator.sample(candidates, min((len(attention) + len(mlp)) // 2, len(candidates)))
+    return SkipConfig(
+        attention=[i for kind, i in half if kind == "attention"], mlp=[i for kind, i in half if kind == "mlp"]
+    )
+
+
+def portable(request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request as JSON, for another checkout: without what stands at its default, which it may not know yet."""
+    data = dict(request)
+    config = data.get("self_speculative")
+    if isinstance(config, SelfSpeculativeConfig):
+        written = config.to_dict()
+        default = DraftingConfig().to_dict()
+        written["drafting"] = {
+            key: value
+            for key, value in written["drafting"].items()
+            if key in ("policy", "max_draft_length") or value != default[key]
+        }
+        data["self_speculative"] = written
+    return data

@@ -1,0 +1,310 @@
+"""Showing where each token of an answer came from: in a terminal, in a notebook, as a web page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..support.display import for_html, visible
+from ..support.files import write_whole
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["OriginPiece", "TokenOrigins"]
+
+DRAFTED = "drafted and accepted"
+LOOKED_UP = "looked up and accepted"
+DECIDED = "decided by the target"
+# What a decoder gives for bytes that are not a whole character (yet).
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class OriginPiece:
+    """A piece of text that is shown as one: a token, or several that only together make whole characters.
+
+    Attributes:
+        text: the text; of a special token its name.
+        drafted: whether it was drafted and accepted (else the target decided it). Of several tokens, the last one
+            counts.
+        looked_up: whether the draft was copied from the text by prompt lookup.
+        first: number of its first token among the new ones, from 0.
+        tokens: how many tokens it is made of, ≥ 1.
+        round: number of the round that added it; 0 is the pass over the prompt.
+        special: whether it is a special token, such as the one that ends the answer.
+    """
+
+    text: str
+    drafted: bool
+    first: int
+    tokens: int = 1
+    round: int = 0
+    special: bool = False
+    looked_up: bool = False
+
+    @property
+    def origin(self) -> str:
+        """Where it came from, in words."""
+        return LOOKED_UP if self.looked_up else DRAFTED if self.drafted else DECIDED
+
+
+@dataclass(frozen=True)
+class TokenOrigins:
+    """An answer, token by token, with where each came from.
+
+    Print it with rich (`rich.print(origins)`), or put it at the end of a notebook cell:
+
+    ```python
+    out = model.generate(**inputs, self_speculative=config)
+    new = out[0, inputs["input_ids"].shape[1] :]
+    TokenOrigins.from_ids(tokenizer, new, model.last_speculation.token_sources[0])
+    ```
+
+    Colour is never the only mark: tokens that the target decided are underlined too, looked-up ones are in italics;
+    where a terminal shows no styles, they are set in ⟦brackets⟧ and ‹brackets›.
+
+    Attributes:
+        pieces: the answer in order.
+        drafted_tokens: tokens that were drafted and accepted.
+        decided_tokens: tokens that the target decided.
+        looked_up_tokens: how many of the drafted ones were copied from the text by prompt lookup.
+    """
+
+    pieces: tuple[OriginPiece, ...]
+    drafted_tokens: int
+    decided_tokens: int
+    looked_up_tokens: int = 0
+
+    @classmethod
+    def from_ids(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        token_ids: Sequence[int] | torch.Tensor,
+        origins: Sequence[bool] | Sequence[str],
+    ) -> TokenOrigins:
+        """Take an answer apart.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            token_ids (`torch.LongTensor` of shape `(new_tokens,)`, or integers): the new tokens of one row, without the
+                prompt.
+            origins: per token, where it came from: a row of `SpeculationStatistics.token_sources`, or of
+                `token_origins`, which does not tell looked-up tokens from others.
+
+        Raises:
+            ValueError: the two differ in length.
+        """
+        ids: list[int] = [int(i) for i in (token_ids if isinstance(token_ids, Sequence) else token_ids.tolist())]
+        flags = [origin in ("drafted", "looked up") if isinstance(origin, str) else bool(origin) for origin in origins]
+        copied = [origin == "looked up" for origin in origins]
+        if len(ids) != len(flags):
+            raise ValueError(
+                f"There are {len(ids)} tokens but origins of {len(flags)}. Pass the new tokens of one row (no prompt, "
+                "no padding) and the same row of `token_sources`."
+            )
+        # A round ends with the token that the target decided.
+        rounds = list(accumulate((not flag for flag in flags), initial=0))
+        return cls(
+            pieces=tuple(
+                OriginPiece(text, flags[last], first, last - first + 1, rounds[last], special, copied[last])
+                for text, first, last, special in _texts(tokenizer, ids)
+            ),
+            drafted_tokens=sum(flags),
+            decided_tokens=len(flags) - sum(flags),
+            looked_up_tokens=sum(copied),
+        )
+
+    @property
+    def text(self) -> str:
+        """The answer, without special tokens."""
+        return "".join(piece.text for piece in self.pieces if not piece.special)
+
+    def summary(self) -> str:
+        """One line: how many tokens came from where."""
+        total = self.drafted_tokens + self.decided_tokens
+        if not total:
+            return "No new tokens."
+        share = f"{self.drafted_tokens / total:.0%}"
+        if self.looked_up_tokens:
+            share += f"; {self.looked_up_tokens} of them looked up in the text"
+        return (
+            f"{total} {'token' if total == 1 else 'tokens'}: {self.drafted_tokens} {DRAFTED} ({share}), "
+            f"{self.decided_tokens} {DECIDED}."
+        )
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The pieces as plain JSON types."""
+        return [
+            {
+                "text": p.text,
+                "drafted": p.drafted,
+                "looked_up": p.looked_up,
+                "tokens": p.tokens,
+                "round": p.round,
+                "special": p.special,
+            }
+            for p in self.pieces
+        ]
+
+    # -- terminal ------------------------------------------------------------------------------------------------------
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        # Without a colour system (a pipe, a dumb terminal) rich drops underlines as well; NO_COLOR drops colours only.
+        styled = console.color_system is not None
+        marks = {DECIDED: ("⟦", "⟧"), LOOKED_UP: ("‹", "›")}
+        if options.ascii_only:
+            marks = {DECIDED: ("[", "]"), LOOKED_UP: ("<", ">")}
+        newline = "\\n" if options.ascii_only else "↵"
+        body = Text(overflow="fold")
+        for piece in self.pieces:
+            style = _STYLES[piece.origin] + (" italic" if piece.special else "")
+            left, right = ("", "") if styled else marks.get(piece.origin, ("", ""))
+            *lines, rest = visible(piece.text, keep="\n\t").split("\n")
+            body.append(left)
+            for number, line in enumerate(lines, start=1):
+                body.append(line + newline, style=style)
+                # A piece that ends with its line has its bracket there too.
+                body.append(right if number == len(lines) and not rest else "")
+                body.append("\n")
+            body.append(rest, style=style)
+            body.append(right if rest or not lines else "")
+        yield body
+        yield Text()
+        legend = Text()
+        for origin in self._legend():
+            left, right = ("", "") if styled else marks.get(origin, ("", ""))
+            legend.append(" · " if legend else "").append(f"{left}{origin}{right}", style=_STYLES[origin])
+            legend.append(f" ({_NOTES[origin]})" if styled and origin in _NOTES else "")
+        yield legend
+        yield Text(self.summary())
+
+    def _legend(self) -> list[str]:
+        return [DRAFTED, *([LOOKED_UP] if self.looked_up_tokens else []), DECIDED]
+
+    # -- HTML ----------------------------------------------------------------------------------------------------------
+
+    def _repr_html_(self) -> str:
+        body = "".join(_span(piece) for piece in self.pieces)
+        legend = " &nbsp; ".join(
+            f'<span style="{_HTML_STYLES[origin]}">{origin}</span>'
+            + (f" ({_HTML_NOTES[origin]})" if origin in _HTML_NOTES else "")
+            for origin in self._legend()
+        )
+        return (
+            '<div style="line-height:1.7;max-width:60em">'
+            f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{body}</div>'
+            f'<div style="margin-top:.8em;font-size:.85em">{legend}<br>{for_html(self.summary())}</div>'
+            "</div>"
+        )
+
+    def to_html(self, title: str = "Where each token came from", prompt: str | None = None) -> str:
+        """A web page of its own.
+
+        Args:
+            title: its title.
+            prompt: shown above the answer, if given.
+        """
+        shown = for_html(title, keep="")
+        question = ""
+        if prompt is not None:
+            question = f'<p style="white-space:pre-wrap;overflow-wrap:anywhere;opacity:.75">{for_html(prompt)}</p>\n'
+        return (
+            '<!doctype html>\n<html>\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f'<meta name="color-scheme" content="light dark">\n<title>{shown}</title>\n</head>\n'
+            '<body style="font-family:system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em">\n'
+            f'<h1 style="font-size:1.3em">{shown}</h1>\n{question}{self._repr_html_()}\n</body>\n</html>\n'
+        )
+
+    def save_html(
+        self,
+        path: str | os.PathLike[str],
+        title: str = "Where each token came from",
+        prompt: str | None = None,
+    ) -> Path:
+        """Write the web page to a file, whole or not at all.
+
+        Args:
+            path: the file; one that exists is replaced.
+            title: title of the page.
+            prompt: shown above the answer, if given.
+
+        Returns:
+            The path.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+        """
+        target = Path(os.path.expanduser(os.fspath(path)))
+        if not target.parent.is_dir():
+            raise FileNotFoundError(
+                f"There is no folder {str(target.parent)!r} to write {target.name!r} into. Make it first."
+            )
+        write_whole(target, self.to_html(title, prompt))
+        return target
+
+
+def _texts(tokenizer: Any, ids: list[int]) -> Iterator[tuple[str, int, int, bool]]:
+    """`(text, first token, last token, is special)`, the texts of ordinary tokens adding up to the decoded answer."""
+    special = set(tokenizer.all_special_ids)
+
+    def decode(start: int, stop: int) -> str:
+        if start == stop:
+            return ""
+        return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    # Tokens context … shown are out; they are decoded again with what follows, since a text may depend on the token
+    # before it (a space, for one). Tokens behind them wait until they make whole characters.
+    context = shown = 0
+    for at, token in enumerate(ids):
+        if token in special:
+            if shown < at:
+                yield decode(context, at)[len(decode(context, shown)) :], shown, at - 1, False
+            yield str(tokenizer.convert_ids_to_tokens(token)), at, at, True
+            context = shown = at + 1
+            continue
+        before, now = decode(context, shown), decode(context, at + 1)
+        if len(now) > len(before) and not now.endswith(_INCOMPLETE):
+            yield now[len(before) :], shown, at, False
+            context, shown = shown, at + 1
+    if shown < len(ids):
+        yield decode(context, len(ids))[len(decode(context, shown)) :], shown, len(ids) - 1, False
+
+
+# Colours, and what else tells the kinds apart.
+_STYLES = {DRAFTED: "green", LOOKED_UP: "italic cyan", DECIDED: "bold underline yellow"}
+_NOTES = {LOOKED_UP: "in italics", DECIDED: "underlined"}
+
+# Half-transparent backgrounds and the page's own text colour are legible on light and dark pages. The edge at the left
+# tells neighbouring tokens apart.
+_EDGE = "box-shadow:inset 1px 0 rgba(128,128,128,.5);border-radius:2px;padding:1px 0;"
+_HTML_STYLES = {
+    DRAFTED: f"{_EDGE}background:rgba(40,160,70,.22)",
+    LOOKED_UP: f"{_EDGE}background:rgba(0,130,200,.22);border-bottom:2px dotted rgba(0,130,200,.95)",
+    DECIDED: f"{_EDGE}background:rgba(235,150,0,.28);border-bottom:2px solid rgba(235,150,0,.95)",
+}
+_HTML_NOTES = {LOOKED_UP: "dotted", DECIDED: "underlined"}
+# Not part of the text: it is left out when the text is copied.
+_NEWLINE = '<span style="opacity:.5;user-select:none" aria-hidden="true">↵</span>\n'
+
+
+def _span(piece: OriginPiece) -> str:
+    numbers = (
+        f"token {piece.first + 1}" if piece.tokens == 1 else f"tokens {piece.first + 1}–{piece.first + piece.tokens}"
+    )
+    where = f"round {piece.round}" if piece.round else "the pass over the prompt"
+    title = for_html(f"{numbers}: {piece.origin}, {where}")
+    style = _HTML_STYLES[piece.origin]
+    if piece.special:
+        style += ";font-style:italic;opacity:.7"
+    text = for_html(piece.text).replace("\n", _NEWLINE)
+    return f'<span style="{style}" title="{title}">{text}</span>'

@@ -1,0 +1,1 @@
+"""What every package stands on: files, strings and numbers from outside, measurements, locks."""

@@ -1,0 +1,1 @@
+"""What is measured and learnt of one model on this machine."""

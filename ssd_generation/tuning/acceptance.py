@@ -1,0 +1,388 @@
+"""How often a draft would be accepted, judged on text that the target has already said.
+
+Real drafting goes round by round: behind the verified prefix, whose keys and values are the target's, each drafted
+token sees the target's prefix and the draft's own keys and values of the tokens drafted in that round. Under greedy
+decoding a drafted token counts only while all before it in the round were right, so the draft reads the target's own
+tokens all along. Hence whole rounds can be laid side by side in *one* pass: tokens of the text as inputs, and a mask
+under which the token at depth d of a round sees the target's keys and values up to where the round starts, and the
+draft's own for the d tokens since. That is exact for greedy decoding, at every depth, for as many rounds as one likes;
+nothing is decoded.
+
+Where rounds start matters: behind the token with which the target ended the round before, hence most often where the
+text is hard to guess. With an answer for each token of the text, the rounds of a generation are replayed. Cheapest is
+to ask for each token as the first of a round alone, as many inputs as the text has tokens: deeper ones, which see a few
+keys and values of the draft's own, then count as right where they are so as a first token. With rounds at places of
+their own (at every fourth token, or at each) predictions are further off, see search/estimators.py.
+
+(A pass with the draft's keys and values for the whole past, as in SWIFT, arXiv 2410.06916, is the case of a single
+round as long as the text.)
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..config import SkipConfig
+from ..decoding.verified_text import VerifiedText
+from ..forward.passes import prompt_mode, skip_mode_of
+from ..forward.skip_mode import SkipMode
+from ..forward.sublayers import input_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..config import SelfSpeculativeConfig
+
+__all__ = [
+    "Acceptance",
+    "agreements",
+    "judge",
+    "judge_all",
+    "judge_rounds",
+    "replay",
+    "round_inputs",
+    "verify_text",
+    "why_not_judged",
+]
+
+_MOST_TOKENS = 256
+"""Inputs of one judging pass; the logits of a large vocabulary take half a megabyte each."""
+
+
+@dataclass
+class Acceptance:
+    """Acceptance by depth, counted.
+
+    Attributes:
+        tried: at index d, how often a draft got as far as its token d + 1.
+        accepted: at index d, how often that token was accepted as well.
+        passes: forward passes that were made to find out.
+        tokens: inputs of these passes.
+    """
+
+    tried: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    passes: int = 0
+    tokens: int = 0
+
+    def add_rounds(self, agreed: torch.Tensor) -> None:
+        """Count rounds of drafting.
+
+        Args:
+            agreed: `(rounds, depth)`: 1 where the draft says what the target said, 0 where not, −1 beyond the text.
+        """
+        known = agreed >= 0
+        right = agreed.clamp(min=0).cumprod(dim=1)
+        reached = torch.cat((torch.ones_like(right[:, :1]), right[:, :-1]), dim=1) * known
+        self.add(Acceptance(reached.sum(0).tolist(), (right * known).sum(0).tolist()))
+
+    def add(self, other: Acceptance) -> None:
+        """Take over another's counts."""
+        for depth, (tried, accepted) in enumerate(zip(other.tried, other.accepted, strict=True)):
+            if depth == len(self.tried):
+                self.tried.append(0)
+                self.accepted.append(0)
+            self.tried[depth] += tried
+            self.accepted[depth] += accepted
+        self.passes += other.passes
+        self.tokens += other.tokens
+
+    def by_depth(self, prior: float = 0.0) -> list[float]:
+        """The share of drafted tokens accepted at each depth, given that all before were.
+
+        Where a depth was seldom reached, the depth before it has a say.
+
+        Args:
+            prior: how many observations the depth before counts for; 0: counts alone, and a depth never reached has 0.
+        """
+        rates: list[float] = []
+        for tried, accepted in zip(self.tried, self.accepted, strict=True):
+            before = rates[-1] if rates else 0.5
+            weight = prior if rates else min(prior, 1.0)
+            rates.append((accepted + weight * before) / (tried + weight) if tried + weight else 0.0)
+        return rates
+
+    def first(self) -> float:
+        """The acceptance of the first drafted token."""
+        return self.accepted[0] / self.tried[0] if self.tried and self.tried[0] else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts, as plain JSON types."""
+        return {
+            "tried": list(self.tried),
+            "accepted": list(self.accepted),
+            "passes": self.passes,
+            "tokens": self.tokens,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Acceptance:
+        """The inverse of `to_dict`."""
+        return cls(list(data["tried"]), list(data["accepted"]), int(data["passes"]), int(data["tokens"]))
+
+
+def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -> VerifiedText:
+    """One pass of the whole model over a text, for its keys and values.
+
+    Args:
+        model: the target model.
+        ids (`torch.LongTensor` of shape `(1, T)`): prompt and the target's own continuation.
+        prompt_length: tokens of the prompt, 1 ≤ `prompt_length` < T.
+
+    Raises:
+        ValueError: there is no prompt or no continuation, or the text is longer than the model's context.
+    """
+    length = int(ids.shape[1])
+    if not 1 <= prompt_length < length:
+        raise ValueError(
+            f"A draft is judged on a continuation of at least one token behind a prompt of at least one, but got "
+            f"{length} tokens with prompt_length={prompt_length}."
+        )
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(longest, int) and length > longest:
+        raise ValueError(f"The text has {length} tokens, but the model's context has {longest}. Shorten the prompt.")
+    cache = DynamicCache()  # without a config: layers with a sliding window keep all keys and values, too
+    with torch.inference_mode(), prompt_mode(model, length - 1):
+        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True, **fewer)
+    return VerifiedText(ids, prompt_length, cache)
+
+
+def agreements(
+    model: PreTrainedModel,
+    draft: SkipMode,
+    text: VerifiedText,
+    starts: Sequence[int],
+    depth: int,
+) -> tuple[torch.Tensor, int, int]:
+    """What a draft would say in rounds that start at given tokens of a text, all in one pass (or a few, if many).
+
+    Args:
+        model: the target model.
+        draft: what turns it into the draft.
+        text: the target's text.
+        starts: where rounds start: tokens of the continuation, 0 … N − 1.
+        depth: tokens drafted in each round, ≥ 1.
+
+    Returns:
+        Whether the draft says what the target said, `(len(starts), depth)` (1 yes, 0 no, −1 beyond the text); the
+        number of passes; the number of their inputs.
+    """
+    agreed = torch.full((len(starts), depth), -1, dtype=torch.long)
+    rounds = max(1, _MOST_TOKENS // depth)
+    passes = tokens = 0
+    for first in range(0, len(starts), rounds):
+        chunk = torch.tensor(starts[first : first + rounds])
+        index = chunk[:, None] + torch.arange(depth)  # (rounds, depth), of the token that is predicted
+        inside = index < len(text)
+        which = torch.arange(len(chunk))[:, None].expand_as(index)
+        logits = _logits(model, draft, text, which[inside], chunk[:, None].expand_as(index)[inside], index[inside])
+        said = logits.argmax(dim=-1)
+        right = said == text.ids[0, text.prompt_length :].to(said.device)[index[inside].to(said.device)]
+        part = torch.full_like(index, -1)
+        part[inside] = right.long().cpu()
+        agreed[first : first + rounds] = part
+        passes += 1
+        tokens += int(inside.sum())
+    return agreed, passes, tokens
+
+
+def _logits(
+    model: PreTrainedModel,
+    draft: SkipMode,
+    text: VerifiedText,
+    which: torch.Tensor,
+    start: torch.Tensor,
+    index: torch.Tensor,
+) -> torch.Tensor:
+    """The draft's logits `(Q, V)` for tokens `index` of the continuation; see `round_inputs`."""
+    with torch.inference_mode(), prompt_mode(model, int(index.numel())), draft:
+        output = model(**round_inputs(model, text, which, start, index), use_cache=True)
+    return output.logits[0]  # type: ignore[no-any-return]
+
+
+def round_inputs(
+    model: PreTrainedModel, text: VerifiedText, which: torch.Tensor, start: torch.Tensor, index: torch.Tensor
+) -> dict[str, Any]:
+    """The arguments of a pass in which rounds of drafting lie side by side.
+
+    Args:
+        model: the target model.
+        text: the target's text.
+        which (`torch.LongTensor` of shape `(Q,)`): tells the rounds apart.
+        start (`torch.LongTensor` of shape `(Q,)`): the token of the continuation that the round drafts first.
+        index (`torch.LongTensor` of shape `(Q,)`): the token of the continuation that is predicted.
+    """
+    device = text.ids.device
+    position = (index + text.prompt_length - 1).to(device)  # of the input, the token before the one predicted
+    since = (start + text.prompt_length - 1).to(device)
+    return {
+        "input_ids": text.ids[:, position],
+        "position_ids": position[None],
+        "attention_mask": _masks(model, which.to(device), position, since, int(text.ids.shape[1]) - 1),
+        # A copy of a layer aliases its tensors, and appending to one makes new ones: the text's own stay as they are.
+        "past_key_values": Cache(layers=[copy.copy(layer) for layer in text.cache.layers]),
+    }
+
+
+def _masks(
+    model: PreTrainedModel, which: torch.Tensor, position: torch.Tensor, since: torch.Tensor, length: int
+) -> Any:
+    """Additive masks `(1, 1, Q, length + Q)`: the target's keys before the round, and the round's own up to the token.
+
+    One mask, or one per kind of layer where the model has layers of more than one kind.
+    """
+    config = model.config.get_text_config(decoder=True)
+    key_position = torch.cat((torch.arange(length, device=position.device), position))
+    behind = position[:, None] - key_position  # ≥ 0: not in the token's future
+    visible = torch.cat((key_position[:length] < since[:, None], which[:, None] == which[None, :]), dim=1) & (
+        behind >= 0
+    )
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+    masks = {}
+    for kind in kinds:
+        seen = visible & (behind < window) if kind == "sliding_attention" and window is not None else visible
+        mask = torch.zeros(seen.shape, dtype=model.dtype, device=position.device)
+        masks[kind] = mask.masked_fill_(~seen, torch.finfo(model.dtype).min)[None, None]
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def judge(
+    model: PreTrainedModel,
+    config: SelfSpeculativeConfig,
+    text: VerifiedText,
+    depth: int = 4,
+    exact_depth: int = 1,
+) -> Acceptance:
+    """Acceptance by depth of a config's draft on one text, in the rounds in which generation would draft.
+
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision.
+        text: the target's text.
+        depth: tokens of a round, ≥ 1.
+        exact_depth: so many tokens of a round are judged behind just what generation would have there, and those deeper
+            as if they were the last of these; 1 to `depth`. The pass has so many inputs for each token of the text.
+
+    Raises:
+        ValueError: the config does not fit the model, or a depth is out of range.
+    """
+    if not 1 <= exact_depth <= depth:
+        raise ValueError(
+            f"Rounds of at least one token are judged exactly up to one of these, but got depth={depth} and "
+            f"exact_depth={exact_depth}."
+        )
+    # The pass over the prompt gives the first token: the first round drafts the second.
+    return judge_rounds(model, config, text, range(1, len(text)), exact_depth, lambda agreed: replay(agreed, depth))
+
+
+def judge_rounds(
+    model: PreTrainedModel,
+    config: SelfSpeculativeConfig,
+    text: VerifiedText,
+    starts: Sequence[int],
+    depth: int,
+    arranged: Callable[[torch.Tensor], torch.Tensor] = lambda agreed: agreed,
+) -> Acceptance:
+    """Acceptance by depth of a config's draft on one text, in rounds that start at given tokens.
+
+    Args:
+        model: the target model.
+        config: what the draft leaves out, and its precision.
+        text: the target's text.
+        starts: where rounds start, see `agreements`.
+        depth: tokens of each round, ≥ 1.
+        arranged: makes of what `agreements` gives the rounds that are counted; by default they are these.
+
+    Raises:
+        ValueError: the config does not fit the model.
+    """
+    draft, _ = skip_mode_of(model, config)
+    agreed, passes, tokens = agreements(model, draft, text, starts, depth)
+    result = Acceptance(passes=passes, tokens=tokens)
+    result.add_rounds(arranged(agreed))
+    return result
+
+
+def replay(agreed: torch.Tensor, depth: int) -> torch.Tensor:
+    """The rounds of a generation, from what the draft says at each token of the text.
+
+    Args:
+        agreed: `(N, E)`, see `agreements`: of a round that starts at each token. Beyond E tokens a round goes on as the
+            last of a later one.
+        depth: tokens of a round, ≥ E.
+
+    Returns:
+        `(rounds, depth)`, for `Acceptance.add_rounds`. The first round starts at the first token, each other one behind
+        the token with which the target ends the one before.
+    """
+    count, exact = agreed.shape
+    deeper = torch.full((count, depth - exact), -1, dtype=agreed.dtype, device=agreed.device)
+    for beyond in range(min(depth - exact, count - 1)):
+        deeper[: count - 1 - beyond, beyond] = agreed[beyond + 1 :, exact - 1]
+    rounds = torch.cat((agreed, deeper), dim=1)
+    accepted = rounds.clamp(min=0).cumprod(dim=1).sum(dim=1).tolist()
+    starts, at = [], 0
+    while at < count:
+        starts.append(at)
+        at += accepted[at] + 1
+    return rounds[starts]
+
+
+def judge_all(
+    model: PreTrainedModel,
+    config: SelfSpeculativeConfig,
+    texts: Sequence[VerifiedText],
+    depth: int = 4,
+    exact_depth: int = 1,
+) -> Acceptance:
+    """Acceptance by depth of a config's draft on several texts together; see `judge`."""
+    total = Acceptance()
+    for text in texts:
+        total.add(judge(model, config, text, depth, exact_depth))
+    return total
+
+
+_REASONS: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
+
+
+def why_not_judged(model: PreTrainedModel) -> str | None:
+    """Why drafts of this model cannot be judged in one pass; `None` where they can. Tried out once.
+
+    The whole model, laid out in rounds like a draft, must say what it says in a row.
+    """
+    if model not in _REASONS:
+        _REASONS[model] = _try_out(model)
+    return _REASONS[model]
+
+
+def _try_out(model: PreTrainedModel) -> str | None:
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        return f"its attention implementation {attention} takes no mask of one's own"
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (1, 24), generator=generator).to(input_device(model))
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False).logits[0].float()
+            text = verify_text(model, ids, 8)
+            index = torch.arange(len(text))
+            whole = SkipMode(model, SkipConfig())
+            difference = _logits(model, whole, text, index // 3, index - index % 3, index).float() - logits[7:-1]
+    except Exception as error:  # whatever a model's code makes of such a mask
+        return f"{type(error).__name__}: {error}"
+    if not difference.abs().max() <= (1e-3 if model.dtype == torch.float32 else 0.1) * logits.std():
+        return "laid out in rounds, it says something else than in a row"
+    return None

@@ -1,0 +1,253 @@
+"""`self_speculative="auto"`: how this model drafts for itself best on this machine, found without a config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import logging as hf_logging
+
+from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
+from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
+from ..forward.passes import skip_mode_of
+from ..support.bounds import Number
+from ..support.measurements import Unsteady, kept, was_unsteady
+from .costs import costs_of, describe_model
+from .speedup import theoretical_speedup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "DRAFT_MEMORY",
+    "AutomaticChoice",
+    "automatic_choice",
+    "automatic_config",
+    "check_budget",
+    "weight_bytes",
+]
+
+DRAFT_MEMORY = 0.3
+"""Share of the weights' bytes that low-bit copies may take where nothing else is said."""
+
+_SPEEDUP = Number(0, 1e6)
+_SHARE_OF_WEIGHTS = Number(0, 100, "a share of the weights' bytes", "0 allows no copies.")
+
+# What low-bit drafts were seen to agree with their targets in (PrecisionConfig.named), with a weight in tokens: a short
+# prompt tells little.
+_USUAL_AGREEMENT = {"int8": 0.98, "int4": 0.96, "int4, head int4": 0.945}
+_USUAL_WEIGHT = 32
+_LOOKED_AT = 96
+"""Tokens of the prompt that the candidates are tried on."""
+
+_LEAST_GAIN = 1.03
+"""A draft that promises less than this over plain decoding is not worth its memory."""
+
+
+@dataclass(frozen=True)
+class AutomaticChoice:
+    """What `self_speculative="auto"` drafts by, and why.
+
+    Attributes:
+        config: the config, with the costs measured on this machine.
+        draft_memory: share of the weights' bytes that low-bit copies were allowed to take.
+        precision: the precision that was chosen; `None` for prompt lookup alone.
+        expected: by precision, the speed-up over plain decoding that its measured costs promise on a text that the
+            draft agrees with as it did on the first prompt; prompt lookup left out.
+        ruled_out: by precision, why it was not tried.
+    """
+
+    config: SelfSpeculativeConfig
+    draft_memory: float
+    precision: str | None = None
+    expected: Mapping[str, float] = field(default_factory=dict)
+    ruled_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def acceptance(self) -> float | None:
+        """How likely a drafted token was taken to be accepted; `None` for prompt lookup alone."""
+        return None if self.precision is None else self.config.drafting.acceptance[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was chosen and why, as plain JSON types."""
+        return {
+            "precision": self.precision,
+            "lookup": self.config.lookup is not None,
+            "acceptance": self.acceptance,
+            "expected_speedup": dict(self.expected),
+            "ruled_out": dict(self.ruled_out),
+            "draft_memory": self.draft_memory,
+        }
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_memory: float) -> None:
+    """See that a config's low-bit copies keep to a budget.
+
+    Args:
+        model: the target model.
+        config: the config that was asked for.
+        draft_memory: share of the weights' bytes that copies may take, 0 to 100.
+
+    Raises:
+        TypeError: `draft_memory` is not a number.
+        ValueError: it is out of range, or the copies would take more.
+    """
+    draft_memory = _check_share(draft_memory)
+    if not config.precision:
+        return
+    share = estimated_bytes(model, config.skip, config.precision) / weight_bytes(model)
+    if share > draft_memory:
+        raise ValueError(
+            f"The low-bit copies that this config drafts from take {share:.3f} of the weights' bytes, but "
+            f"`draft_memory={draft_memory:g}` allows no more. Allow more, or choose another `precision`."
+        )
+
+
+def _check_share(draft_memory: Any) -> float:
+    return _SHARE_OF_WEIGHTS.check("draft_memory", draft_memory)
+
+
+def automatic_config(
+    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float = DRAFT_MEMORY
+) -> SelfSpeculativeConfig:
+    """The config of `automatic_choice`, where the reasons do not matter."""
+    return automatic_choice(model, prompt, draft_memory).config
+
+
+def automatic_choice(
+    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float = DRAFT_MEMORY
+) -> AutomaticChoice:
+    """The config that promises most: prompt lookup, and low-bit copies where they pay and the budget allows them.
+
+    The first call for a model on a machine tries the candidates (seconds: their cost, and how often they agree with the
+    model on `prompt`) and keeps the answer on the disk; later calls read it.
+
+    Args:
+        model: the target model.
+        prompt (`torch.LongTensor` of shape `(B, sequence_length)`, *optional*): text to try the candidates on.
+        draft_memory: share of the weights' bytes that low-bit copies may take, 0 to 100; 0 allows none.
+
+    Raises:
+        TypeError: `draft_memory` is not a number.
+        ValueError: `draft_memory` is out of range.
+    """
+    draft_memory = _check_share(draft_memory)
+    names, ruled_out = _allowed(model, draft_memory)
+    if not names:
+        lookup = _candidate(None, 0.0)
+        lookup = dataclasses.replace(lookup, costs=costs_of(model, lookup))
+        return AutomaticChoice(lookup, draft_memory, ruled_out=ruled_out)
+    described = {
+        "what": "auto",
+        "name": getattr(model.config, "_name_or_path", None),
+        **describe_model(model),
+        "names": names,
+        "format": 3,
+    }
+
+    def chosen(choice: Any) -> AutomaticChoice:
+        if choice["precision"] not in (None, *names):
+            raise ValueError(f"there is no precision {choice['precision']!r}")
+        return AutomaticChoice(
+            _candidate(choice["precision"], choice["acceptance"]),
+            draft_memory,
+            choice["precision"],
+            {name: _SPEEDUP.check("speedup", tried["speedup"]) for name, tried in choice["tried"].items()},
+            ruled_out,
+        )
+
+    choice = chosen(kept(model, described, lambda: _choose(model, names, prompt), use=chosen))
+    return dataclasses.replace(choice, config=dataclasses.replace(choice.config, costs=costs_of(model, choice.config)))
+
+
+def _allowed(model: PreTrainedModel, draft_memory: float) -> tuple[list[str], dict[str, str]]:
+    """Precisions that this model, device and budget allow, and why the others are not."""
+    try:
+        check_precision(model)
+    except ValueError as error:
+        return [], dict.fromkeys(_USUAL_AGREEMENT, str(error))
+    names, ruled_out = [], {}
+    for name in _USUAL_AGREEMENT:
+        share = estimated_bytes(model, SkipConfig(), _precision(name)) / weight_bytes(model)
+        if share <= 0:
+            ruled_out[name] = "no linear layer of a shape that it takes"
+        elif share > draft_memory:
+            ruled_out[name] = (
+                f"its copies take {share:.3f} of the weights' bytes, more than draft_memory={draft_memory:g}"
+            )
+        else:
+            names.append(name)
+    return names, ruled_out
+
+
+def _precision(name: str) -> PrecisionConfig:
+    """The precision of a candidate by its name."""
+    if name == "int4, head int4":
+        return PrecisionConfig(default="int4", head="int4")
+    return PrecisionConfig.named(name)
+
+
+def _candidate(name: str | None, acceptance: float) -> SelfSpeculativeConfig:
+    if name is None:
+        return SelfSpeculativeConfig(lookup=LookupConfig(), adapt=True)
+    return SelfSpeculativeConfig(
+        precision=_precision(name),
+        lookup=LookupConfig(),
+        drafting=DraftingConfig(acceptance=(acceptance,)),
+        adapt=True,
+    )
+
+
+def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | None) -> Any:
+    """The candidate with the greatest theoretical speed-up: `{"precision": …, "acceptance": …, "tried": …}`."""
+    before = copy_bytes(model)
+    best: dict[str, Any] = {"precision": None, "acceptance": 0.0, "speedup": _LEAST_GAIN}
+    tried = {}
+    text = None if prompt is None else prompt[:1, -_LOOKED_AT:]
+    with (
+        hf_logging.tqdm(
+            total=len(names),
+            desc="Trying low-bit drafts of this model, once",
+            leave=False,
+            bar_format="{desc}: {n}/{total}",
+        ) as bar,
+        torch.inference_mode(),
+    ):
+        choices = None if text is None else _choices(model, text)
+        for name in names:
+            config = _candidate(name, _USUAL_AGREEMENT[name])
+            agreed, seen = 0, 0
+            if text is not None and choices is not None:
+                with skip_mode_of(model, config)[0]:
+                    same = _choices(model, text) == choices
+                agreed, seen = int(same.sum()), same.numel()
+            usual = _USUAL_AGREEMENT[name]
+            acceptance = (agreed + usual * _USUAL_WEIGHT) / (seen + _USUAL_WEIGHT)
+            speedup = max(1.0, theoretical_speedup([acceptance], costs_of(model, config))[0])
+            tried[name] = {"agreed": agreed, "of": seen, "speedup": speedup}
+            if speedup > best["speedup"]:
+                best = {"precision": name, "acceptance": acceptance, "speedup": speedup}
+            if before == 0 and name == "int8":
+                # The budget is for one set of copies. (Those in int4 share all but the head.)
+                drop_copies(model)
+            bar.update()
+    if before == 0 and copy_bytes(model):
+        if best["precision"] in (None, "int8"):
+            drop_copies(model)  # before those in int8 are made again, when they are wanted
+        else:
+            keep_only(model, copies_of(model, SkipConfig(), _precision(best["precision"])))
+    answer = {**best, "tried": tried}
+    return Unsteady(answer) if was_unsteady(model) else answer
+
+
+def _choices(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
+    """The most likely next token at each position of a text, `(1, n)`."""
+    return model(input_ids=text, use_cache=False).logits.argmax(dim=-1)  # type: ignore[no-any-return]

@@ -1,0 +1,81 @@
+"""From acceptance by depth and costs to the speed-up that they promise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..config import Costs
+
+__all__ = ["expected_tokens", "share_within_chance", "speedup_within_chance", "theoretical_speedup"]
+
+LONGEST_DRAFT = 12
+
+
+def expected_tokens(acceptance: Sequence[float], draft_length: int) -> float:
+    """Expected tokens of a round, the target's own one included: `1 + Σ_d Π_{i ≤ d} α_i`.
+
+    With one α for all depths this is `(1 − α^(k+1)) / (1 − α)` (Leviathan et al., arXiv 2211.17192, equation 1).
+
+    Args:
+        acceptance: α by depth, given that all tokens before were accepted; deeper than it goes, the last one holds.
+        draft_length: k ≥ 0.
+    """
+    total, reached = 1.0, 1.0
+    for depth in range(draft_length):
+        reached *= acceptance[min(depth, len(acceptance) - 1)] if acceptance else 0.0
+        total += reached
+    return total
+
+
+def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int = LONGEST_DRAFT) -> tuple[float, int]:
+    """The greatest `E[tokens] · plain / (k · draft + verify(k + 1))` over k = 1 … `longest`, and that k.
+
+    Below 1 where drafting does not pay: by how much tells a search which way to go.
+
+    (Theorem 3.8 of Leviathan et al., with measured costs of verification in place of 1.)
+
+    Args:
+        acceptance: by depth, see `expected_tokens`.
+        costs: of a draft step and of verification.
+        longest: the longest draft.
+    """
+    best, length = 0.0, 1
+    for k in range(1, longest + 1):
+        seconds = k * costs.draft_step + costs.verify_seconds(k + 1)
+        speedup = expected_tokens(acceptance, k) * costs.plain_step / seconds
+        if speedup > best:
+            best, length = speedup, k
+    return best, length
+
+
+def share_within_chance(tried: float, accepted: float, errors: float) -> float:
+    """`accepted / tried`, moved by so many standard errors.
+
+    Two observations are added, one of each kind, so that few observations leave much to chance (the rule of Agresti and
+    Coull for the interval of a proportion, The American Statistician 52, 1998).
+
+    Args:
+        tried: how many there were.
+        accepted: how many of them were accepted.
+        errors: standard errors, upwards where positive.
+    """
+    share = (accepted + 1) / (tried + 2)
+    return min(1.0, max(0.0, share + errors * math.sqrt(share * (1 - share) / (tried + 2))))
+
+
+def speedup_within_chance(
+    tried: Sequence[int | float], accepted: Sequence[int | float], costs: Costs, errors: float
+) -> tuple[float, int]:
+    """`theoretical_speedup` with every acceptance moved by so many standard errors (`share_within_chance`).
+
+    Args:
+        tried: by depth, how often a draft got as far.
+        accepted: by depth, how often its token was accepted.
+        costs: of a draft step and of verification.
+        errors: standard errors, upwards where positive.
+    """
+    moved = [share_within_chance(n, k, errors) for n, k in zip(tried, accepted, strict=True)]
+    return theoretical_speedup(moved, costs)
