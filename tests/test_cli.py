@@ -230,7 +230,8 @@ def test_inspect_shows_the_demo_models_skip_set(
 def test_without_a_config_what_pays_is_found_out(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ssd_generation.models.loading.fetch_demo", lambda: Path(folder))
+    for module in ("models", "models.loading"):
+        monkeypatch.setattr(f"ssd_generation.{module}.fetch_demo", lambda: Path(folder))
     for model in ([], ["-m", folder]):  # the demo model too
         run = ssd("generate", "the rain", *model, *SHORT, "--json")
         document = run.json
