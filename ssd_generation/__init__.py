@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SkipConfig,
     )
     from .decoding.candidate_generator import SelfSpeculativeCandidateGenerator
-    from .decoding.loop import SelfSpeculativeOutput
+    from .decoding.outputs import SelfSpeculativeOutput
     from .decoding.statistics import SpeculationStatistics
     from .forward.skip_mode import draft_mode
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
@@ -65,7 +65,7 @@ _HOMES = {
     "Provenance": ".config",
     "SelfSpeculativeConfig": ".config",
     "SkipConfig": ".config",
-    "SelfSpeculativeOutput": ".decoding.loop",
+    "SelfSpeculativeOutput": ".decoding.outputs",
     "disable_self_speculative": ".generation",
     "enable_self_speculative": ".generation",
     "is_self_speculative": ".generation",

@@ -19,10 +19,14 @@ from transformers.generation.logits_process import SynthIDTextWatermarkLogitsPro
 
 from .cache.layers import add_spare_room, drop_spare_room
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
-from .decoding.candidate_generator import SelfSpeculativeCandidateGenerator
-from .decoding.loop import SelfSpeculativeDecoding, SelfSpeculativeOutput, end_tokens
+from .decoding.candidate_generator import self_drafter
+from .decoding.loop import DecodingLoop, Request, end_tokens
+from .decoding.outputs import SelfSpeculativeOutput
+from .decoding.rows import Rows
 from .decoding.statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
 from .drafting.draft_length import CostAwarePolicy, DraftPolicy, make_policy
+from .drafting.drafter import Drafter
+from .forward.forward import Forward
 from .forward.low_bit import drop_copies
 from .forward.sublayers import input_device, locate_sublayers
 from .support.bounds import clipped, shown
@@ -66,14 +70,14 @@ class _Call:
         config: what to draft with; `None` where nothing can be drafted, or a script says what.
         refusal: why nothing can be drafted with this model.
         script: the drafts of a call that checks the model.
-        same_lengths: for such a call, as in `SelfSpeculativeDecoding`.
+        in_step: for such a call, as in `Request`.
     """
 
     model: PreTrainedModel
     config: SelfSpeculativeConfig | None = None
     refusal: str | None = None
     script: ScriptedDrafts | None = None
-    same_lengths: bool = False
+    in_step: bool = False
     cache_is_returned: bool = False
 
 
@@ -163,9 +167,9 @@ class SelfSpeculativeMixin:
         model = cast(PreTrainedModel, self)
         generate = super().generate  # type: ignore[misc]
 
-        def decode(text: ForcedText, is_drafted: bool, same_lengths: bool) -> Any:
-            script = ScriptedDrafts(model, text) if is_drafted else None
-            token = _CALL.set(_Call(model, script=script, same_lengths=same_lengths) if is_drafted else None)
+        def decode(text: ForcedText, is_drafted: bool, in_step: bool) -> Any:
+            script = ScriptedDrafts(text) if is_drafted else None
+            token = _CALL.set(_Call(model, script=script, in_step=in_step) if is_drafted else None)
             try:
                 # Whatever the model's own generation config says.
                 output = generate(
@@ -248,10 +252,10 @@ class SelfSpeculativeMixin:
         if call is None:
             return sample()
         model = cast(PreTrainedModel, self)
-        refusal, same_lengths = call.refusal, call.same_lengths
+        refusal, in_step = call.refusal, call.in_step
         if refusal is None and call.script is None and input_ids.shape[0] > 1:
             check = self._check(is_batch=True)
-            refusal, same_lengths = check.refusal, check.uneven_refusal is not None
+            refusal, in_step = check.refusal, check.uneven_refusal is not None
         if refusal is not None:
             _warn_of_refusal(model, refusal)
             output = sample()
@@ -263,42 +267,18 @@ class SelfSpeculativeMixin:
             return output
         _refuse_processors(logits_processor)
         cache: Cache = model_kwargs["past_key_values"]
-        sampled = bool(generation_config.do_sample)
-        decoding, refining = None, None
-        generator: SelfSpeculativeCandidateGenerator | ScriptedDrafts
+        batch = input_ids.shape[0]
+        states = generation_config.output_attentions or generation_config.output_hidden_states
+        returns_states = bool(states and generation_config.return_dict_in_generate)
         try:
-            add_spare_room(cache, history=_HISTORY if input_ids.shape[0] > 1 and call.cache_is_returned else 0)
-            if call.script is not None:
-                generator = call.script
-            else:
-                assert call.config is not None
-                refinement = refinement_of(model, call.config) if call.config.adapt and not sampled else None
-                config = call.config if refinement is None else refinement.config
-                policy = _policy_of(model, config, sampled)
-                own = SelfSpeculativeCandidateGenerator(
-                    model, config, generation_config, logits_processor, policy=policy
-                )
-                refining = None if refinement is None else _Refining(model, refinement, own.draft_by)
-                generator = own
-            decoding = SelfSpeculativeDecoding(
-                model=model,
-                generator=generator,
-                refine=refining,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=streamer,
-                cache_is_returned=call.cache_is_returned,
-                same_lengths=same_lengths,
+            add_spare_room(cache, history=_HISTORY if batch > 1 and call.cache_is_returned else 0)
+            forward = Forward(model, plays_back=batch == 1 and not returns_states)
+            drafter, refining = _drafter_of(call, forward, generation_config, batch)
+            request = Request(
+                generation_config, logits_processor, stopping_criteria, streamer, call.cache_is_returned, in_step
             )
-            if call.script is not None:
-                call.script.lengths = lambda: decoding.lengths
-            output = decoding.run(input_ids, model_kwargs)
-        except BaseException:
-            # Whoever cancels, say from a streamer, goes on from what was said.
-            if call.cache_is_returned and decoding is not None:
-                decoding.take_back()
-            raise
+            loop = DecodingLoop(forward, drafter, request, after_round=refining)
+            output = loop.run(input_ids, model_kwargs)
         finally:
             if call.cache_is_returned:
                 # A cache that the user passed in is theirs again, whatever happened.
@@ -306,9 +286,9 @@ class SelfSpeculativeMixin:
         if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
             drop_spare_room(output.past_key_values)
         if refining is not None:
-            decoding.statistics.refinement = refining.refinement.to_dict()
+            loop.statistics.refinement = refining.refinement.to_dict()
         if call.script is None:
-            self.last_speculation = decoding.statistics
+            self.last_speculation = loop.statistics
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -586,6 +566,20 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> Draf
     return policies[config]
 
 
+def _drafter_of(
+    call: _Call, forward: Forward, generation_config: GenerationConfig, batch: int
+) -> tuple[Drafter, _Refining | None]:
+    """What drafts in a call, and what betters the draft between its rounds where the config asks for that."""
+    if call.script is not None:
+        return call.script, None
+    assert call.config is not None
+    model, sampled = forward.model, bool(generation_config.do_sample)
+    refinement = refinement_of(model, call.config) if call.config.adapt and not sampled else None
+    config = call.config if refinement is None else refinement.config
+    drafter = self_drafter(forward, config, generation_config, _policy_of(model, config, sampled), batch)
+    return drafter, None if refinement is None else _Refining(model, refinement, drafter.draft_by)
+
+
 class _Refining:
     """Has drafts judged between the rounds of a call, and exchanges the draft where another one is better."""
 
@@ -600,15 +594,15 @@ class _Refining:
         self.draft_by = draft_by
         self.judged = 0  # tokens of the text
 
-    def __call__(self, draft_steps: int, verified: int, decoding: SelfSpeculativeDecoding) -> None:
+    def __call__(self, draft_passes: int, verified: int, rows: Rows) -> None:
         refinement = self.refinement
-        refinement.earn(draft_steps, verified)
-        length = decoding.lengths[0]
-        since = length - max(self.judged, decoding.prompt)
+        refinement.earn(draft_passes, verified)
+        length = rows.lengths[0]
+        since = length - max(self.judged, rows.prompt_length)
         if not refinement.is_due(since):
             return
         self.judged = length
-        text = decoding.verified_text(min(since, WINDOW))
+        text = rows.verified_text(min(since, WINDOW))
         before = refinement.config
         if text is None or not refinement.learn(self.model, text):
             return

@@ -686,15 +686,16 @@ def test_an_enabled_model_can_be_pickled_and_copied() -> None:
 
 def test_the_off_path_is_transformers_own(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing of the library runs in a plain call but the two lines that see that it is one.
-    from ssd_generation.decoding import candidate_generator
-    from ssd_generation.decoding import loop as decoding
+    from ssd_generation.decoding.loop import DecodingLoop
+    from ssd_generation.drafting.self_drafter import SelfDrafter
     from ssd_generation.forward import skip_mode
+    from ssd_generation.forward.forward import Forward
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the library ran in a plain call")
 
-    monkeypatch.setattr(decoding.SelfSpeculativeDecoding, "__init__", fail)
-    monkeypatch.setattr(candidate_generator.SelfSpeculativeCandidateGenerator, "__init__", fail)
+    for kind in (DecodingLoop, SelfDrafter, Forward):
+        monkeypatch.setattr(kind, "__init__", fail)
     monkeypatch.setattr(skip_mode.SkipMode, "__enter__", fail)
     out = model.generate(prompt(9), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     assert type(out.past_key_values.layers[0]).__module__ == "transformers.cache_utils"

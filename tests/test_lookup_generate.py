@@ -162,17 +162,17 @@ def test_an_end_of_sequence_that_was_looked_up(config: SelfSpeculativeConfig, ro
 
 
 def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.decoding.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
+    from ssd_generation.drafting.self_drafter import SelfDrafter
 
     drafts = []
-    original = Generator.draft
+    original = SelfDrafter.propose
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = original(self, *args, **kwargs)
         drafts.append(draft.tokens[0].tolist())
         return draft
 
-    monkeypatch.setattr(Generator, "draft", watched)
+    monkeypatch.setattr(SelfDrafter, "propose", watched)
     model = enabled()
     eos = int(repetitive()["input_ids"][0, 1])
     # Never said, since it is forbidden, but looked up all the same.
@@ -187,18 +187,18 @@ def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_copied_behind_an_end_that_the_model_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.decoding.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
+    from ssd_generation.drafting.self_drafter import SelfDrafter
 
     monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
     drafts = []
-    original = Generator.draft
+    original = SelfDrafter.propose
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = original(self, *args, **kwargs)
         drafts.append((draft.tokens[0].tolist(), draft.self_lengths[0]))
         return draft
 
-    monkeypatch.setattr(Generator, "draft", watched)
+    monkeypatch.setattr(SelfDrafter, "propose", watched)
     found = 0
     for place in range(5):
         eos = int(repetitive()["input_ids"][0, place])
@@ -243,16 +243,16 @@ class Chained(DraftPolicy):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_lookup_behind_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    from ssd_generation.decoding.candidate_generator import SelfSpeculativeCandidateGenerator as Generator
+    from ssd_generation.drafting.self_drafter import SelfDrafter
 
     monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
     seen = []
-    original = Generator.draft
+    original = SelfDrafter.propose
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        draft = original(self, *args, **kwargs)
-        for row, index in enumerate(kwargs["indexes"]):
-            if not kwargs["limits"][row]:
+    def watched(self: Any, texts: Any, limits: Any) -> Any:
+        draft = original(self, texts, limits)
+        for row, index in enumerate(self.indexes):
+            if not limits[row]:
                 continue
             own, length = draft.self_lengths[row], draft.lengths[row]
             tokens = draft.tokens[row].tolist()
@@ -260,11 +260,11 @@ def test_lookup_behind_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -
             found, ngram = index.find(tokens[:own])
             assert tokens[own:length] == found[: length - own]
             assert draft.matches[row] == Match(len(found), ngram)
-            assert length <= kwargs["limits"][row]
+            assert length <= limits[row]
             seen.append((own, length - own))
         return draft
 
-    monkeypatch.setattr(Generator, "draft", watched)
+    monkeypatch.setattr(SelfDrafter, "propose", watched)
     model = enabled()
     plain, ours = both(model, BOTH, repetitive(rows, ragged=rows > 1), **cycling(max_new_tokens=30))
     assert torch.equal(plain, ours)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward import passes
@@ -179,14 +179,15 @@ def test_drafting_leaves_the_targets_cache_alone() -> None:
     # The draft reads the prefix in place; the target's keys and values are the same tensors with the same numbers after
     # it.
     model = enabled("gemma2")
-    from ssd_generation.decoding import candidate_generator
+    from ssd_generation.drafting.self_drafter import SelfDrafter
 
     looked = []
-    original = candidate_generator.SelfSpeculativeCandidateGenerator.draft
+    original = SelfDrafter.propose
 
-    def watched(self: Any, last_token: torch.Tensor, cache: DynamicCache, **kwargs: Any) -> Any:
+    def watched(self: Any, texts: Any, limits: Any) -> Any:
+        cache = texts.context.cache
         before = [(layer.keys.clone(), layer.values.clone(), layer.get_seq_length()) for layer in cache.layers]
-        draft = original(self, last_token, cache, **kwargs)
+        draft = original(self, texts, limits)
         for (keys, values, length), layer in zip(before, cache.layers, strict=True):
             assert layer.get_seq_length() == length
             assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
@@ -194,7 +195,7 @@ def test_drafting_leaves_the_targets_cache_alone() -> None:
         return draft
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidate_generator.SelfSpeculativeCandidateGenerator, "draft", watched)
+        patch.setattr(SelfDrafter, "propose", watched)
         generate(model, SelfSpeculativeConfig(SKIPS[1], FIXED), {"input_ids": prompt(20, 2)}, max_new_tokens=30)
     assert len(looked) > 5
 

@@ -17,10 +17,10 @@ from ssd_generation import (
     enable_self_speculative,
     generation,
 )
-from ssd_generation.decoding import loop as decoding
 from ssd_generation.decoding import verification
-from ssd_generation.decoding.candidate_generator import SelfSpeculativeCandidateGenerator
+from ssd_generation.decoding.processors import Processors
 from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
+from ssd_generation.drafting.self_drafter import SelfDrafter
 from tiny_models import prompt, tiny_model
 
 VOCAB, TOKENS, ROWS, CALLS = 5, 4, 2000, 4
@@ -181,7 +181,7 @@ def test_it_sees_a_missing_residual_step(model: PreTrainedModel, monkeypatch: py
         p = scores.softmax(-1)[torch.arange(len(kept)), kept]
         return kept, torch.multinomial(p, 1).squeeze(1)  # instead of from (p − q)+
 
-    monkeypatch.setattr(decoding, "accept_sampled", from_p)
+    monkeypatch.setattr(verification, "accept_sampled", from_p)
     assert differs(model, FIXED, {"top_k": 0})
 
 
@@ -192,14 +192,14 @@ def test_it_sees_drafts_accepted_unseen(model: PreTrainedModel, monkeypatch: pyt
         _, following = original(drafted, draft_scores, scores, lengths)
         return lengths, following
 
-    monkeypatch.setattr(decoding, "accept_sampled", trusting)
+    monkeypatch.setattr(verification, "accept_sampled", trusting)
     assert differs(model, FIXED, {"top_k": 0})
 
 
 def test_it_sees_a_draft_distribution_that_is_not_the_one_drawn_from(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = SelfSpeculativeCandidateGenerator.draft
+    original = SelfDrafter.propose
 
     def unprocessed(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = original(self, *args, **kwargs)
@@ -207,33 +207,33 @@ def test_it_sees_a_draft_distribution_that_is_not_the_one_drawn_from(
         draft.scores = draft.scores * 0.3  # q is not what the tokens were drawn from
         return draft
 
-    monkeypatch.setattr(SelfSpeculativeCandidateGenerator, "draft", unprocessed)
+    monkeypatch.setattr(SelfDrafter, "propose", unprocessed)
     assert differs(model, FIXED, {"top_k": 0})
 
 
 def test_it_sees_processors_that_are_left_out_in_verification(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def first_position_only(self: Any, logits: torch.Tensor, count: int) -> torch.Tensor:
-        logits[:, 0] = self._process_step(logits[:, 0], 0)
+    def first_position_only(self: Any, tokens: Any, lengths: Any, pending: Any, logits: torch.Tensor) -> torch.Tensor:
+        logits[:, 0] = self.step(tokens, lengths, logits[:, 0], 0)
         return logits
 
-    monkeypatch.setattr(decoding.SelfSpeculativeDecoding, "_process", first_position_only)
+    monkeypatch.setattr(Processors, "block", first_position_only)
     assert differs(model, FIXED, SETTINGS["top-k"])
 
 
 def test_it_sees_processors_that_see_the_wrong_text(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = decoding.SelfSpeculativeDecoding._process_step
+    original = Processors.step
 
-    def one_token_late(self: Any, logits: torch.Tensor, ahead: int) -> torch.Tensor:
-        return original(self, logits, max(ahead - 1, 0))
+    def one_token_late(self: Any, tokens: Any, lengths: Any, logits: torch.Tensor, ahead: int) -> torch.Tensor:
+        return original(self, tokens, lengths, logits, max(ahead - 1, 0))
 
-    monkeypatch.setattr(decoding.SelfSpeculativeDecoding, "_process_step", one_token_late)
+    monkeypatch.setattr(Processors, "step", one_token_late)
     assert differs(model, FIXED, SETTINGS["custom"])
 
 
 def test_it_sees_a_dropped_unsure_token(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SelfSpeculativeCandidateGenerator.draft
+    original = SelfDrafter.propose
 
     def drop_unsure(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = original(self, *args, **kwargs)
@@ -244,13 +244,13 @@ def test_it_sees_a_dropped_unsure_token(model: PreTrainedModel, monkeypatch: pyt
         ]
         return draft
 
-    monkeypatch.setattr(SelfSpeculativeCandidateGenerator, "draft", drop_unsure)
+    monkeypatch.setattr(SelfDrafter, "propose", drop_unsure)
     assert differs(model, FIXED, {"top_k": 0})
 
 
 def with_lookup_scores(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Let `change` put in other scores for tokens that were looked up: (scores (k, V)) → (k, V)."""
-    original = SelfSpeculativeCandidateGenerator.draft
+    original = SelfDrafter.propose
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
         draft = original(self, *args, **kwargs)
@@ -260,7 +260,7 @@ def with_lookup_scores(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
                 draft.scores[row, own:length] = change(draft.scores[row, own:length])
         return draft
 
-    monkeypatch.setattr(SelfSpeculativeCandidateGenerator, "draft", changed)
+    monkeypatch.setattr(SelfDrafter, "propose", changed)
 
 
 def test_it_sees_looked_up_tokens_taken_for_drawn_ones(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

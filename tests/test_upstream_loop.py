@@ -16,6 +16,7 @@ from ssd_generation import (
     SelfSpeculativeConfig,
     SkipConfig,
 )
+from ssd_generation.drafting.self_drafter import SelfDrafter
 from tiny_models import WINDOW, prompt, tiny_model
 
 NEW = 24
@@ -106,14 +107,14 @@ def test_prompt_lookup_gives_the_targets_text(family: str, skip: SkipConfig) -> 
     )
     made = in_upstreams_loop(model, config)
     looked: list[int] = []
-    original = SelfSpeculativeCandidateGenerator.learn
+    original = SelfDrafter.learn
 
     def watched(self: Any, draft: Any, accepted: Any, rows: Any) -> None:
         looked.append(draft.lengths[0] - draft.self_lengths[0])
         original(self, draft, accepted, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SelfSpeculativeCandidateGenerator, "learn", watched)
+        patch.setattr(SelfDrafter, "learn", watched)
         assert torch.equal(model.generate(ids, **options, assistant_model=model), expected)
     assert len(made) == 1 and sum(looked) > 4
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_generation.decoding.verification import accept_greedy, accept_sampled, argmax
+from ssd_generation.decoding.verification import accept_greedy, accept_sampled
+from ssd_generation.support.tensors import argmax
 
 
 def one_hot_scores(choices: list[list[int]], vocab: int = 6) -> torch.Tensor:

@@ -25,7 +25,7 @@ import transformers
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
-from ..decoding.candidate_generator import SelfSpeculativeCandidateGenerator
+from ..drafting.self_drafter import SelfDrafter
 from ..generation import enable_self_speculative
 from ..models import load_model
 
@@ -159,9 +159,7 @@ def measure_overhead(
     settings.assistant_confidence_threshold = 0.0
 
     def ours() -> dict[str, float]:
-        with _watched(
-            passes, SelfSpeculativeCandidateGenerator, "draft", lambda draft, args: draft.tokens.shape[1]
-        ) as clock:
+        with _watched(passes, SelfDrafter, "propose", lambda draft, args: draft.tokens.shape[1]) as clock:
             model.generate(**inputs, **common, self_speculative=config)
             return split(clock)
 

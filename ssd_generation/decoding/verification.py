@@ -9,18 +9,33 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["accept_greedy", "accept_sampled", "argmax"]
+from ..drafting.drafter import Draft
+from ..support.tensors import argmax
+
+__all__ = ["accept", "accept_greedy", "accept_sampled"]
 
 
-def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """`scores.argmax(dim=-1)`, the first of equals.
+def accept(draft: Draft, scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verify a draft: greedily, or by speculative sampling.
 
-    On the CPU NumPy's is used, which has the same rule for equals and NaN and takes a tenth of the time: over a large
-    vocabulary torch's costs as much as a small layer.
+    Args:
+        draft: k drafted tokens per row at the most.
+        scores (`torch.FloatTensor` of shape `(B, k + 1, V)`): the target's scores after all logits processors.
+        do_sample: whether tokens are drawn.
+
+    Returns:
+        The number of drafted tokens kept, and the token that follows them; each of shape `(B,)`.
     """
-    if scores.device.type == "cpu" and scores.dtype == torch.float32:
-        return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
-    return scores.argmax(dim=-1)
+    batch, drafted = draft.tokens.shape
+    if not drafted:
+        kept = torch.zeros(batch, dtype=torch.long, device=scores.device)
+        if do_sample:
+            return kept, torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1).squeeze(1)
+        return kept, argmax(scores[:, 0])
+    lengths = torch.tensor(draft.lengths, device=scores.device)
+    if do_sample:
+        return accept_sampled(draft.tokens, draft.distributions(scores.shape[-1]), scores, lengths)  # type: ignore[arg-type]
+    return accept_greedy(draft.tokens, scores, lengths)  # type: ignore[arg-type]
 
 
 def _leading(accepted: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

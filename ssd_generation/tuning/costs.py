@@ -14,16 +14,17 @@ import transformers
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
-from ..cache.layers import DraftCache, SpareRoomLayer, add_spare_room
+from ..cache.layers import SpareRoomLayer, add_spare_room
 from ..config.schema import SECONDS, Costs, SelfSpeculativeConfig
-from ..decoding.verification import argmax
+from ..forward.forward import Context, Forward
 from ..forward.low_bit import is_plain
-from ..forward.passes import draft_of, flat_passes, why_not_recorded
+from ..forward.passes import why_not_recorded
 from ..forward.sublayers import input_device
 from ..support.bounds import Number
 from ..support.machine import cpu_name
 from ..support.measurements import Unsteady, kept, settled, unless_busy
 from ..support.parallel import agreed
+from ..support.tensors import argmax
 from ..support.timing import Stopwatch
 
 if TYPE_CHECKING:
@@ -171,10 +172,7 @@ class Passes:
         prompt = torch.randint(0, vocabulary, (1, context), generator=generator).to(device)
         self.tokens = torch.randint(0, vocabulary, (1, LONGEST_VERIFIED), generator=generator).to(device)
         self.cache = _behind(model, prompt) if cache is None else cache
-        self.flat = flat_passes(model)
-        if config is not None:
-            self.skip_mode, self.draft_flat = draft_of(model, config)
-            self.skipped = frozenset(config.skip.attention)
+        self.forward = Forward(model, config)
 
     def once(self, length: int) -> float:
         """Seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache stays as it is.
@@ -183,43 +181,26 @@ class Passes:
         """
         count = max(length, 1)
         ids = self.tokens[:, :count]
-        positions = torch.arange(self.context, self.context + count, device=ids.device)[None]
+        context = Context(
+            self.cache,
+            length=self.context,
+            mask=torch.ones((1, self.context + 1), dtype=torch.long, device=ids.device),
+            positions=torch.full((1, 1), self.context, device=ids.device),
+        )
         watch = Stopwatch(ids.device)
-        self._wait()
+        if ids.device.type == "cuda":
+            torch.cuda.synchronize(ids.device)
         watch.start()
-        logits = self._verify(ids, positions) if length else self._draft(ids, positions)
+        if length:
+            logits = self.forward.target(ids, context).logits
+        else:
+            with self.forward.draft(context, ids, 1) as passes:
+                logits = passes(ids, 0)
         argmax(logits[:, -count:].float()).tolist()
         if length:
             self.cache.crop(-count)
         watch.stop()
         return watch.seconds()
-
-    def _wait(self) -> None:
-        if self.tokens.device.type == "cuda":
-            torch.cuda.synchronize(self.tokens.device)
-
-    def _verify(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = None if self.flat is None else self.flat.run(self.cache, ids, positions)
-        return self._run(ids, positions, self.cache) if logits is None else logits
-
-    def _draft(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = None if self.draft_flat is None else self.draft_flat.run(self.cache, ids, positions)
-        if logits is not None:
-            assert self.draft_flat is not None
-            self.draft_flat.end_round()
-            return logits
-        with self.skip_mode:
-            return self._run(ids, positions, DraftCache(self.cache, self.skipped))
-
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        inputs = self.model.prepare_inputs_for_generation(
-            ids,
-            next_sequence_length=ids.shape[1],
-            past_key_values=cache,
-            attention_mask=torch.ones((1, self.context + ids.shape[1]), dtype=torch.long, device=ids.device),
-            position_ids=positions,
-        )
-        return self.model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
 
 
 def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:

@@ -26,12 +26,10 @@ from torch import nn
 from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
-from ..decoding.candidate_generator import Draft, Drafter
-from ..drafting.draft_length import NO_MATCH
+from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.passes import does_something, forbid_recording, why_not_recorded
 from ..forward.sublayers import input_device
 from ..support.measurements import kept
-from ..support.timing import Stopwatch
 from .costs import describe_adapters, describe_model
 
 if TYPE_CHECKING:
@@ -145,59 +143,34 @@ class _Forcing(LogitsProcessor):
 
 
 class ScriptedDrafts(Drafter):
-    """Drafts for a decoding loop as a script says, right and wrong ones. Stands in for the candidate generator.
+    """Drafts as a script says, right and wrong ones.
 
     Args:
-        model: the target model.
         text: that is decoded.
     """
 
-    def __init__(self, model: PreTrainedModel, text: ForcedText) -> None:
+    def __init__(self, text: ForcedText) -> None:
         self.text = text
-        self.stopwatch = Stopwatch(input_device(model))
-        self.draft_passes = 0
-        self.policy = self
-        self.lengths: Callable[[], Sequence[int]] = list
-        """Tokens of each row so far, the prompt's included: set once there is a loop to draft for."""
         self._rounds = 0
 
-    def state(self) -> dict[str, float]:
-        """Of a policy: nothing is learnt."""
-        return {}
-
-    def new_index(self) -> None:
-        """Nothing is looked up."""
-
-    def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:
-        """Nothing is learnt."""
-
-    def draft(self, last_token: torch.Tensor, cache: Any, *, limits: Sequence[int], **_: Any) -> Draft:
-        """The tokens of the next round, as `SelfSpeculativeCandidateGenerator.draft` gives them."""
+    def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
+        """The tokens of the next round."""
         prompt = self.text.inputs["input_ids"].shape[1]
-        rows: list[list[int]] = []
-        for row, (script, length, limit) in enumerate(zip(_SCRIPTS, self.lengths(), limits, strict=False)):
+        drafts: list[list[int]] = []
+        for row, (script, limit) in enumerate(zip(_SCRIPTS, limits, strict=False)):
             right, wrong = script[self._rounds] if self._rounds < len(script) else (1, 1)
-            at = length - prompt
+            at = len(texts.text(row)) - prompt
             tokens = self.text.tokens[row, at : at + right].tolist()
             if wrong and at + right < _NEW:
                 tokens += self.text.wrong[row].roll(-at - right).repeat(2)[:wrong].tolist()
-            rows.append(tokens[:limit])
+            drafts.append(tokens[:limit])
         self._rounds += 1
-        width = max(map(len, rows))
-        padded = [tokens + [0] * (width - len(tokens)) for tokens in rows]
-        lengths = [len(tokens) for tokens in rows]
-        return Draft(
-            tokens=torch.tensor(padded, dtype=torch.long, device=last_token.device).view(len(rows), width),
-            scores=None,
-            lengths=lengths,
-            self_lengths=list(lengths),
-            matches=[NO_MATCH] * len(rows),
-            complete=[True] * len(rows),
-        )
+        # All rows of the batch: of more than there are scripts for, the others draft nothing.
+        return Draft.of_tokens([*drafts, *[[] for _ in limits[len(drafts) :]]], texts.pending.device)
 
 
 Decode = Callable[[ForcedText, bool, bool], Any]
-"""`(text, drafted, same lengths) → output of generate`, with logits, by transformers' loop or by this library's."""
+"""`(text, drafted, in step) → output of generate`, with logits, by transformers' loop or by this library's."""
 
 
 def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
@@ -262,7 +235,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
             uneven = _difference(model, text, plain, decode)
             if uneven is None:
                 return ModelCheck()
-            even = _difference(model, text, plain, decode, same_lengths=True)
+            even = _difference(model, text, plain, decode, in_step=True)
             return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven)
         forbid_recording(model, None)
         recorded = _difference(model, text, plain, decode) if why_not_recorded(model) is None else None
@@ -282,11 +255,11 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
 
 
 def _difference(
-    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: Decode, same_lengths: bool = False
+    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: Decode, in_step: bool = False
 ) -> str | None:
     """What parts a text decoded with drafts from plain decoding's logits, `(B, V)` per step; `None` for rounding."""
     try:
-        drafted = decode(text, True, same_lengths).logits
+        drafted = decode(text, True, in_step).logits
     except CannotDraft:
         raise
     except Exception as error:
@@ -297,7 +270,7 @@ def _difference(
         return _too_far(model, _distances(plain, drafted).max(), _TOLERANCE)
     # Rounding alone takes long texts apart here, in passes of another width. Of one width, it is no way out: a token's
     # logits hang on none behind it (but that there may be more of them for one expert).
-    others = _distances(drafted, decode(text.with_other_drafts(), True, same_lengths).logits).max()
+    others = _distances(drafted, decode(text.with_other_drafts(), True, in_step).logits).max()
     # Where rounding decides between two experts, single tokens may lie apart.
     apart = _distances(plain, drafted).median(dim=0).values.max()
     if others <= _TOLERANCE and apart <= _TOLERANCE_HALF:

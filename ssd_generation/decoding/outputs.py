@@ -1,0 +1,174 @@
+"""What a call returns besides its tokens: scores, logits, attentions and hidden states of each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..cache.layers import SpareRoomSlidingLayer
+from .rows import Rows
+from .statistics import SpeculationStatistics
+
+__all__ = ["SelfSpeculativeOutput", "StepOutputs"]
+
+
+@dataclass
+class SelfSpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What `generate(..., return_dict_in_generate=True)` gives: `GenerateDecoderOnlyOutput`, and `speculation`.
+
+    Attributes:
+        sequences (`torch.LongTensor` of shape `(B, prompt + new tokens)`): prompt and text, as from plain decoding.
+        scores, logits, attentions, hidden_states, past_key_values: as from plain decoding, where they were asked for.
+        speculation: the statistics of the call, also `model.last_speculation`.
+    """
+
+    speculation: SpeculationStatistics | None = None
+
+
+class StepOutputs:
+    """Scores, logits, attentions and hidden states of each step, where a call asks for them.
+
+    Rows reach a step at different times: what belongs to a row waits until the step is committed.
+
+    Args:
+        config: generation config of the call.
+        batch: rows, B.
+
+    Attributes:
+        returns_states: whether attentions or hidden states are asked for.
+        scores, logits, attentions, hidden_states: tuples over the committed steps; `None` where not asked for.
+    """
+
+    def __init__(self, config: GenerationConfig, batch: int) -> None:
+        records = bool(config.return_dict_in_generate)
+
+        def asked(name: str) -> tuple[Any, ...] | None:
+            return () if records and bool(getattr(config, f"output_{name}")) else None
+
+        self.scores = asked("scores")
+        self.logits = asked("logits")
+        self.attentions = asked("attentions")
+        self.hidden_states = asked("hidden_states")
+        self.returns_states = self.attentions is not None or self.hidden_states is not None
+        self._waiting: list[list[dict[str, Any]]] = [[] for _ in range(batch)]
+        self._keeps_nothing = self.scores is None and self.logits is None and not self.returns_states
+
+    def float_logits(
+        self, outputs: Any, count: int, device: torch.device, processed: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Logits of the last `count` places in float32: as they are, if they are asked for, and to be processed.
+
+        Args:
+            outputs: of the model.
+            count: places.
+            device: where the tokens are.
+            processed: whether processors may write into them.
+
+        Returns:
+            Two tensors `(B, count, V)`; the first `None` where nobody asks for it.
+        """
+        raw = outputs.logits[:, -count:].to(dtype=torch.float32, device=device)
+        # The prompt's logits may be large: what is kept must not keep them.
+        logits = raw.clone() if processed or self.scores is not None or self.logits is not None else raw
+        return (raw.clone() if self.logits is not None else None), logits
+
+    def add_prompt(self, outputs: Any, raw: torch.Tensor | None, scores: torch.Tensor) -> None:
+        """What the pass over the prompt says of the first new token, `(B, 1, V)` each."""
+        if self._keeps_nothing:
+            return
+        states: dict[str, Any] = {}
+        if self.returns_states:
+            states = {"attentions": outputs.get("attentions"), "hidden_states": outputs.get("hidden_states")}
+        for row, waiting in enumerate(self._waiting):
+            waiting.append(
+                self._scores_of(raw, scores, row, 0)
+                | {
+                    key: None if layers is None else tuple(layer[row : row + 1] for layer in layers)
+                    for key, layers in states.items()
+                }
+            )
+
+    def add_round(
+        self, outputs: Any, raw: torch.Tensor | None, scores: torch.Tensor, rows: Rows, row: int, count: int
+    ) -> None:
+        """What a verifying pass, `(B, n, V)`, says of the first `count` tokens that a row takes from it."""
+        if self._keeps_nothing:
+            return
+        for place in range(count):
+            record = self._scores_of(raw, scores, row, place)
+            if self.returns_states:
+                record |= self._states_of(outputs, rows, row, place, scores.shape[1])
+            self._waiting[row].append(record)
+
+    def commit(self) -> None:
+        """One more step that all rows have taken."""
+        if self._keeps_nothing:
+            return
+        records: list[dict[str, Any] | None] = [waiting.pop(0) if waiting else None for waiting in self._waiting]
+        if self.scores is not None:
+            self.scores += (_stacked(records, "scores"),)
+        if self.logits is not None:
+            self.logits += (_stacked(records, "logits"),)
+        if self.attentions is not None:
+            self.attentions += (_joined(records, "attentions"),)
+        if self.hidden_states is not None:
+            self.hidden_states += (_joined(records, "hidden_states"),)
+
+    def drop(self, row: int) -> None:
+        """A row has ended: what it holds behind its end is no part of the text."""
+        self._waiting[row].clear()
+
+    def _scores_of(self, raw: torch.Tensor | None, scores: torch.Tensor, row: int, place: int) -> dict[str, Any]:
+        record: dict[str, Any] = {}
+        if self.scores is not None:
+            record["scores"] = scores[row, place]
+        if raw is not None:
+            record["logits"] = raw[row, place]
+        return record
+
+    def _states_of(self, outputs: Any, rows: Rows, row: int, place: int, block: int) -> dict[str, Any]:
+        """Hidden states and attentions of one row and place, cut to what plain decoding gives for that step."""
+        record: dict[str, Any] = {}
+        if self.hidden_states is not None:
+            record["hidden_states"] = tuple(layer[row : row + 1, place : place + 1] for layer in outputs.hidden_states)
+        if self.attentions is not None and not outputs.attentions:
+            record["attentions"] = outputs.attentions  # sdpa has none to give
+        elif self.attentions is not None:
+            seen = rows.context.length - rows.shifts[row] + place + 1  # slots of the row when this token was the newest
+            attentions: list[torch.Tensor | None] = []
+            for layer, attention in zip(rows.context.cache.layers, outputs.attentions, strict=True):
+                if attention is None:
+                    attentions.append(None)
+                    continue
+                stop = attention.shape[-1] - block + place + 1
+                window = layer.sliding_window if isinstance(layer, SpareRoomSlidingLayer) else seen
+                first = stop - min(seen, window)
+                attentions.append(attention[row : row + 1, :, place : place + 1, max(first, 0) : stop])
+            record["attentions"] = tuple(attentions)
+        return record
+
+
+def _stacked(records: list[dict[str, Any] | None], key: str) -> torch.Tensor:
+    """`(B, V)`; a row that has ended has no scores of its own any more."""
+    like = next(record for record in records if record is not None)[key]
+    return torch.stack([like.new_zeros(like.shape) if record is None else record[key] for record in records])
+
+
+def _joined(records: list[dict[str, Any] | None], key: str) -> tuple[Any, ...] | None:
+    """Per layer, the rows' states in one tensor."""
+    known = next(record for record in records if record is not None)
+    if known.get(key) is None:
+        return None
+    layers: list[torch.Tensor | None] = []
+    for index, like in enumerate(known[key]):
+        if like is None:
+            layers.append(None)
+            continue
+        parts = [None if record is None else record[key][index] for record in records]
+        filled = [like.new_zeros(like.shape) if part is None else part for part in parts]
+        layers.append(filled[0] if len(filled) == 1 else torch.cat(filled))
+    return tuple(layers)

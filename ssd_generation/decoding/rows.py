@@ -1,0 +1,359 @@
+"""The rows of a batch while they are decoded: tokens, lengths, masks, positions, and which of them have ended.
+
+Layouts: `tokens` is aligned at the left, as in `generate`'s output: row r holds `lengths[r]` tokens, column t is step t
+of every row. The KV cache is aligned at the right: a row that lags `shifts[r]` slots behind the longest one has as many
+masked slots at its left, which every model supports as left padding.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.layers import SpareRoomLayer, SpareRoomSlidingLayer, move_rows
+from ..forward.forward import Context
+from .processors import Processors
+from .rotary import RotarySwitch
+from .verified_text import VerifiedText
+
+__all__ = ["Limits", "Rows"]
+
+# Rows of a batch whose cache is returned may run this many tokens ahead of the slowest, so that sliding layers can be
+# put back.
+_MAX_LEAD = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where the texts of a call end.
+
+    Attributes:
+        max_length: tokens of a text, the prompt's included.
+        stops_at_eos: whether rows end by themselves: what follows is padding.
+        eos_token_ids: the tokens that end a text.
+        pad_token_id: what follows the end of a text that ended before others.
+    """
+
+    max_length: int
+    stops_at_eos: bool
+    eos_token_ids: frozenset[int]
+    pad_token_id: int
+
+
+class Rows:
+    """B texts that are decoded together, each at its own speed. A drafter sees them as `Texts`.
+
+    Args:
+        prompt (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts, padded at the left.
+        context: what the next pass stands behind; its cache holds the prompt, its mask and positions are the prompt's.
+        processors: the call's logits processors.
+        limits: where texts end.
+        rotary: where the model's rotary embedding changes.
+        in_step: whether all rows take the same number of tokens in each round, for models that count positions from the
+            length of the cache.
+        cache_is_returned: whether the caller sees the cache afterwards.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(B, ≥ longest)`): the texts, and behind each whatever was drafted.
+        lengths: tokens per row.
+        shifts: slots of the cache by which each row lags behind the longest.
+        committed: steps that every row has taken.
+        finished: per row, whether plain decoding would have ended it after the committed steps.
+        last_columns: per row, the column of the token that ended it, where padding follows.
+    """
+
+    def __init__(
+        self,
+        prompt: torch.Tensor,
+        context: Context,
+        processors: Processors,
+        limits: Limits,
+        rotary: RotarySwitch,
+        in_step: bool = False,
+        cache_is_returned: bool = False,
+    ) -> None:
+        self.prompt_length = prompt.shape[1]
+        self._batch = prompt.shape[0]
+        self.device = prompt.device
+        self.tokens = prompt.new_zeros((self.batch, self.prompt_length + 64), dtype=torch.long)
+        self.tokens[:, : self.prompt_length] = prompt
+        self.context = context
+        self.processors = processors
+        self.limits = limits
+        self.rotary = rotary
+        self.in_step = in_step
+        self.lengths = [self.prompt_length] * self.batch
+        self.shifts = [0] * self.batch
+        self.committed = 0
+        self.finished = [False] * self.batch
+        self._rests = [False] * self.batch  # known to finish at a step that is not committed yet
+        self.last_columns = [sys.maxsize] * self.batch
+        self.prompt_slots = context.length
+        self._prompt_positions: torch.Tensor | None = None
+        if context.positions is not None:
+            self._prompt_positions = context.positions[..., : context.length]
+            context.positions = context.positions[..., -1:].expand(*context.positions.shape[:-2], self.batch, 1).clone()
+        is_sliding = any(isinstance(layer, SpareRoomSlidingLayer) for layer in context.cache.layers)
+        self._max_lead = _MAX_LEAD if self.batch > 1 and cache_is_returned and is_sliding else limits.max_length
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # what a drafter sees
+
+    @property
+    def batch(self) -> int:
+        """Rows, B."""
+        return self._batch
+
+    @property
+    def pending(self) -> torch.Tensor:
+        """The last token of each row, `(B, 1)`, which is not in the cache yet."""
+        if len(set(self.lengths)) == 1:
+            return self.tokens[:, self.lengths[0] - 1 : self.lengths[0]]
+        last = torch.tensor(self.lengths, device=self.device)[:, None] - 1
+        return self.tokens.gather(1, last)
+
+    def text(self, row: int, start: int = 0) -> list[int]:
+        """The tokens of a row from `start` on, the prompt's (padding included) among them."""
+        return self.tokens[row, start : self.lengths[row]].tolist()
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether the call has logits processors."""
+        return len(self.processors) > 0
+
+    def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores `(B, V)`: logits `(B, V)` behind the drafted tokens `(B, i)`, after the call's logits processors."""
+        if self.processors.are_blind:
+            return self.processors.once(self.pending, logits)
+        self.write_ahead(drafted)
+        return self.processors.step(self.tokens, self.lengths, logits, drafted.shape[1])
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # the limits of a round
+
+    def active(self) -> list[bool]:
+        """Per row, whether it goes on in this round: it has not ended, and need not wait for others."""
+        going = [not self._rests[row] and not self.is_padded(row) for row in range(self.batch)]
+        for row, spare in enumerate(self._spare()):
+            going[row] = going[row] and spare > 0
+        if self.rotary and any(going):
+            rows = [row for row in range(self.batch) if going[row]]
+            if min(map(self._columns, rows)) < self.rotary.length:
+                for row in rows:  # until the last one has reached the length at which the embedding changes
+                    going[row] = self._columns(row) < self.rotary.length
+        return going
+
+    def draft_limits(self, active: Sequence[bool]) -> list[int]:
+        """Per row, the most tokens that are worth drafting: one less than it may add, since one is the target's own."""
+        most = self._longest_draft(active)
+        return [min(spare - 1, most) if active[row] else 0 for row, spare in enumerate(self._spare())]
+
+    def _spare(self) -> list[int]:
+        """Tokens that each row may still add."""
+        end = self.prompt_length + self.committed
+        return [min(self.limits.max_length - length, self._max_lead - (length - end)) for length in self.lengths]
+
+    def _columns(self, row: int) -> int:
+        """Tokens in the text of a row, the pending one and padding included."""
+        return self.context.length - self.shifts[row] + 1
+
+    def _longest_draft(self, active: Sequence[bool]) -> int:
+        """Tokens of a draft that does not reach across the length at which the rotary embedding changes."""
+        if not self.rotary or not any(active):
+            return sys.maxsize
+        slowest = min(self._columns(row) for row in range(self.batch) if active[row])
+        if slowest < self.rotary.length:
+            # Resting rows are in the pass as well, and its end is theirs; the one that is ahead may come to rest with a
+            # token of the target's own at the switch.
+            return max(self.rotary.length - self.context.length - (1 if self.batch == 1 else 2), 0)
+        padding = 0
+        if (positions := self.context.positions) is not None:
+            padding = min(self._columns(row) - 1 - int(positions[..., row, 0].max()) for row in range(self.batch))
+        return sys.maxsize if self.rotary.changes_once and slowest - padding > self.rotary.length + 1 else 0
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # tokens
+
+    def is_padded(self, row: int) -> bool:
+        """Whether a row has ended, so that padding follows."""
+        return self.finished[row] and self.limits.stops_at_eos
+
+    def write_ahead(self, drafted: torch.Tensor) -> None:
+        """Put drafted tokens behind each row's own, for the processors to see; accepted ones are written over them."""
+        count = drafted.shape[1]
+        self._widen(max(self.lengths) + count)
+        for row, length in enumerate(self.lengths):
+            if not self.is_padded(row):  # those hold padding there
+                self.tokens[row, length : length + count] = drafted[row]
+
+    def append(self, new: torch.Tensor, added: Sequence[int]) -> None:
+        """Put the first `added[r]` of the new tokens `(B, n)` behind row r."""
+        self._widen(max(self.lengths) + new.shape[1])
+        if len(set(self.lengths)) == 1 and len(set(added)) == 1:
+            self.tokens[:, self.lengths[0] : self.lengths[0] + added[0]] = new[:, : added[0]]
+        else:
+            for row, count in enumerate(added):
+                self.tokens[row, self.lengths[row] : self.lengths[row] + count] = new[row, :count]
+        self.lengths = [length + count for length, count in zip(self.lengths, added, strict=True)]
+
+    def advance(self, new: torch.Tensor, added: Sequence[int]) -> None:
+        """Take the accepted tokens in, and the rejected ones out of the cache; mask and positions move on.
+
+        Args:
+            new (`torch.LongTensor` of shape `(B, n)`): the verified tokens.
+            added: how many of them each row takes.
+        """
+        self.append(new, added)
+        context = self.context
+        # A row's slots end where its accepted tokens do, and all rows end where the longest does.
+        lengths = [context.length - shift + count for shift, count in zip(self.shifts, added, strict=True)]
+        longest = max(lengths)
+        shifts = [longest - length for length in lengths]
+        moves = [now - before for now, before in zip(shifts, self.shifts, strict=True)]
+        move_rows(context.cache, moves, longest)
+        if context.mask is None and any(moves):
+            context.mask = torch.ones((self.batch, context.length + 1), dtype=torch.long, device=self.device)
+        if context.mask is not None:
+            # It covers the pending token, too.
+            context.mask = torch.nn.functional.pad(context.mask, (0, longest - context.length), value=1)
+            _move_mask(context.mask, moves)
+        context.length, self.shifts = longest, shifts
+        if context.positions is not None:
+            if len(set(added)) == 1:
+                context.positions = context.positions + added[0]
+            else:
+                context.positions = context.positions + torch.tensor(added, device=context.positions.device)[:, None]
+
+    def _widen(self, columns: int) -> None:
+        if columns > self.tokens.shape[1]:
+            spare = max(64, columns // 8)
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, columns + spare - self.tokens.shape[1]))
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # steps that all rows have taken
+
+    def next_step(self) -> torch.Tensor | None:
+        """The texts `(B, columns)` after one more step; `None` where a row has not reached it yet.
+
+        A row that has ended gets padding.
+        """
+        end = self.prompt_length + self.committed + 1
+        if any(self.lengths[row] < end and not self.is_padded(row) for row in range(self.batch)):
+            return None
+        self._widen(end)
+        for row in range(self.batch):
+            if self.is_padded(row):
+                self.tokens[row, end - 1] = self.limits.pad_token_id
+        self.committed += 1
+        return self.tokens[:, :end].contiguous()
+
+    def finish(self, done: Sequence[bool]) -> list[int]:
+        """Note what the stopping criteria say after a step; returns the rows that ended with it."""
+        ended = [row for row, is_done in enumerate(done) if is_done and not self.finished[row]]
+        for row in ended:
+            self.finished[row] = True
+            if self.limits.stops_at_eos:
+                self.last_columns[row] = self.prompt_length + self.committed - 1
+        return ended
+
+    def rest_known_ends(self) -> None:
+        """Let rows rest that have their end behind the committed steps already, while others catch up."""
+        for row in range(self.batch) if self.batch > 1 else ():
+            if self.finished[row] or self._rests[row]:
+                continue
+            ahead = self.text(row, self.prompt_length + self.committed) if self.limits.eos_token_ids else []
+            self._rests[row] = self.lengths[row] >= self.limits.max_length or any(
+                token in self.limits.eos_token_ids for token in ahead
+            )
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def whole_text(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Tokens and positions of the whole text for a pass at which the rotary embedding changes; `None` elsewhere.
+
+        The model may then compute its cache anew; all rows are equally long there.
+        """
+        if self.context.length != self.rotary.length:
+            return None
+        ids = self.tokens[:, : self.lengths[0]]
+        if self._prompt_positions is None:
+            return ids, None
+        behind = self.context.length + 1 - self.prompt_slots
+        later = self._prompt_positions[..., -1:] + torch.arange(1, behind + 1, device=self.device)
+        return ids, torch.cat((self._prompt_positions, later), dim=-1)
+
+    def verified_text(self, tokens: int) -> VerifiedText | None:
+        """The last tokens that were committed, with the cache behind them; `None` where it does not hold all of them.
+
+        Args:
+            tokens: at the most; none of the prompt.
+        """
+        context, length = self.context, self.lengths[0]
+        tokens = min(tokens, length - self.prompt_length)
+        if self.batch > 1 or tokens < 1 or self.rotary:
+            return None
+        layers = context.cache.layers
+        holds_all = all(isinstance(layer, SpareRoomLayer) and layer.holds_all(context.length) for layer in layers)
+        counts_from_0 = context.positions is None or bool((context.positions == context.length).all())
+        is_masked = context.mask is not None and not bool(context.mask.all())
+        # A continued cache may have tokens that the call was not given.
+        if not holds_all or is_masked or not counts_from_0 or context.length != length - 1:
+            return None
+        return VerifiedText(self.tokens[:, :length], length - tokens, context.cache)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # handing the cache back
+
+    @property
+    def committed_slots(self) -> int:
+        """Slots of the prompt and of what was committed; the last token has none yet."""
+        return self.prompt_slots + self.committed - 1
+
+    def take_back(self) -> None:
+        """After an exception: leave in the cache what was committed, and nothing that was to follow."""
+        if not self.committed:
+            return
+        length = self.committed_slots
+        for layer in self.context.cache.layers:  # each by itself: the exception may have come in the middle of a pass
+            if isinstance(layer, SpareRoomLayer):
+                layer.move_rows([-shift for shift in self.shifts], length)
+            elif layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())
+
+    def align(self) -> None:
+        """Leave the cache as plain decoding does: all committed tokens but the last, in the columns of the output."""
+        moves = [-shift for shift in self.shifts]
+        move_rows(self.context.cache, moves, self.committed_slots)
+        if self.context.mask is not None:
+            _move_mask(self.context.mask, moves)
+        self.shifts = [0] * self.batch
+
+    def go_to(self, slot: int, mask: torch.Tensor | None) -> None:
+        """Go back to a slot of the aligned cache, for a pass over what follows.
+
+        Args:
+            slot: of the pending token.
+            mask: over all slots.
+        """
+        context = self.context
+        context.length = slot
+        self.lengths = [slot + self.prompt_length - self.prompt_slots + 1] * self.batch
+        if mask is not None:
+            context.mask = mask[:, : slot + 1]
+        if self._prompt_positions is not None:
+            positions = self._prompt_positions[..., -1:] + (slot - self.prompt_slots + 1)
+            context.positions = positions.expand(*positions.shape[:-2], self.batch, 1)
+
+
+def _move_mask(mask: torch.Tensor, moves: Sequence[int]) -> None:
+    """Move each row of a mask over slots as `move_rows` moves the slots, in place."""
+    for row, move in enumerate(moves):
+        if move > 0:
+            mask[row, move:] = mask[row, :-move].clone()
+            mask[row, :move] = 0
+        elif move < 0:
+            mask[row, :move] = mask[row, -move:].clone()
+            mask[row, move:] = 1

@@ -1,0 +1,147 @@
+"""What drafts for the decoding loop: the protocol, and what passes between the two."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..forward.forward import Context
+from .draft_length import NO_MATCH, Match
+
+__all__ = ["Draft", "Drafter", "Texts"]
+
+
+class Texts(Protocol):
+    """The texts of a batch as a drafter sees them: B rows, each with its own length."""
+
+    context: Context
+    """What a pass of the model stands behind: KV cache, mask, positions."""
+
+    @property
+    def batch(self) -> int:
+        """Rows, B."""
+
+    @property
+    def pending(self) -> torch.Tensor:
+        """The last token of each row, `(B, 1)`, which is not in the KV cache yet."""
+
+    def text(self, row: int, start: int = 0) -> list[int]:
+        """The tokens of a row from `start` on, the prompt's (padding included) among them."""
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether the call has logits processors."""
+
+    def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores `(B, V)`: logits `(B, V)` behind the drafted tokens `(B, i)`, after the call's logits processors."""
+
+
+@dataclass
+class Draft:
+    """The drafted tokens of one round.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(B, k)`): per row, tokens that the model drafted itself and behind them
+            tokens that were copied from somewhere; what stands behind `lengths` is ignored.
+        lengths: tokens drafted per row, 0 … k.
+        self_lengths: how many of them, the first ones, were drawn from the draft's own distribution.
+        scores (`torch.FloatTensor` of shape `(B, ≥ max(self_lengths), V)`): after all logits processors, whose softmax
+            those were drawn from. `None` under greedy decoding, and where there are none.
+        matches: what n-gram lookup offered behind them, per row.
+        complete: per row, whether the model drafted as far as the policy said at first.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    self_lengths: list[int]
+    scores: torch.Tensor | None
+    matches: list[Match]
+    complete: list[bool]
+
+    @classmethod
+    def none(cls, batch: int, device: torch.device | str = "cpu") -> Draft:
+        """A draft without tokens, which makes the round a plain decoding step."""
+        return cls.of_tokens([()] * batch, device)
+
+    @classmethod
+    def of_tokens(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
+        """A draft of tokens that were not drawn from a distribution: copied, guessed, computed.
+
+        Args:
+            rows: the tokens of each row; rows may have different numbers of them, or none.
+            device: where the model's tokens are.
+        """
+        lengths = [len(row) for row in rows]
+        width = max(lengths, default=0)
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        return cls(
+            tokens=torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width),
+            lengths=lengths,
+            self_lengths=[0] * len(rows),
+            scores=None,
+            matches=[NO_MATCH] * len(rows),
+            complete=[True] * len(rows),
+        )
+
+    def distributions(self, vocabulary: int) -> torch.Tensor:
+        """Scores `(B, k, V)` whose softmax each token was drawn from: all of it on one token where that was copied."""
+        batch, length = self.tokens.shape
+        if self.scores is not None and self.scores.shape[1] == length and self.lengths == self.self_lengths:
+            return self.scores
+        certain = self.tokens.new_full((batch, length, vocabulary), -torch.inf, dtype=torch.float32)
+        certain.scatter_(2, self.tokens[..., None], 0.0)
+        if self.scores is not None:
+            for row, count in enumerate(self.self_lengths):
+                certain[row, :count] = self.scores[row, :count]
+        return certain
+
+
+class Drafter(ABC):
+    """Drafts tokens for the decoding loop, which has the target model verify them.
+
+    To write one, define `propose`; the rest has defaults. `generate(..., self_speculative=drafter)` takes it:
+
+    ```python
+    class RepeatLastToken(Drafter):
+        def propose(self, texts, limits):
+            return Draft.of_tokens([texts.text(row)[-1:] * min(4, limit) for row, limit in enumerate(limits)])
+    ```
+
+    Whatever is drafted, the text is the model's: a drafted token that the target would not have said is dropped. One
+    object serves one call at a time; what it learns may be carried from call to call.
+
+    Attributes:
+        draft_passes: passes of a model made for drafts so far, for the statistics.
+    """
+
+    draft_passes: int = 0
+
+    @abstractmethod
+    def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
+        """The draft of one round.
+
+        Args:
+            texts: the rows of the batch as they stand.
+            limits: the most tokens that are of use, per row; 0 for a row that has ended or waits for others. More are
+                cut off.
+
+        Returns:
+            The draft; one without tokens makes the round a plain decoding step.
+        """
+
+    def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:  # noqa: B027 - may be ignored
+        """How a round went.
+
+        Args:
+            draft: what was drafted.
+            accepted: how many of the drafted tokens the target accepted, per row of the batch.
+            rows: the rows that drafted.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, as plain numbers, for the statistics of the call."""
+        return {}

@@ -1,0 +1,203 @@
+"""The model drafts for itself, and n-gram lookup goes on where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..config import SelfSpeculativeConfig
+from ..forward.forward import Forward
+from ..support.tensors import argmax
+from .draft_length import NO_MATCH, DraftPolicy, Match
+from .drafter import Draft, Drafter, Texts
+from .lookup import NGramIndex
+
+__all__ = ["SelfDrafter"]
+
+
+class SelfDrafter(Drafter):
+    """Drafts with the model in skip mode or from low-bit copies of its weights, by n-gram lookup, or by both.
+
+    The model's own draft comes first; what lookup finds behind it is appended.
+
+    Args:
+        forward: the model's passes; its draft is set to that of the config.
+        config: what to draft with.
+        policy: how far to draft.
+        do_sample: draw drafted tokens; else the most probable one is drafted.
+        eos_token_ids: tokens behind which nothing is drafted.
+        batch: rows, B.
+
+    Raises:
+        ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        config: SelfSpeculativeConfig,
+        policy: DraftPolicy,
+        do_sample: bool,
+        eos_token_ids: frozenset[int],
+        batch: int = 1,
+    ) -> None:
+        self.forward = forward
+        self.do_sample = do_sample
+        self.eos_token_ids = eos_token_ids
+        self.draft_passes = 0
+        self.indexes = [_new_index(config) for _ in range(batch)] if config.lookup is not None else None
+        self.draft_by(config, policy)
+
+    def draft_by(self, config: SelfSpeculativeConfig, policy: DraftPolicy) -> None:
+        """Draft by this config from the next round on.
+
+        Args:
+            config: what to draft with; its lookup is that of the config before.
+            policy: draft-length policy.
+        """
+        self.config = config
+        self.policy = policy
+        self.forward.draft_by(config)
+
+    def state(self) -> dict[str, float]:
+        """What the draft-length policy has learnt."""
+        return self.policy.state()
+
+    def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:
+        """Tell the draft-length policy how a round went; arguments as in `Drafter.learn`."""
+        for row in rows:
+            self.policy.update(
+                draft.self_lengths[row],
+                min(accepted[row], draft.lengths[row]),
+                reached_end=draft.complete[row],
+                looked_up=draft.lengths[row] - draft.self_lengths[row],
+                match=draft.matches[row],
+            )
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
+        """As far as the policy says, and at most `limits`; see `Drafter.propose`."""
+        rows = [row for row, limit in enumerate(limits) if limit > 0]
+        if self.indexes is not None:
+            for row in rows:
+                self.indexes[row].extend(texts.text(row, len(self.indexes[row])))
+        wanted = [0] * texts.batch
+        for row in rows:
+            length = self.policy.draft_length(limits[row], self._match(row))
+            wanted[row] = length if self.config.drafts_itself else 0  # "fixed" and "confidence" do not know
+        draft, read = self._draft(texts, rows, wanted)
+        if self.indexes is not None:
+            self._look_up(draft, read, rows, limits)
+        return draft
+
+    def _match(self, row: int, drafted: Sequence[int] = ()) -> Match:
+        """What lookup offers behind a row's drafted tokens."""
+        if self.indexes is None:
+            return NO_MATCH
+        found, length = self.indexes[row].find(drafted)
+        return Match(len(found), length)
+
+    def _draft(self, texts: Texts, rows: list[int], wanted: list[int]) -> tuple[Draft, list[list[int]]]:
+        """What the model drafts itself, and per row the tokens of it that were read back from the device."""
+        length, lengths = max(wanted, default=0), list(wanted)
+        tokens: list[torch.Tensor] = []
+        scores: list[torch.Tensor] = []
+        read: list[list[int]] = [[] for _ in wanted]
+        pending = texts.pending
+        # Reading a token back makes the host wait for the device; on the CPU that costs nothing.
+        reads = pending.device.type == "cpu" and (bool(self.eos_token_ids) or self.indexes is not None)
+        if length:
+            token = pending
+            with self.forward.draft(texts.context, pending, length) as passes:
+                for depth in range(length):
+                    logits = passes(token, depth)[:, -1].to(dtype=torch.float32, device=pending.device)
+                    if texts.has_processors:
+                        with passes.paused():
+                            drafted = torch.cat(tokens, dim=1) if tokens else pending[:, :0]
+                            # A copy: processors may write into their input, which may be a view of the model's output.
+                            logits = texts.process(drafted, logits.clone())
+                    token, probability = self._choose(logits)
+                    tokens.append(token)
+                    if self.do_sample:
+                        scores.append(logits)
+                    if reads:
+                        for row, number in enumerate(token.squeeze(1).tolist()):
+                            read[row].append(number)
+                    if depth + 1 < length and (reads or probability is not None):
+                        self._end_rows(rows, lengths, depth + 1, probability, read if reads else None)
+                        if max(lengths) <= depth + 1:
+                            break
+        self.draft_passes += len(tokens)
+        draft = Draft(
+            tokens=torch.cat(tokens, dim=1) if tokens else pending[:, :0],
+            scores=torch.stack(scores, dim=1) if scores else None,
+            lengths=lengths,
+            self_lengths=list(lengths),
+            matches=[NO_MATCH] * len(wanted),
+            complete=[made == asked for made, asked in zip(lengths, wanted, strict=True)],
+        )
+        return draft, read
+
+    def _choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The next drafted token, `(B, 1)`, and its probability, `(B,)`, where the policy wants it."""
+        if self.do_sample:
+            probabilities = scores.softmax(dim=-1)
+            token = torch.multinomial(probabilities, num_samples=1)
+            return token, probabilities.gather(1, token).squeeze(1) if self.policy.needs_probability else None
+        token = argmax(scores)[:, None]
+        if not self.policy.needs_probability:
+            return token, None
+        # softmax of the largest score alone
+        return token, torch.exp(scores.gather(1, token).squeeze(1) - torch.logsumexp(scores, dim=-1))
+
+    def _end_rows(
+        self,
+        rows: list[int],
+        lengths: list[int],
+        depth: int,
+        probability: torch.Tensor | None,
+        read: list[list[int]] | None,
+    ) -> None:
+        """Cut the draft of rows that end here: behind an end of sequence, or where the policy stops."""
+        confidence = probability.tolist() if probability is not None else [1.0] * len(lengths)
+        for row in rows:
+            if lengths[row] <= depth:
+                continue
+            ended = read is not None and read[row][-1] in self.eos_token_ids
+            match = self._match(row, read[row]) if read is not None and not ended else NO_MATCH
+            if ended or not self.policy.keep_drafting(depth, confidence[row], match):
+                lengths[row] = depth
+
+    def _look_up(self, draft: Draft, read: list[list[int]], rows: list[int], limits: Sequence[int]) -> None:
+        """Append looked-up tokens to each row's own, as many as the policy says."""
+        assert self.indexes is not None
+        width = draft.tokens.shape[1]
+        copied: list[list[int]] = [[] for _ in draft.lengths]
+        for row in rows:
+            drafted = draft.self_lengths[row]
+            own = (read[row] if len(read[row]) == width else draft.tokens[row].tolist())[:drafted]
+            if own and own[-1] in self.eos_token_ids:
+                continue
+            found, length = self.indexes[row].find(own)
+            draft.matches[row] = Match(len(found), length)
+            found = found[: self.policy.lookup_length(drafted, draft.matches[row], limits[row] - drafted)]
+            end = next((place + 1 for place, token in enumerate(found) if token in self.eos_token_ids), len(found))
+            copied[row] = found[:end]
+            draft.lengths[row] = drafted + len(copied[row])
+        if not any(copied):
+            return
+        total = max(draft.lengths)
+        tokens = torch.nn.functional.pad(draft.tokens[:, :total], (0, max(total - width, 0)))
+        for row, found in enumerate(copied):
+            if found:
+                first = draft.self_lengths[row]
+                tokens[row, first : first + len(found)] = torch.tensor(found, device=tokens.device)
+        draft.tokens = tokens
+
+
+def _new_index(config: SelfSpeculativeConfig) -> NGramIndex:
+    lookup = config.lookup
+    assert lookup is not None
+    return NGramIndex(max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram, max_tokens=lookup.max_tokens)

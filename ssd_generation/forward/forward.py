@@ -1,0 +1,303 @@
+"""One forward pass of the target model, or of its draft, behind a KV cache.
+
+Which way a pass is run is decided here, and nowhere else: it is played back from its capture where there is one
+(passes.py), which saves most of what Python costs; otherwise the model's own code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..cache.layers import DraftCache, add_spare_room
+from ..config import SelfSpeculativeConfig
+from .passes import FlatPasses, draft_of, flat_passes
+from .skip_mode import SkipMode
+from .sublayers import input_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Context", "DraftPasses", "Forward"]
+
+# What a draft's pass has no use for, or is given anew in each pass.
+_NOT_FOR_DRAFTS = frozenset(
+    (
+        "past_key_values",
+        "attention_mask",
+        "position_ids",
+        "inputs_embeds",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "next_sequence_length",
+        "is_first_iteration",
+    )
+)
+
+
+@dataclass
+class Context:
+    """What a pass stands behind: the KV cache, and what the model is told beside the tokens.
+
+    Attributes:
+        cache: the target's; it holds `length` slots of each row.
+        length: slots in the cache.
+        mask (`torch.LongTensor` of shape `(B, length + 1)`): over the cached slots and the pending token; `None` while
+            nothing is masked.
+        positions (`torch.LongTensor` of shape `(…, B, 1)`): of the pending token; `None` for a model that counts them
+            itself.
+        arguments: further keyword arguments of the model's passes.
+        token_types: arguments of which the model wants a column for each token, such as `token_type_ids`.
+    """
+
+    cache: Cache
+    length: int
+    mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    token_types: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Of a single row this stays so: nothing behind the prompt is masked.
+        is_unmasked = self.mask is None or bool(self.mask.all())
+        self._is_flat = is_unmasked and (self.positions is None or self.positions.ndim == 2)
+        self.draft_arguments = {key: value for key, value in self.arguments.items() if key not in _NOT_FOR_DRAFTS}
+
+    def suits_capture(self, rows: int) -> bool:
+        """Whether a captured pass, which knows one row without a mask, can stand in for the model's own."""
+        return rows == 1 and self._is_flat
+
+    def positions_of(self, count: int) -> torch.Tensor | None:
+        """Positions of the pending token and those behind it, `(…, B, count)`."""
+        if self.positions is None or count == 1:
+            return self.positions
+        return self.positions + torch.arange(count, device=self.positions.device)
+
+
+class Forward:
+    """The passes of one model: whole (`target`), and as its own draft (`draft`).
+
+    Args:
+        model: the target model.
+        config: what to draft with; `None` where the model does not draft.
+        plays_back: whether the target's passes may be played back from a capture: not where hidden states or attentions
+            are asked for, which a captured pass does not have, and of no use for more than one row.
+
+    Raises:
+        ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: SelfSpeculativeConfig | None = None, plays_back: bool = True
+    ) -> None:
+        self.model = model
+        self.device = input_device(model)
+        self._captured = flat_passes(model) if plays_back else None
+        self._draft: _DraftForward | None = None
+        if config is not None:
+            self.draft_by(config)
+
+    def draft_by(self, config: SelfSpeculativeConfig) -> None:
+        """Draft by this config from now on.
+
+        Args:
+            config: what the draft leaves out, and its precision.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        self._draft = _DraftForward(self.model, config)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def target(
+        self,
+        tokens: torch.Tensor,
+        context: Context,
+        whole: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    ) -> Any:
+        """The whole model's pass over the pending token of each row and the drafted ones behind it.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(B, n)`): the pending token and n − 1 drafted ones.
+            context: what they stand behind. Their keys and values are appended to its cache; where the model starts a
+                new cache, that one takes its place.
+            whole: tokens and positions of the whole text, `(B, text)` each, for a pass in which the model may want to
+                compute its cache anew.
+
+        Returns:
+            The model's outputs, with `logits` of shape `(B, ≥ n, V)`.
+        """
+        count = tokens.shape[1]
+        positions = context.positions_of(count)
+        if whole is None and self._is_captured(tokens, context):
+            assert self._captured is not None
+            if positions is None:
+                positions = torch.arange(context.length, context.length + count, device=tokens.device)[None]
+            logits = self._captured.run(context.cache, tokens, positions)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits)
+        mask = context.mask
+        if mask is not None and count > 1:
+            mask = functional.pad(mask, (0, count - 1), value=1)
+        ids = tokens
+        if whole is not None:
+            ids, positions = whole
+        arguments = {
+            **context.arguments,
+            **{
+                key: value[:, -1:].expand(-1, count) if key == "token_type_ids" else value.new_zeros(tokens.shape)
+                for key, value in context.token_types.items()
+            },
+        }
+        if "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = count
+        inputs = self.model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=count,
+            past_key_values=context.cache,
+            attention_mask=mask,
+            position_ids=positions,
+            **arguments,
+        )
+        outputs = self.model(**inputs, return_dict=True)
+        if (cache := outputs.get("past_key_values")) is not None and cache is not context.cache:
+            # phi3 starts a new cache where its long-context rotary embedding sets in.
+            add_spare_room(cache)
+            context.cache = cache
+        return outputs
+
+    def _is_captured(self, tokens: torch.Tensor, context: Context) -> bool:
+        return (
+            self._captured is not None
+            and context.suits_capture(tokens.shape[0])
+            and not context.token_types
+            and not any(isinstance(value, torch.Tensor) for value in context.arguments.values())
+        )
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def draft(self, context: Context, pending: torch.Tensor, length: int) -> DraftPasses:
+        """The passes of one round's draft, to be entered with `with`.
+
+        Args:
+            context: what they stand behind. Its cache is read in place; the draft's own keys and values are kept until
+                the end of the round.
+            pending (`torch.LongTensor` of shape `(B, 1)`): the last token of each row, which is not in the cache yet.
+            length: tokens to draft at the most.
+        """
+        assert self._draft is not None, "no config to draft by"
+        return self._draft.passes(context, pending, length)
+
+
+class DraftPasses:
+    """The passes of one round's draft, one token after the other: `passes(token, depth)` inside `with passes:`."""
+
+    def __enter__(self) -> DraftPasses:
+        """Begin the round's draft."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it, however it came to its end."""
+
+    def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
+        """One pass.
+
+        Args:
+            token (`torch.LongTensor` of shape `(B, 1)`): the last token of each row, drafted ones included.
+            depth: tokens drafted so far.
+
+        Returns:
+            Logits `(B, 1, V)`.
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model as it is without the draft, for what others do between two passes."""
+        yield
+
+
+class _CapturedDraftPasses(DraftPasses):
+    def __init__(self, captured: FlatPasses, cache: Cache, positions: torch.Tensor, length: int) -> None:
+        self._captured, self._cache, self._length = captured, cache, length
+        self._positions = positions + torch.arange(length, device=positions.device)
+
+    def __exit__(self, *_: object) -> None:
+        self._captured.end_round()
+
+    def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
+        positions = self._positions[:, depth : depth + 1]
+        logits = self._captured.run(self._cache, token, positions, drafted=depth, ahead=self._length)
+        assert logits is not None
+        return logits
+
+
+class _ModelDraftPasses(DraftPasses):
+    def __init__(
+        self, model: PreTrainedModel, skip_mode: SkipMode, cache: DraftCache, context: Context, length: int
+    ) -> None:
+        self._model, self._skip_mode, self._cache, self._context = model, skip_mode, cache, context
+        # One mask for all passes; each sees the left part of it.
+        self._mask = None if context.mask is None else functional.pad(context.mask, (0, length), value=1)
+        self._columns = 0 if context.mask is None else context.mask.shape[1]
+
+    def __enter__(self) -> DraftPasses:
+        self._skip_mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._skip_mode.__exit__(*error)  # type: ignore[arg-type]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._skip_mode.pause()
+        yield
+        self._skip_mode.resume()
+
+    def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
+        context = self._context
+        inputs = self._model.prepare_inputs_for_generation(
+            token,
+            past_key_values=self._cache,
+            attention_mask=None if self._mask is None else self._mask[:, : self._columns + depth],
+            position_ids=None if context.positions is None else context.positions + depth,
+            **context.draft_arguments,
+        )
+        return self._model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
+
+
+class _DraftForward:
+    """What makes a model its own draft: skip mode, low-bit copies in place, and the passes captured with them."""
+
+    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig) -> None:
+        self._model = model
+        self._skip_mode, self._captured = draft_of(model, config)
+        self._skipped_attention = frozenset(config.skip.attention)
+        self._cache: DraftCache | None = None
+
+    def passes(self, context: Context, pending: torch.Tensor, length: int) -> DraftPasses:
+        captured = self._captured
+        if (
+            captured is not None
+            and context.positions is not None
+            and context.suits_capture(pending.shape[0])
+            and not any(isinstance(value, torch.Tensor) for value in context.draft_arguments.values())
+            and captured.can_run(context.cache, 1)
+        ):
+            return _CapturedDraftPasses(captured, context.cache, context.positions, length)
+        if self._cache is None or self._cache.target is not context.cache:
+            self._cache = DraftCache(context.cache, self._skipped_attention)
+        else:
+            self._cache.rewind()
+        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length)
