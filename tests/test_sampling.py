@@ -20,6 +20,7 @@ from ssd_generation import (
 from ssd_generation.decoding import verification
 from ssd_generation.decoding.processors import Processors
 from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
+from ssd_generation.drafting.drafter import Draft
 from ssd_generation.drafting.self_drafter import SelfDrafter
 from tiny_models import prompt, tiny_model
 
@@ -250,17 +251,15 @@ def test_it_sees_a_dropped_unsure_token(model: PreTrainedModel, monkeypatch: pyt
 
 def with_lookup_scores(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Let `change` put in other scores for tokens that were looked up: (scores (k, V)) → (k, V)."""
-    original = SelfDrafter.propose
+    original = Draft.distributions
 
-    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        draft = original(self, *args, **kwargs)
-        for row, (own, length) in enumerate(zip(draft.self_lengths, draft.lengths, strict=True)):
-            if length > own:
-                assert draft.scores is not None
-                draft.scores[row, own:length] = change(draft.scores[row, own:length])
-        return draft
+    def changed(self: Draft, vocabulary: int) -> torch.Tensor:
+        scores = original(self, vocabulary)
+        for row, (own, length) in enumerate(zip(self.self_lengths, self.lengths, strict=True)):
+            scores[row, own:length] = change(scores[row, own:length])
+        return scores
 
-    monkeypatch.setattr(SelfDrafter, "propose", changed)
+    monkeypatch.setattr(Draft, "distributions", changed)
 
 
 def test_it_sees_looked_up_tokens_taken_for_drawn_ones(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
