@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .decoding.candidate_generator import SelfSpeculativeCandidateGenerator
     from .decoding.outputs import SelfSpeculativeOutput
     from .decoding.statistics import SpeculationStatistics
+    from .drafting.drafter import Draft, Drafter
     from .forward.skip_mode import draft_mode
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
     from .harness.token_origins import TokenOrigins
@@ -36,6 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Costs",
+    "Draft",
+    "Drafter",
     "DraftingConfig",
     "LookupConfig",
     "PrecisionConfig",
@@ -59,6 +62,8 @@ __all__ = [
 _HOMES = {
     "SelfSpeculativeCandidateGenerator": ".decoding.candidate_generator",
     "Costs": ".config",
+    "Draft": ".drafting.drafter",
+    "Drafter": ".drafting.drafter",
     "DraftingConfig": ".config",
     "LookupConfig": ".config",
     "PrecisionConfig": ".config",

@@ -25,7 +25,7 @@ from .decoding.outputs import SelfSpeculativeOutput
 from .decoding.rows import Rows
 from .decoding.statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
 from .drafting.draft_length import CostAwarePolicy, DraftPolicy, make_policy
-from .drafting.drafter import Drafter
+from .drafting.drafter import CheckedDrafter, Drafter
 from .forward.forward import Forward
 from .forward.low_bit import drop_copies
 from .forward.sublayers import input_device, locate_sublayers
@@ -50,10 +50,12 @@ __all__ = [
     "why_no_drafts",
 ]
 
-SelfSpeculativeRequest = SelfSpeculativeConfig | SkipConfig | Mapping[str, Any] | str | os.PathLike[str] | bool
+SelfSpeculativeRequest = (
+    SelfSpeculativeConfig | SkipConfig | Drafter | Mapping[str, Any] | str | os.PathLike[str] | bool
+)
 """What `generate(self_speculative=…)` takes: a config, a skip set, either as a dictionary, the path or Hub id of a
 saved config, `"auto"` (measure this machine once, draft by whatever pays), or `True` for the default stored in
-`model.generation_config.self_speculative`."""
+`model.generation_config.self_speculative`; or a `Drafter`, to draft in a way of your own."""
 
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 
@@ -67,16 +69,18 @@ class _Call:
 
     Attributes:
         model: the target model.
-        config: what to draft with; `None` where nothing can be drafted, or a script says what.
+        config: what to draft with; `None` where nothing can be drafted, or a drafter is given.
+        drafter: what drafts, if not the model by a config: the user's own, or the script of a check.
+        is_check: whether the call checks the model.
         refusal: why nothing can be drafted with this model.
-        script: the drafts of a call that checks the model.
         in_step: for such a call, as in `Request`.
     """
 
     model: PreTrainedModel
     config: SelfSpeculativeConfig | None = None
+    drafter: Drafter | None = None
+    is_check: bool = False
     refusal: str | None = None
-    script: ScriptedDrafts | None = None
     in_step: bool = False
     cache_is_returned: bool = False
 
@@ -102,9 +106,10 @@ class SelfSpeculativeMixin:
         Args:
             *args: as in transformers' `generate`.
             self_speculative: a `SelfSpeculativeConfig`, a `SkipConfig`, a dictionary of either, the path or Hub id of a
-                saved config, `"auto"`, or `True` for the default stored in `generation_config.self_speculative`. `None`
-                and `False`: plain `generate`. `"auto"` needs no config: the first call measures what drafting costs on
-                this machine (seconds, kept on the disk), then every call drafts by what pays, or not at all.
+                saved config, `"auto"`, `True` for the default stored in `generation_config.self_speculative`, or a
+                `Drafter` of your own. `None` and `False`: plain `generate`. `"auto"` needs no config: the first call
+                measures what drafting costs on this machine (seconds, kept on the disk), then every call drafts by what
+                pays, or not at all.
             draft_memory: share of the weights' bytes that low-bit copies for drafting may take, 0 (none) to 100. With
                 `"auto"` 0.3 where it is not given; with a config that takes more, an error.
             **kwargs: as in transformers' `generate`.
@@ -146,7 +151,11 @@ class SelfSpeculativeMixin:
             _refuse_beforehand(model, generation_config, kwargs)
             request = _stored(model, generation_config) if self_speculative is True else self_speculative
 
-            def resolved() -> SelfSpeculativeConfig:
+            drafter = request if isinstance(request, Drafter) else None
+
+            def resolved() -> SelfSpeculativeConfig | None:
+                if drafter is not None and draft_memory is None:
+                    return None
                 config = _resolve(model, request, generation_config, draft_memory, prompt)
                 config.validate_for(num_layers=len(locate_sublayers(model)), model_type=_model_type(model))
                 return config
@@ -156,7 +165,7 @@ class SelfSpeculativeMixin:
             refusal = self._check(is_batch=False, tokenizer=kwargs.get("tokenizer")).refusal
             if config is None and refusal is None:
                 config = resolved()
-            token = _CALL.set(_Call(model, config, refusal))
+            token = _CALL.set(_Call(model, config, drafter, refusal=refusal))
         try:
             return parent(*args, **kwargs)
         finally:
@@ -169,7 +178,7 @@ class SelfSpeculativeMixin:
 
         def decode(text: ForcedText, is_drafted: bool, in_step: bool) -> Any:
             script = ScriptedDrafts(text) if is_drafted else None
-            token = _CALL.set(_Call(model, script=script, in_step=in_step) if is_drafted else None)
+            token = _CALL.set(_Call(model, drafter=script, is_check=True, in_step=in_step) if is_drafted else None)
             try:
                 # Whatever the model's own generation config says.
                 output = generate(
@@ -253,7 +262,7 @@ class SelfSpeculativeMixin:
             return sample()
         model = cast(PreTrainedModel, self)
         refusal, in_step = call.refusal, call.in_step
-        if refusal is None and call.script is None and input_ids.shape[0] > 1:
+        if refusal is None and not call.is_check and input_ids.shape[0] > 1:
             check = self._check(is_batch=True)
             refusal, in_step = check.refusal, check.uneven_refusal is not None
         if refusal is not None:
@@ -287,7 +296,7 @@ class SelfSpeculativeMixin:
             drop_spare_room(output.past_key_values)
         if refining is not None:
             loop.statistics.refinement = refining.refinement.to_dict()
-        if call.script is None:
+        if not call.is_check:
             self.last_speculation = loop.statistics
         return output
 
@@ -520,6 +529,11 @@ def _stored(model: PreTrainedModel, generation_config: GenerationConfig | None) 
 
 
 def _read(request: SelfSpeculativeRequest) -> SelfSpeculativeConfig:
+    if isinstance(request, Drafter):
+        raise TypeError(
+            f"A drafter ({type(request).__name__}) cannot be stored as a default or combined with `draft_memory`: pass "
+            "it as `generate(..., self_speculative=drafter)`, alone."
+        )
     if isinstance(request, SelfSpeculativeConfig):
         return request
     if isinstance(request, SkipConfig):
@@ -528,9 +542,11 @@ def _read(request: SelfSpeculativeRequest) -> SelfSpeculativeConfig:
         return SelfSpeculativeConfig.from_dict(dict(request))
     if isinstance(request, (str, os.PathLike)):
         return SelfSpeculativeConfig.from_pretrained(request)
+    if isinstance(request, type) and issubclass(request, Drafter):
+        raise TypeError(f"`self_speculative` takes a drafter, not its class: pass `{request.__name__}(…)`.")
     raise TypeError(
-        "`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, 'auto' or True, "
-        f"but got {clipped(type(request).__name__, 80)} ({shown(request)})."
+        "`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, 'auto', True or a "
+        f"Drafter, but got {clipped(type(request).__name__, 80)} ({shown(request)})."
     )
 
 
@@ -570,10 +586,11 @@ def _drafter_of(
     call: _Call, forward: Forward, generation_config: GenerationConfig, batch: int
 ) -> tuple[Drafter, _Refining | None]:
     """What drafts in a call, and what betters the draft between its rounds where the config asks for that."""
-    if call.script is not None:
-        return call.script, None
-    assert call.config is not None
     model, sampled = forward.model, bool(generation_config.do_sample)
+    if call.drafter is not None:
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        return CheckedDrafter(call.drafter, vocabulary, sampled), None
+    assert call.config is not None
     refinement = refinement_of(model, call.config) if call.config.adapt and not sampled else None
     config = call.config if refinement is None else refinement.config
     drafter = self_drafter(forward, config, generation_config, _policy_of(model, config, sampled), batch)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from ..forward.forward import Context
+from ..support.bounds import shown
 from .draft_length import NO_MATCH, Match
 
-__all__ = ["Draft", "Drafter", "Texts"]
+__all__ = ["CheckedDrafter", "Draft", "Drafter", "Texts"]
 
 
 class Texts(Protocol):
@@ -145,3 +146,79 @@ class Drafter(ABC):
     def state(self) -> dict[str, Any]:
         """What was learnt, as plain numbers, for the statistics of the call."""
         return {}
+
+
+class CheckedDrafter(Drafter):
+    """A drafter of somebody else's making, whose drafts are seen to be drafts before the target model is given them.
+
+    Args:
+        drafter: the drafter.
+        vocabulary: tokens that the model knows, V.
+        do_sample: whether tokens are drawn.
+    """
+
+    def __init__(self, drafter: Drafter, vocabulary: int, do_sample: bool) -> None:
+        self.drafter = drafter
+        self._vocabulary = vocabulary
+        self._do_sample = do_sample
+        self._passes_before = drafter.draft_passes
+
+    @property
+    def draft_passes(self) -> int:  # type: ignore[override]
+        """Passes made for drafts in this call."""
+        return self.drafter.draft_passes - self._passes_before
+
+    def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
+        """The drafter's own, cut to the limits.
+
+        Raises:
+            TypeError: it is no `Draft`, or its tokens are no integers.
+            ValueError: it is not of this batch, or has tokens that the model does not know.
+        """
+        draft = self.drafter.propose(texts, limits)
+        name = f"{type(self.drafter).__name__}.propose"
+        if not isinstance(draft, Draft):
+            raise TypeError(f"{name} must return a Draft, but returned {shown(draft)}. Make one with Draft.of_tokens.")
+        tokens = draft.tokens
+        if tokens.dtype != torch.long or tokens.ndim != 2 or tokens.shape[0] != texts.batch:
+            raise ValueError(
+                f"{name} must return tokens as a torch.LongTensor of shape ({texts.batch}, drafted tokens), but "
+                f"returned {tokens.dtype} of shape {tuple(tokens.shape)}."
+            )
+        per_row = (draft.lengths, draft.self_lengths, draft.matches, draft.complete)
+        if any(len(values) != texts.batch for values in per_row) or not all(
+            0 <= own <= length <= tokens.shape[1] for own, length in zip(draft.self_lengths, draft.lengths, strict=True)
+        ):
+            raise ValueError(
+                f"{name} must return lengths of 0 to {tokens.shape[1]} (as many as it has tokens) and self_lengths of "
+                f"at most these, one of each per row, but returned lengths {shown(draft.lengths)} and self_lengths "
+                f"{shown(draft.self_lengths)} for {texts.batch} rows."
+            )
+        if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < self._vocabulary):
+            raise ValueError(
+                f"{name} must return tokens from 0 to {self._vocabulary - 1}, but returned {int(tokens.min())} to "
+                f"{int(tokens.max())}."
+            )
+        if self._do_sample and any(draft.self_lengths):
+            most = max(draft.self_lengths)
+            scores = draft.scores
+            if scores is None or scores.ndim != 3 or scores.shape[0] != texts.batch or scores.shape[1] < most:
+                raise ValueError(
+                    f"{name} must return the scores, of shape ({texts.batch}, ≥ {most}, vocabulary), that its tokens "
+                    "were drawn from. Set self_lengths to 0 for tokens that were not drawn from a distribution."
+                )
+        lengths = [min(length, max(limit, 0)) for length, limit in zip(draft.lengths, limits, strict=True)]
+        return replace(
+            draft,
+            tokens=tokens[:, : max(lengths)].to(texts.pending.device),
+            lengths=lengths,
+            self_lengths=[min(own, length) for own, length in zip(draft.self_lengths, lengths, strict=True)],
+        )
+
+    def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:
+        """As `Drafter.learn`."""
+        self.drafter.learn(draft, accepted, rows)
+
+    def state(self) -> dict[str, Any]:
+        """As `Drafter.state`."""
+        return self.drafter.state()
