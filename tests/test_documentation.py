@@ -1,0 +1,199 @@
+"""README, docs and notebooks say what is there: links, commands, options, modules, and Python that runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ssd_generation
+from ssd_generation.cli import main
+from test_cli import tiny_tokenizer
+from test_notebooks import NOTEBOOKS, cells
+from tiny_models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ssd_generation"
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+MARKDOWN = [*PAGES, *(path for path in (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md") if path.exists())]
+
+COMMANDS = ("generate", "benchmark", "evaluate", "report", "search", "profile", "inspect", "presets")
+TO_COME = {"CONTRIBUTING.md"}  # linked already, written in another change; take it out once the file is there
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "docs").is_dir(), reason="a source distribution has no docs and no notebooks"
+)
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=[path.relative_to(ROOT).as_posix() for path in paths])
+
+
+def prose(path: Path) -> str:
+    """A page, or the text cells of a notebook. HTML comments are no part of it."""
+    if path.suffix == ".ipynb":
+        text = "\n\n".join("".join(cell["source"]) for cell in cells(path, "markdown"))
+    else:
+        text = path.read_text(encoding="utf-8")
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(text: str) -> Iterator[str]:
+    """What stands between backticks, line breaks made spaces."""
+    without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for span in re.findall(r"`([^`]+)`", without_blocks):
+        yield " ".join(span.split())
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """Each command line of a page, in words: those of bash blocks, and those between backticks."""
+    # Commands that are to be run one day stand in comments.
+    text = prose(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+    lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines += [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.startswith("    ")]
+    for line in [*lines, *spans(text)]:
+        for command in re.split(r"&&|;", line):
+            if re.match(r"\s*(?:ssd|python -m|accelerate launch) ", command):
+                yield shlex.split(command)
+
+
+# --- The README is short --------------------------------------------------------------------------
+
+
+def test_readme_shows_code_early_and_ends_soon() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 160
+    assert lines.index("```python") <= 30
+
+
+def test_readme_leads_to_every_page_and_notebook() -> None:
+    text = README.read_text(encoding="utf-8")  # a notebook that is to come stands in a comment
+    there = {path.relative_to(ROOT).as_posix() for path in [*PAGES[1:], *NOTEBOOKS]}
+    assert {name for name in there if f"]({name})" not in text} == set()
+
+
+# --- Links ----------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    without_blocks = re.sub(r"^```.*?^```$", "", prose(path), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", without_blocks, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each([*MARKDOWN, *NOTEBOOKS])
+def test_links_lead_somewhere(path: Path) -> None:
+    lost = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if (not file.exists() and name not in TO_COME) or (anchor and anchor not in anchors(file)):
+            lost.append(target)
+    assert lost == []
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+
+@each([*PAGES, *NOTEBOOKS])
+def test_modules_and_files_that_are_named_exist(path: Path) -> None:
+    lost = []
+    for span in spans(prose(path)):
+        for name in re.findall(r"\bssd_generation(?:\.\w+)+", span):
+            try:
+                is_module = importlib.util.find_spec(name) is not None
+            except ModuleNotFoundError:  # of a package on the way
+                is_module = False
+            if not is_module and not hasattr(ssd_generation, name.rpartition(".")[2]):
+                lost.append(name)
+        if re.fullmatch(r"[\w/]+\.(?:py|ipynb)", span):
+            places = (ROOT / span, ROOT / "notebooks" / span)
+            if not any(place.exists() for place in places) and not any(PACKAGE.rglob(span)):
+                lost.append(span)
+    assert lost == []
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, str]:
+    """By command or program, the text that its options stand in, once it was asked for."""
+    return {}
+
+
+@pytest.fixture
+def options_of(
+    known: dict[str, str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], str]:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def options(name: str) -> str:
+        if name not in known and name in COMMANDS:
+            with pytest.raises(SystemExit):
+                main([name, "--help"])
+            known[name] = capfd.readouterr().out
+        elif name not in known:  # a program: its options stand in its source
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.origin is not None, f"there is no {name}"
+            known[name] = Path(spec.origin).read_text(encoding="utf-8")
+        return known[name]
+
+    return options
+
+
+@each([*PAGES, *NOTEBOOKS])
+def test_commands_have_the_options_they_are_shown_with(path: Path, options_of: Callable[[str], str]) -> None:
+    lost = []
+    for words in commands(path):
+        if "ssd_generation" in words:  # python -m ssd_generation, accelerate launch -m ssd_generation
+            words = ["ssd", *words[words.index("ssd_generation") + 1 :]]
+        if words[0] == "ssd":
+            name, rest = words[1], words[2:]
+            if name not in COMMANDS:
+                lost.append(name)
+                continue
+        else:
+            name, rest = words[2], words[3:]
+        missing = [word for word in rest if word.startswith("--") and not re.search(rf"{word}\b", options_of(name))]
+        lost += [f"{name} {word}" for word in missing]
+    assert lost == []
+
+
+@each([*PAGES, *NOTEBOOKS])
+def test_options_that_are_named_exist(path: Path, options_of: Callable[[str], str]) -> None:
+    names = {word for span in spans(prose(path)) if span.startswith("--") for word in span.split() if word[:2] == "--"}
+    programs = ("search.methods", "search.estimators", "benchmark.context", "benchmark.overhead", "benchmark.memory")
+    places = [*COMMANDS, *(f"ssd_generation.{program}" for program in programs)]
+    told = "\n".join(map(options_of, places)) if names else ""
+    assert {name for name in names if not re.search(rf"{name}\b", told)} == set()
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+
+@each([path for path in PAGES if blocks(path.read_text(encoding="utf-8"), "python")])
+def test_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom, with a tiny model of as many layers in the demo's place."""
+    tokenizer = tiny_tokenizer()
+    # Groups of 32 weights, as in files of 4 bits.
+    model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=30, intermediate_size=64)
+
+    def load_demo(*args: Any, **kwargs: Any) -> Any:
+        return model, tokenizer
+
+    monkeypatch.setattr(ssd_generation, "load_demo", load_demo)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks(path.read_text(encoding="utf-8"), "python"):
+        exec(compile(block, path.name, "exec"), names)
