@@ -31,7 +31,7 @@ from sqlalchemy import event
 from search_worker import calibration, cost_profile, worker
 from ssd_generation import SelfSpeculativeConfig, SkipConfig
 from ssd_generation.config import Provenance
-from ssd_generation.search.proposals import Worth, forward_selection, warm_start
+from ssd_generation.search.proposals import forward_selection, warm_start
 from ssd_generation.search.runner import read_study, retarget
 from ssd_generation.search.space import SKIP, space_of
 from ssd_generation.search.storage import storage_of
@@ -44,6 +44,7 @@ from ssd_generation.search.study import (
     open_study,
     tried_in,
 )
+from ssd_generation.search.trials import Worth
 from ssd_generation.tuning.acceptance import Acceptance
 from ssd_generation.tuning.acceptance import judge as judge_really
 from tiny_models import tiny_model

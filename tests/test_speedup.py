@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import Costs
-from ssd_generation.search.proposals import Worth
+from ssd_generation.search.trials import Worth
 from ssd_generation.tuning.acceptance import Acceptance
 from ssd_generation.tuning.speedup import expected_tokens, speedup_within_chance, theoretical_speedup
 

@@ -32,21 +32,11 @@ from .calibration import Calibration, calibrate, calibration_prompts, describe_w
 from .confirm import confirm
 from .plots import plot_methods
 from .profile import CostProfile, measure_profile
+from .settings import SearchSettings, check_sampler
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read
-from .study import (
-    PRIOR,
-    Found,
-    Search,
-    SearchSettings,
-    Tried,
-    check_sampler,
-    found_config,
-    mean_acceptance,
-    open_study,
-    tried_in,
-    understood,
-)
+from .study import Search, found_config, open_study, tried_in, understood
+from .trials import PRIOR, Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from ..support.display import for_plot
 from ..support.files import replacing
 from ..tuning.speedup import expected_tokens
 from .space import KEEP, SKIP
-from .study import Found, Tried, mean_acceptance
+from .trials import Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
     from .profile import CostProfile

@@ -7,53 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..tuning.speedup import share_within_chance, speedup_within_chance, theoretical_speedup
 from .space import HEAD, KEEP, SKIP, Space
+from .trials import SPEEDUP, Tried, Worth
 
 if TYPE_CHECKING:
-    from ..config import Costs
-    from ..tuning.acceptance import Acceptance
     from .profile import CostProfile
-    from .study import Tried
 
-__all__ = ["Worth", "forward_selection", "next_proposals", "uniform_drafts", "warm_start"]
+__all__ = ["forward_selection", "next_proposals", "uniform_drafts", "warm_start"]
 
 Proposal = tuple[str, dict[str, str]]
 
-
-@dataclass(frozen=True)
-class Worth:
-    """What a draft is worth to a search, by the share of its tokens that are accepted and by its costs.
-
-    Args:
-        budget: the greatest cost of a draft step, relative to a plain one. Within it a draft is worth its acceptance,
-            beyond it the less the dearer it is. `None`: the theoretical speed-up.
-    """
-
-    budget: float | None = None
-
-    def of(self, acceptance: float, costs: Costs) -> float:
-        """The worth of a draft of which so many tokens are accepted, at every depth alike."""
-        if self.budget is None:
-            return theoretical_speedup([acceptance], costs)[0]
-        cost = costs.draft_step / costs.plain_step
-        return acceptance if cost <= self.budget else self.budget - cost
-
-    def within_chance(self, acceptance: Acceptance, costs: Costs, errors: float) -> float:
-        """The worth of a draft, were its acceptance so many standard errors above what was counted."""
-        if self.budget is None:
-            return speedup_within_chance(acceptance.tried, acceptance.accepted, costs, errors)[0]
-        return self.of(share_within_chance(sum(acceptance.tried), sum(acceptance.accepted), errors), costs)
-
-    def found(self, tried: Tried) -> float:
-        """What a draft that was tried is worth."""
-        return tried.speedup if self.budget is None or tried.value is None else tried.value
-
-
-SPEEDUP = Worth()
 
 _MOST_SINGLES = 80
 _MOST_SETS = 12

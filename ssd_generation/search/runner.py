@@ -24,22 +24,11 @@ from ..tuning.speedup import theoretical_speedup
 from .calibration import calibrate, calibration_prompts, describe_weights, digest_of, encode_all
 from .confirm import NOTHING_DRAFTED, Confirmed, confirm
 from .profile import CostProfile, measure_profile
+from .settings import SearchSettings
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read
-from .study import (
-    PRIOR,
-    SOURCE,
-    Found,
-    Search,
-    SearchSettings,
-    Tried,
-    check_search,
-    claim,
-    mean_acceptance,
-    open_study,
-    tried_in,
-    understood,
-)
+from .study import ABOUT, SOURCE, Search, check_search, claim, open_study, tried_in, understood
+from .trials import PRIOR, Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -392,7 +381,7 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
     with understood(what):
         study = optuna.load_study(study_name=wanted, storage=opened)
         facts = study.user_attrs
-        about: Any = facts.get("ssd_generation")
+        about: Any = facts.get(ABOUT)
         is_ours = about is not None and "space" in about and facts.keys() >= {"profile", _CONTEXT, _PROVENANCE}
     if not is_ours:
         raise ValueError(f"The study {wanted!r} in {storage!r} was not made by `ssd search`.")

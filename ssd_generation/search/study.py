@@ -17,7 +17,6 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,11 @@ from ..support.reading import excerpt
 from ..tuning.acceptance import Acceptance, judge, why_not_judged
 from ..tuning.speedup import theoretical_speedup
 from .layerwise import layerwise_skips
-from .proposals import Worth, next_proposals
+from .proposals import next_proposals
+from .settings import OBJECTIVES, SAMPLERS, SearchSettings, check_sampler
 from .space import SKIP, Space
 from .storage import quiet, storage_errors
+from .trials import PRIOR, Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .profile import CostProfile
 
 __all__ = [
+    "ABOUT",
     "OBJECTIVES",
     "PRIOR",
     "SAMPLERS",
@@ -50,29 +52,16 @@ __all__ = [
     "Tried",
     "check_search",
     "claim",
+    "found_config",
+    "mean_acceptance",
     "open_study",
     "tried_in",
     "understood",
 ]
 
-SAMPLERS: Mapping[str, str] = {
-    "tpe": "tree-structured Parzen estimator",
-    "gp": "Gaussian process (needs scipy)",
-    "nsga2": "NSGA-II on two objectives, acceptance and draft cost",
-    "random": "at random, a baseline",
-    "forward": "greedy forward selection, a baseline: the best single addition to the best set so far",
-}
-OBJECTIVES: Mapping[str, str] = {
-    "speedup": "theoretical speed-up at the best draft length, free of timing noise",
-    "acceptance": "acceptance among drafts that keep to a cost (--budget)",
-    "tokens-per-second": "measured, of timed generation, as in the paper",
-}
-
-PRIOR = 4.0
-"""How many observations the depth before counts for in acceptance by depth."""
-
 SOURCE = "ssd search"
-_ABOUT = "ssd_generation"
+ABOUT = "ssd_generation"
+"""The study attribute that says what the study is of."""
 _CLAIM = "claims"
 _UNKNOWN_WORKER_SECONDS = 30.0
 _BEAT_SECONDS = 60.0
@@ -81,136 +70,6 @@ _SILENT_SECONDS = 900.0
 """A worker that has not told so for this long is dead: no text takes as long."""
 _POLL_SECONDS = 0.5
 _REPEATS_IN_A_ROW = 3
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """How a search goes.
-
-    Args:
-        objective: one of `OBJECTIVES`.
-        sampler: one of `SAMPLERS`.
-        warm_start: propose uniform precisions, each sub-layer on its own, and the sets that these promise, before the
-            sampler has its say.
-        prune: give a draft up as soon as it is behind the best by more than chance.
-        depth: tokens of a round in which drafts are judged, ≥ 1.
-        exact_depth: so many of these are judged exactly, at so many times the cost; 1 to `depth`, see `judge`.
-        budget: for the objective "acceptance": the greatest cost of a draft step, relative to a plain one.
-        seed: of sampler and proposals.
-
-    Raises:
-        ValueError: an unknown name, or a number out of range.
-    """
-
-    objective: str = "speedup"
-    sampler: str = "tpe"
-    warm_start: bool = True
-    prune: bool = True
-    depth: int = 6
-    exact_depth: int = 1
-    budget: float = 0.6
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for value, allowed, what in (
-            (self.objective, OBJECTIVES, "objective"),
-            (self.sampler, SAMPLERS, "sampler"),
-        ):
-            if value not in allowed:
-                raise ValueError(f"There is no {what} {value!r}. Choose from {', '.join(allowed)}.")
-        if self.depth < 1:
-            raise ValueError(f"Rounds need a depth of at least 1, but got {self.depth}.")
-        if not 1 <= self.exact_depth <= self.depth:
-            raise ValueError(f"Rounds are judged exactly up to token 1 to {self.depth}, but got {self.exact_depth}.")
-        if self.sampler == "nsga2" and self.objective != "speedup":
-            raise ValueError(
-                f"The sampler nsga2 looks for the best acceptance at every cost, so it cannot go by the objective "
-                f"{self.objective!r}. Choose another sampler, or leave the objective out."
-            )
-        if not 0 < self.budget <= 1:
-            raise ValueError(f"The budget is a share of a plain step, above 0 and up to 1, but got {self.budget}.")
-
-    @property
-    def worth(self) -> Worth:
-        """What drafts are proposed and given up by; where speed is measured, the theoretical speed-up."""
-        return Worth(self.budget if self.objective == "acceptance" else None)
-
-    @property
-    def directions(self) -> list[Any]:
-        """Of the study's values, as optuna has them."""
-        return ["maximize", "minimize"] if self.sampler == "nsga2" else ["maximize"]
-
-
-def check_sampler(sampler: str) -> None:
-    """That the packages of a sampler are installed.
-
-    Raises:
-        ImportError: one is not.
-    """
-    if sampler == "gp":
-        try:
-            import scipy  # noqa: F401
-        except ImportError as error:
-            raise ImportError("The sampler gp needs scipy: pip install 'ssd_generation[gp]'") from error
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A draft that was judged.
-
-    Attributes:
-        number: of the trial.
-        choices: what becomes of each sub-layer.
-        acceptance: by depth, counted.
-        draft_cost: a draft step / a plain step.
-        speedup: the theoretical speed-up.
-        draft_length: that it is reached with.
-        origin: what proposed it.
-        pruned: whether it was given up early.
-        value: of the objective; `None` where it was given up.
-    """
-
-    number: int
-    choices: Mapping[str, str]
-    acceptance: Acceptance
-    draft_cost: float
-    speedup: float
-    draft_length: int
-    origin: str
-    pruned: bool
-    value: float | None = None
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search has come to.
-
-    Attributes:
-        tried: every draft that was judged, in the order of the trials.
-        passes: forward passes of the model, by trial, calibration left out.
-    """
-
-    tried: Sequence[Tried] = field(default_factory=tuple)
-    passes: Sequence[int] = field(default_factory=tuple)
-
-    def best(self, count: int = 1) -> list[Tried]:
-        """The drafts with the best values of the objective, that were not given up."""
-        whole = [t for t in self.tried if not t.pruned]
-        return sorted(whole, key=lambda t: (-(t.speedup if t.value is None else t.value), t.number))[:count]
-
-    def frontier(self) -> list[Tried]:
-        """The drafts that no other beats in both acceptance and cost, by ascending cost."""
-        frontier: list[Tried] = []
-        for t in sorted((t for t in self.tried if not t.pruned), key=lambda t: (t.draft_cost, -mean_acceptance(t))):
-            if not frontier or mean_acceptance(t) > mean_acceptance(frontier[-1]):
-                frontier.append(t)
-        return frontier
-
-
-def mean_acceptance(tried: Tried) -> float:
-    """Accepted / drafted tokens of all rounds, each ending at its first rejection."""
-    drafted = sum(tried.acceptance.tried)
-    return sum(tried.acceptance.accepted) / drafted if drafted else 0.0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -236,14 +95,14 @@ def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping
         study = optuna.create_study(
             study_name=name, storage=storage, directions=settings.directions, load_if_exists=True
         )
-        before = study.user_attrs.get(_ABOUT)
+        before = study.user_attrs.get(ABOUT)
         trials = study.get_trials(deepcopy=False)
         changed = _differences(before or {}, wanted)
         if not changed:
             tried_in(study)
     if before is None and not trials:
         with storage_errors(name):
-            study.set_user_attr(_ABOUT, wanted)
+            study.set_user_attr(ABOUT, wanted)
         return study
     if changed:
         raise ValueError(
