@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..cache.layers import spare_slots
 from ..config import Costs, Provenance, SelfSpeculativeConfig
 from ..decoding.statistics import SpeculationStatistics
 from ..forward.low_bit import copies_of, copy_bytes
 from ..forward.skip_mode import draft_mode
 from ..forward.sublayers import locate_sublayers
 from ..support.machine import cpu_name
+from ..tuning.automatic import weight_bytes
 from .draws import Draws, judge_draws
 
 if TYPE_CHECKING:
@@ -440,7 +442,7 @@ def compare(
         verify_cost=_cost(verify_steps, plain_steps),
         extra_bytes=extra,
         extra_bytes_measured=on_cuda,
-        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        weight_bytes=weight_bytes(model),
         copy_bytes=copy_bytes(model) if config.precision else 0,
         left_as_loaded=tuple(copies_of(model, config.skip, config.precision).left) if config.precision else (),
         costs=config.costs,
@@ -491,9 +493,8 @@ def _extra_bytes(
     )
     drafted = config.longest_draft
     length = inputs["input_ids"].shape[1] + new_tokens
-    spare = max(32, length // 32)
     scores = outputs.logits.shape[-1] * 4  # float32
-    return int((drafted + spare) * per_slot + drafted * scores)
+    return int((drafted + spare_slots(length)) * per_slot + drafted * scores)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -41,14 +41,12 @@ class Calibration:
 
     Attributes:
         texts: prompt and continuation of each calibration prompt, with the target's keys and values.
-        prompts: the prompts, in the same order.
         passes: forward passes of the model that it took: none for continuations that were in the cache, but one for
             each text's keys and values.
         digest: of what the model was asked, see `digest_of`.
     """
 
     texts: tuple[VerifiedText, ...]
-    prompts: tuple[Prompt, ...]
     passes: int
     digest: str
 
@@ -206,7 +204,7 @@ def calibrate(
         raise ValueError("The model says nothing to any of the calibration prompts. Choose others with --prompts.")
     if progress is not None:
         progress(len(prompts), len(prompts))
-    return Calibration(tuple(texts), tuple(prompts), made, digest_of(encoded, new_tokens))
+    return Calibration(tuple(texts), made, digest_of(encoded, new_tokens))
 
 
 def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **more: Any) -> torch.Tensor:
