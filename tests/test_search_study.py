@@ -154,10 +154,10 @@ def test_measured_tokens_per_second() -> None:
 
 def test_given_configs_come_first_and_must_fit() -> None:
     config = SelfSpeculativeConfig(SkipConfig([2], [1, 3]))
-    search, space = worker(memory(), configs=[config])
+    search, space = worker(memory(), SearchSettings(depth=3, start_from=(config,)))
     assert space.config(search.run(1).tried[0].choices).skip == config.skip
     with pytest.raises(ValueError, match="not to be had"):
-        worker(memory(), configs=[SelfSpeculativeConfig(precision="int8")])
+        worker(memory(), SearchSettings(depth=3, start_from=(SelfSpeculativeConfig(precision="int8"),)))
 
 
 def test_hopeless_drafts_are_given_up_and_counted() -> None:
@@ -220,7 +220,7 @@ def test_drafts_are_given_to_a_study_that_goes_on() -> None:
     storage = memory()
     worker(storage)[0].run(2)
     config = SelfSpeculativeConfig(SkipConfig([1, 2], [0, 3]))
-    search, space = worker(storage, configs=[config])
+    search, space = worker(storage, SearchSettings(depth=3, start_from=(config,)))
     found = search.run(12)
     assert [t.choices for t in found.tried if t.origin == "given"] == [space.from_config(config)]
 

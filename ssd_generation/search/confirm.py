@@ -14,6 +14,7 @@ import torch
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..forward.passes import flat_passes
 from ..generation import enable_self_speculative
+from ..harness.methods import PLAIN
 from ..tuning.acceptance import Acceptance
 from .calibration import generate_greedily
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from .calibration import Calibration
 
 __all__ = ["NOTHING_DRAFTED", "Confirmed", "confirm", "generated_acceptance", "tokens_per_second"]
-
-PLAIN = "plain"
 
 NOTHING_DRAFTED = "nothing drafted"
 """The name of this library's loop without a draft, whose steps are what drafts promise their speed-up over."""

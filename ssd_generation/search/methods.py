@@ -27,12 +27,13 @@ from ..support.display import for_markdown, visible
 from ..support.files import replacing, write_whole
 from ..support.reading import RESULT, read_json
 from ..tuning.acceptance import judge_all
+from ..tuning.automatic import DRAFT_MEMORY
 from ..tuning.speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from .confirm import confirm
 from .plots import plot_methods
 from .profile import CostProfile, measure_profile
-from .settings import SearchSettings, check_sampler
+from .settings import CalibrationSettings, SearchSettings, check_sampler
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read
 from .study import Search, found_config, open_study, tried_in, understood
@@ -41,7 +42,7 @@ from .trials import PRIOR, Found, Tried, mean_acceptance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["METHODS", "SearchMethod", "compare_methods", "put_together", "table"]
+__all__ = ["METHODS", "ComparisonSettings", "SearchMethod", "compare_methods", "put_together", "table"]
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,31 @@ METHODS: Mapping[str, SearchMethod] = {
 }
 
 
+@dataclass(frozen=True)
+class ComparisonSettings:
+    """How methods are compared.
+
+    Args:
+        methods: names in `METHODS`.
+        trials: of each method, times its share, ≥ 1.
+        draft_memory: share of the weights' bytes that low-bit copies may take, where a method makes any.
+        timed: time the winners in generation.
+    """
+
+    methods: Sequence[str]
+    trials: int = 120
+    draft_memory: float = DRAFT_MEMORY
+    timed: bool = True
+
+
 def compare_methods(
     model: PreTrainedModel,
     texts: Calibration,
     held_out: Calibration,
     profile: CostProfile,
     storage: str,
-    methods: Sequence[str],
-    trials: int,
-    draft_memory: float = 0.3,
-    timed: bool = True,
-    told: Callable[[str], None] = lambda text: None,
+    settings: ComparisonSettings,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], dict[str, Found]]:
     """Search by each method, then judge and time what each has found.
 
@@ -103,11 +118,8 @@ def compare_methods(
         held_out: the winners are judged and timed on these.
         profile: costs.
         storage: of the studies.
-        methods: names in `METHODS`.
-        trials: of each method, times its share.
-        draft_memory: share of the weights' bytes that low-bit copies may take, where a method makes any.
-        timed: time the winners in generation.
-        told: told what is going on.
+        settings: which methods, and how long each searches.
+        progress: callback for progress, in words.
 
     Returns:
         By method: trials, passes, what the best promises on either set of texts and does in generation, and how many
@@ -117,20 +129,20 @@ def compare_methods(
         ImportError: a package that one of the methods needs is not installed.
         ValueError: an unknown method.
     """
-    _check(methods)
+    _check(settings.methods)
     founds: dict[str, Found] = {}
     winners: dict[str, tuple[Tried, Space]] = {}
-    for name in methods:
+    for name in settings.methods:
         method = METHODS[name]
-        space = space_of(model, 0.0 if method.skip_only else draft_memory)
+        space = space_of(model, 0.0 if method.skip_only else settings.draft_memory)
         about = {"method": name, "weights": describe_weights(model), "texts": texts.digest, "space": space.describe()}
         study = open_study(name, storage_of(storage), method.settings, about)
         search = Search(model, texts, profile, space, study, method.settings)
-        wanted = max(1, round(trials * method.share))
+        wanted = max(1, round(settings.trials * method.share))
 
         def observe(found: Found, name: str = name, wanted: int = wanted) -> None:
             best = max((t.speedup for t in found.tried if not t.pruned), default=0.0)
-            told(f"{name}: {len(found.tried)} of {wanted} drafts, {sum(found.passes)} passes, best {best:.3f}×")
+            progress(f"{name}: {len(found.tried)} of {wanted} drafts, {sum(found.passes)} passes, best {best:.3f}×")
 
         found = search.run(wanted, observe)
         founds[name] = found
@@ -154,8 +166,8 @@ def compare_methods(
             "skip": config.skip.to_dict(),
             "passes_to_reach": {other: _passes_until(founds[name], row[0].speedup) for other, row in winners.items()},
         }
-    if timed:
-        result = confirm(model, configs, held_out, told)
+    if settings.timed:
+        result = confirm(model, configs, held_out, progress)
         for name, ratios in result.ratios.items():
             rows[name] |= {
                 "measured": result.median(name),
@@ -272,15 +284,15 @@ def main() -> None:
     parser.add_argument(
         "--methods", help=f"of {','.join(METHODS)} (default: all but paper, and gp only where scipy is installed)"
     )
-    parser.add_argument("--trials", type=int, default=120)
-    parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--held-out", type=int, default=6)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--trials", type=int, default=ComparisonSettings.trials)
+    parser.add_argument("--num-prompts", type=int, default=CalibrationSettings.num_prompts)
+    parser.add_argument("--held-out", type=int, default=CalibrationSettings.held_out_prompts)
+    parser.add_argument("--new-tokens", type=int, default=CalibrationSettings.new_tokens)
     parser.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
     parser.add_argument("--beside", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
     arguments = parser.parse_args()
 
-    def told(text: str) -> None:
+    def progress(text: str) -> None:
         print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
         if not sys.stderr.isatty():
             print(file=sys.stderr)
@@ -307,7 +319,7 @@ def main() -> None:
     if file.exists():
         profile = CostProfile.load(file)
     else:
-        profile = measure_profile(model, progress=lambda text, done, total: told(f"{text}, {done} of {total}"))
+        profile = measure_profile(model, progress=lambda text, done, total: progress(f"{text}, {done} of {total}"))
         profile.save(file)
     rows, founds = compare_methods(
         model,
@@ -315,10 +327,8 @@ def main() -> None:
         held_out,
         profile,
         str(folder / "studies.db"),
-        methods,
-        arguments.trials,
-        timed=not arguments.no_timing,
-        told=told,
+        ComparisonSettings(methods, arguments.trials, timed=not arguments.no_timing),
+        progress,
     )
     written = table(rows)
     name = Path(model.config.name_or_path or arguments.model).name

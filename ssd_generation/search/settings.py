@@ -1,14 +1,17 @@
-"""How a search goes: objective, sampler, and how drafts are judged."""
+"""How a search goes: what is searched and how, on which texts, and where the results go."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ..config import SelfSpeculativeConfig
+from ..tuning.automatic import DRAFT_MEMORY
 from .trials import Worth
 
-__all__ = ["OBJECTIVES", "SAMPLERS", "SearchSettings", "check_sampler"]
+__all__ = ["OBJECTIVES", "SAMPLERS", "CalibrationSettings", "ResultSettings", "SearchSettings", "check_sampler"]
 
 SAMPLERS: Mapping[str, str] = {
     "tpe": "tree-structured Parzen estimator",
@@ -26,7 +29,7 @@ OBJECTIVES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """How a search goes.
+    """What is searched, and how.
 
     Args:
         objective: one of `OBJECTIVES`.
@@ -38,6 +41,9 @@ class SearchSettings:
         exact_depth: so many of these are judged exactly, at so many times the cost; 1 to `depth`, see `judge`.
         budget: for the objective "acceptance": the greatest cost of a draft step, relative to a plain one.
         seed: of sampler and proposals.
+        draft_memory: share of the weights' bytes that low-bit copies may take, ≥ 0; 0: skipping alone.
+        precisions: that are searched; `None`: those that can be had here.
+        start_from: drafts to try first.
 
     Raises:
         ValueError: an unknown name, or a number out of range.
@@ -51,6 +57,9 @@ class SearchSettings:
     exact_depth: int = 1
     budget: float = 0.6
     seed: int = 0
+    draft_memory: float = DRAFT_MEMORY
+    precisions: tuple[str, ...] | None = None
+    start_from: tuple[SelfSpeculativeConfig, ...] = ()
 
     def __post_init__(self) -> None:
         for value, allowed, what in (
@@ -80,6 +89,46 @@ class SearchSettings:
     def directions(self) -> list[Any]:
         """Of the study's values, as optuna has them."""
         return ["maximize", "minimize"] if self.sampler == "nsga2" else ["maximize"]
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """The texts that drafts are judged on.
+
+    Args:
+        prompts: source of the calibration prompts, see `calibration.calibration_prompts`.
+        num_prompts: that drafts are judged on, ≥ 1.
+        held_out_prompts: further prompts that only the best drafts are judged on; 0: none.
+        new_tokens: tokens of each continuation, ≥ 2.
+        use_chat_template: put the prompts into the tokenizer's chat template, if it has one.
+    """
+
+    prompts: str | None = None
+    num_prompts: int = 8
+    held_out_prompts: int = 6
+    new_tokens: int = 32
+    use_chat_template: bool = True
+
+
+@dataclass(frozen=True)
+class ResultSettings:
+    """Where the study and the results go, and what is done with the best drafts.
+
+    Args:
+        output: folder for the config, the figures, and the study where `storage` names none; `None`: nothing is
+            written, and the study is held in memory.
+        storage: URL of the study's storage, see `storage.storage_of`.
+        study_name: of the study.
+        confirmed: so many of the best drafts are timed in generation, beside plain decoding; 0: none.
+        lookup: let the config that is found draft by prompt lookup too, which costs nothing. Searched and timed is
+            without it.
+    """
+
+    output: str | Path | None = None
+    storage: str | None = None
+    study_name: str = "search"
+    confirmed: int = 1
+    lookup: bool = True
 
 
 def check_sampler(sampler: str) -> None:

@@ -36,7 +36,7 @@ class Space:
 
     choices: Mapping[str, tuple[str, ...]]
     needed: tuple[str, ...]
-    group_size: int = 32
+    group_size: int = PrecisionConfig().group_size
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -144,9 +144,7 @@ class Space:
         return {"choices": {name: list(c) for name, c in self.choices.items()}, "group_size": self.group_size}
 
 
-def space_of(
-    model: PreTrainedModel, draft_memory: float = 0.0, precisions: Sequence[str] = PRECISIONS, group_size: int = 32
-) -> Space:
+def space_of(model: PreTrainedModel, draft_memory: float = 0.0, precisions: Sequence[str] = PRECISIONS) -> Space:
     """The space of a model.
 
     Args:
@@ -154,7 +152,6 @@ def space_of(
         draft_memory: share of the weights' bytes that low-bit copies may take; 0: every sub-layer is kept or skipped.
             A precision is in the space where copies of everything in it keep to this.
         precisions: that are thought of.
-        group_size: of int4.
 
     Raises:
         ValueError: the model has fewer than four sub-layers that can be skipped, or `draft_memory` is negative.
@@ -169,7 +166,7 @@ def space_of(
         except ValueError:
             precisions = ()
         for name in precisions:
-            everything = PrecisionConfig(default=name, head=name, group_size=group_size)
+            everything = PrecisionConfig(default=name, head=name)
             if 0 < estimated_bytes(model, SkipConfig(), everything) <= draft_memory * weight_bytes(model):
                 fitting.append(name)
     choices: dict[str, tuple[str, ...]] = {}
@@ -188,4 +185,4 @@ def space_of(
             f"{type(model).__name__} has {len(layout)} layers with fewer than four sub-layers that can be skipped: "
             "there is nothing to search."
         )
-    return Space(choices, tuple(needed), group_size)
+    return Space(choices, tuple(needed))

@@ -16,7 +16,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,29 +228,26 @@ class _NotCountedError(Exception):
     """The trial is taken back: there were enough already, or it is no draft."""
 
 
-def check_search(
-    model: PreTrainedModel, space: Space, settings: SearchSettings, configs: Sequence[SelfSpeculativeConfig] = ()
-) -> list[dict[str, str]]:
+def check_search(model: PreTrainedModel, space: Space, settings: SearchSettings) -> list[dict[str, str]]:
     """What can be known before anything is measured or generated.
 
     Args:
         model: the target model.
         space: what is to be searched.
         settings: how.
-        configs: drafts to try first.
 
     Returns:
-        The choices of these.
+        The choices of the drafts to try first.
 
     Raises:
-        ValueError: drafts of this model cannot be judged, or a config is not in the space.
+        ValueError: drafts of this model cannot be judged, or a draft to try first is not in the space.
         ImportError: the sampler needs a package that is not installed.
     """
     reason = why_not_judged(model)
     if reason is not None:
         raise ValueError(f"Drafts of {type(model).__name__} cannot be judged: {reason}.")
     check_sampler(settings.sampler)
-    return [space.from_config(config) for config in configs]
+    return [space.from_config(config) for config in settings.start_from]
 
 
 class Search:
@@ -263,10 +260,9 @@ class Search:
         space: what is searched.
         study: as `open_study` gives it.
         settings: how the search goes.
-        configs: drafts to try first.
 
     Raises:
-        ValueError: drafts of this model cannot be judged, or a config is not in the space.
+        ValueError: drafts of this model cannot be judged, or a draft to try first is not in the space.
         ImportError: the sampler needs a package that is not installed.
     """
 
@@ -278,9 +274,8 @@ class Search:
         space: Space,
         study: optuna.Study,
         settings: SearchSettings,
-        configs: Sequence[SelfSpeculativeConfig] = (),
     ) -> None:
-        self.given = check_search(model, space, settings, configs)
+        self.given = check_search(model, space, settings)
         self.model = model
         self.calibration = calibration
         self.profile = profile
