@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
+import statistics as averages
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..forward.passes import flat_passes
 from ..generation import enable_self_speculative
+from ..harness.interleaved import Timings, interleaved, timed
 from ..harness.methods import PLAIN
 from ..tuning.acceptance import Acceptance
 from .calibration import generate_greedily
@@ -45,7 +45,7 @@ class Confirmed:
 
     def median(self, name: str) -> float:
         """The median ratio."""
-        return statistics.median(self.ratios[name])
+        return averages.median(self.ratios[name])
 
     def by_the_draft(self, name: str) -> float | None:
         """The median ratio to this library's own loop without a draft; `None` where that was not timed.
@@ -54,7 +54,7 @@ class Confirmed:
         """
         if NOTHING_DRAFTED not in self.ratios:
             return None
-        return statistics.median(r / n for r, n in zip(self.ratios[name], self.ratios[NOTHING_DRAFTED], strict=True))
+        return averages.median(r / n for r, n in zip(self.ratios[name], self.ratios[NOTHING_DRAFTED], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, with medians, as plain JSON types."""
@@ -78,7 +78,7 @@ def confirm(
     calibration: Calibration,
     progress: Callable[[str], None] | None = None,
 ) -> Confirmed:
-    """Time generation of each text by plain decoding and by each config, in turns.
+    """Time generation of each text by plain decoding and by each config, in turns (see `interleaved`).
 
     Args:
         model: the target model.
@@ -88,29 +88,30 @@ def confirm(
     """
     enable_self_speculative(model)
     _record_ahead(model, configs.values())
-    ratios: dict[str, list[float]] = {name: [] for name in configs}
-    drafted, accepted, identical = (dict.fromkeys(configs, 0) for _ in range(3))
-    for index, text in enumerate(calibration.texts):
-        names = [PLAIN, *configs]
-        # Who comes first changes from text to text: a machine that warms up or slows down favours none.
-        order = names[index % len(names) :] + names[: index % len(names)]
-        rates, outputs = {}, {}
-        for repeat in range(2 if index == 0 else 1):  # the first text twice: recordings, copies, first touch
-            for name in order:
-                if progress is not None:
-                    progress(
-                        f"{name}, text {index + 1} of {len(calibration)}{', warm-up' if index == repeat == 0 else ''}"
-                    )
-                outputs[name], rates[name] = _timed(model, configs.get(name), text.ids, text.prompt_length, len(text))
-                if name != PLAIN and not (index == 0 and repeat == 0):
-                    said: Any = model.last_speculation
-                    drafted[name] += said.drafted_tokens
-                    accepted[name] += said.accepted_tokens
-        for name in configs:
-            ratios[name].append(rates[name] / rates[PLAIN])
-            identical[name] += torch.equal(outputs[name], outputs[PLAIN])
-    rate = {name: accepted[name] / drafted[name] if drafted[name] else None for name in configs}
-    return Confirmed(ratios, rate, identical)
+    methods = [PLAIN, *configs]
+    timings = Timings(methods, PLAIN)
+    outputs: dict[str, list[torch.Tensor]] = {name: [] for name in methods}
+    drafted, accepted = dict.fromkeys(configs, 0), dict.fromkeys(configs, 0)
+    for turn in interleaved(methods, len(calibration)):
+        name, text = turn.method, calibration.texts[turn.round]
+        if progress is not None:
+            warm_up = ", warm-up" if turn.is_warm_up else ""
+            progress(f"{name}, text {turn.round + 1} of {len(calibration)}{warm_up}")
+        prompt = text.ids[:, : text.prompt_length]
+        output, seconds = timed(model.device, _generate, model, configs.get(name), prompt, len(text))
+        if turn.is_warm_up:
+            continue
+        outputs[name].append(output)
+        timings.add(name, output.shape[1] - text.prompt_length, seconds)
+        if name != PLAIN:
+            statistics: Any = model.last_speculation
+            drafted[name] += statistics.drafted_tokens
+            accepted[name] += statistics.accepted_tokens
+    return Confirmed(
+        ratios={name: timings.ratios(name) for name in configs},
+        acceptance={name: accepted[name] / drafted[name] if drafted[name] else None for name in configs},
+        identical={name: sum(map(torch.equal, outputs[name], outputs[PLAIN])) for name in configs},
+    )
 
 
 def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
@@ -126,17 +127,6 @@ def _generate(
 ) -> torch.Tensor:
     more = {} if config is None else {"self_speculative": config}
     return generate_greedily(model, ids, new_tokens, **more)
-
-
-def _timed(
-    model: PreTrainedModel, config: SelfSpeculativeConfig | None, ids: torch.Tensor, prompt_length: int, new_tokens: int
-) -> tuple[torch.Tensor, float]:
-    """The text, and tokens per second."""
-    started = time.perf_counter()
-    output = _generate(model, config, ids[:, :prompt_length], new_tokens)
-    if ids.device.type == "cuda":
-        torch.cuda.synchronize(ids.device)
-    return output, (output.shape[1] - prompt_length) / (time.perf_counter() - started)
 
 
 def generated_acceptance(
@@ -171,9 +161,8 @@ def tokens_per_second(
     first = calibration.texts[0]
     _record_ahead(model, [paper])
     _generate(model, paper, first.ids[:, : first.prompt_length], 2)
-    started = time.perf_counter()
-    acceptance = _generated(model, paper, calibration)
-    return calibration.tokens() / (time.perf_counter() - started), acceptance
+    acceptance, seconds = timed(model.device, _generated, model, paper, calibration)
+    return calibration.tokens() / seconds, acceptance
 
 
 def _generated(model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration) -> Acceptance:
