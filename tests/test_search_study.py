@@ -44,7 +44,7 @@ from ssd_generation.search.study import (
     open_study,
     tried_in,
 )
-from ssd_generation.search.trials import Worth
+from ssd_generation.search.trials import Scoring
 from ssd_generation.tuning.acceptance import Acceptance
 from ssd_generation.tuning.acceptance import judge as judge_really
 from tiny_models import tiny_model
@@ -548,13 +548,13 @@ def test_warm_start_goes_for_what_costs_least() -> None:
 
 
 def test_proposals_keep_to_a_budget() -> None:
-    space, profile, worth = space_of(tiny_model()), cost_profile(), Worth(0.8)
+    space, profile, scoring = space_of(tiny_model()), cost_profile(), Scoring(0.8)
 
     def cost(choices: Mapping[str, str]) -> float:
         return profile.costs(space.config(choices), 64).draft_step
 
     # By speed-up, nothing would be left out: each sub-layer loses more than it saves, an attention least.
-    singles = [c for _, c in warm_start(space, profile, [], 64, worth=worth)]
+    singles = [c for _, c in warm_start(space, profile, [], 64, scoring=scoring)]
     losses = {"attention.0": 20, "attention.1": 15, "attention.2": 10, "attention.3": 40} | {
         f"mlp.{i}": 25 + i for i in range(4)
     }
@@ -562,7 +562,7 @@ def test_proposals_keep_to_a_budget() -> None:
     for number, choices in enumerate(singles):
         lost = losses[next(name for name, choice in choices.items() if choice == SKIP)]
         done.append(dataclasses.replace(tried(number, choices, 100 - lost, lost, 0.9), value=0.8 - cost(choices)))
-    sets = [c for origin, c in warm_start(space, profile, done, 64, worth=worth) if origin == "set"]
+    sets = [c for origin, c in warm_start(space, profile, done, 64, scoring=scoring) if origin == "set"]
     # 0.2 is to be saved: an attention is 0.08, an MLP 0.16. The best of each size, within the budget, come first.
     assert {name for name, c in sets[0].items() if c == SKIP} == {"attention.2", "mlp.0"}
     assert cost(sets[0]) <= 0.8 < cost(singles[0])
@@ -573,7 +573,7 @@ def test_proposals_keep_to_a_budget() -> None:
         )
         for i, c in enumerate(sets)
     ]
-    moves = warm_start(space, profile, done, 64, worth=worth)
+    moves = warm_start(space, profile, done, 64, scoring=scoring)
     assert {origin for origin, _ in moves} == {"move"}
     assert {"attention.1", "mlp.0"} in [{name for name, c in choices.items() if c == SKIP} for _, choices in moves]
     assert all(cost(choices) <= 0.8 for _, choices in moves)

@@ -1,4 +1,4 @@
-"""Drafts in real generation: timed beside plain decoding, and counted."""
+"""Drafts in real generation: timed in turns with plain decoding, and their acceptance rates counted."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["NOTHING_DRAFTED", "Confirmed", "confirm", "generated_acceptance", "tokens_per_second"]
 
 NOTHING_DRAFTED = "nothing drafted"
-"""The name of this library's loop without a draft, whose steps are what drafts promise their speed-up over."""
+"""The name of this library's loop without drafting. The theoretical speed-up of a draft is relative to it."""
 
 
 @dataclass(frozen=True)
 class Confirmed:
-    """What drafts do in timed generation.
+    """Results of timed generation.
 
     Attributes:
         ratios: by name, tokens per second relative to plain `generate` on the same text, for each text.
         acceptance: by name, accepted / drafted tokens of all texts.
-        identical: by name, of how many texts the tokens were those of plain decoding.
+        identical: by name, number of texts whose tokens equal those of plain decoding.
     """
 
     ratios: Mapping[str, Sequence[float]]
@@ -48,9 +48,9 @@ class Confirmed:
         return averages.median(self.ratios[name])
 
     def by_the_draft(self, name: str) -> float | None:
-        """The median ratio to this library's own loop without a draft; `None` where that was not timed.
+        """The median ratio to this library's own loop without drafting; `None` where that was not timed.
 
-        What is promised of a draft is this, rather than the ratio to plain `generate`.
+        This, rather than the ratio to plain `generate`, is what the theoretical speed-up predicts.
         """
         if NOTHING_DRAFTED not in self.ratios:
             return None
@@ -84,7 +84,7 @@ def confirm(
         model: the target model.
         configs: by name.
         calibration: its prompts are continued for as many tokens as its texts have.
-        progress: told what is being generated.
+        progress: callback with a description of each call.
     """
     enable_self_speculative(model)
     _record_ahead(model, configs.values())
@@ -115,7 +115,7 @@ def confirm(
 
 
 def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
-    """Record the verifying passes of every length now: one takes as long as several tokens of a short text."""
+    """Capture the verification passes of all lengths now: a capture takes as long as several tokens of a short text."""
     passes = flat_passes(model)
     if passes is not None:
         for length in range(1, max((config.longest_draft for config in configs), default=0) + 2):
@@ -125,20 +125,20 @@ def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfi
 def _generate(
     model: PreTrainedModel, config: SelfSpeculativeConfig | None, ids: torch.Tensor, new_tokens: int
 ) -> torch.Tensor:
-    more = {} if config is None else {"self_speculative": config}
-    return generate_greedily(model, ids, new_tokens, **more)
+    options = {} if config is None else {"self_speculative": config}
+    return generate_greedily(model, ids, new_tokens, **options)
 
 
 def generated_acceptance(
     model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration, draft_length: int
 ) -> Acceptance:
-    """Acceptance by depth as real generation has it, with drafts of a fixed length: what `judge` is to predict.
+    """Acceptance by depth in real generation, with a fixed draft length: what `judge` predicts.
 
     Args:
         model: the target model.
-        config: its draft; how long it drafts is not used.
+        config: of the draft; its draft-length policy is not used.
         calibration: its prompts are continued for as many tokens as its texts have.
-        draft_length: tokens of each round, ≥ 1.
+        draft_length: tokens drafted in each round, ≥ 1.
     """
     enable_self_speculative(model)
     fixed = dataclasses.replace(
@@ -156,12 +156,14 @@ def tokens_per_second(
         Tokens per second over all texts, and acceptance by depth with the passes that were made.
     """
     enable_self_speculative(model)
-    paper = dataclasses.replace(config, drafting=DraftingConfig(policy="confidence", max_draft_length=8), lookup=None)
-    # What is made once, and for all drafts of a precision, is no fault of the first.
+    as_in_paper = dataclasses.replace(
+        config, drafting=DraftingConfig(policy="confidence", max_draft_length=8), lookup=None
+    )
+    # Captures and low-bit copies are made once for many drafts, so they are not part of the time.
     first = calibration.texts[0]
-    _record_ahead(model, [paper])
-    _generate(model, paper, first.ids[:, : first.prompt_length], 2)
-    acceptance, seconds = timed(model.device, _generated, model, paper, calibration)
+    _record_ahead(model, [as_in_paper])
+    _generate(model, as_in_paper, first.ids[:, : first.prompt_length], 2)
+    acceptance, seconds = timed(model.device, _generated, model, as_in_paper, calibration)
     return calibration.tokens() / seconds, acceptance
 
 
@@ -169,13 +171,13 @@ def _generated(model: PreTrainedModel, config: SelfSpeculativeConfig, calibratio
     total = Acceptance()
     for text in calibration.texts:
         _generate(model, config, text.ids[:, : text.prompt_length], len(text))
-        said: Any = model.last_speculation
-        inputs = said.draft_passes + said.drafted_tokens + said.rounds  # drafting, then verifying
+        statistics: Any = model.last_speculation
+        inputs = statistics.draft_passes + statistics.drafted_tokens + statistics.rounds  # drafting, then verifying
         total.add(
             Acceptance(
-                list(said.judged_by_depth),
-                list(said.accepted_by_depth),
-                said.draft_passes + said.target_passes,
+                list(statistics.judged_by_depth),
+                list(statistics.accepted_by_depth),
+                statistics.draft_passes + statistics.target_passes,
                 inputs,
             )
         )

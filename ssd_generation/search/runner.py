@@ -1,4 +1,4 @@
-"""One search from end to end: profile, calibration, trials, a look at texts that were held back, timed generation."""
+"""One search from end to end: cost profile, calibration, trials, held-out texts, timed generation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .profile import CostProfile, measure_profile
 from .settings import CalibrationSettings, ResultSettings, SearchSettings
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read
-from .study import ABOUT, SOURCE, Search, check_search, claim, open_study, tried_in, understood
+from .study import ABOUT, SOURCE, Search, check_search, claim, explain_unreadable, open_study, tried_in
 from .trials import PRIOR, Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
@@ -43,19 +43,19 @@ _CONTEXT, _PROVENANCE = "context", "provenance"
 
 
 class SearchObserver(Protocol):
-    """Is told how far a search is."""
+    """Callbacks for the progress of a search."""
 
     def stage(self, name: str) -> None:
         """A stage begins."""
 
     def step(self, text: str, done: int, total: int) -> None:
-        """Within a stage, so many of so many steps are done."""
+        """Within a stage, `done` of `total` steps are done."""
 
     def trial(self, found: Found, trials: int) -> None:
         """A trial has ended; `trials` are wanted in all."""
 
     def warn(self, text: str) -> None:
-        """Something is not as was asked for."""
+        """Something differs from what was asked for."""
 
 
 class _Silent:
@@ -74,18 +74,18 @@ class _Silent:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
         best: the draft with the best value on the calibration texts.
-        config: its config, for `generate(self_speculative=…)`; what it expects to be accepted at first is what was on
-            texts that it was not chosen on, where there are any.
+        config: its config, for `generate(self_speculative=…)`; its expected acceptance rates are those on held-out
+            texts, where there are any.
         found: everything that was tried.
-        space: what was searched.
-        profile: the costs it was searched with.
-        held_out: the best draft on texts that it was not chosen on: `{"speedup": …, "draft_length": …, "acceptance": …,
-            "texts": …}`, and the same on those it was chosen on under "chosen_on"; `None` where none were held back.
-        confirmed: timed generation of the winners on the texts held back (or the others, if there are none).
+        space: the search space.
+        profile: the costs.
+        held_out: the best draft on held-out texts: `{"speedup": …, "draft_length": …, "acceptance": …, "texts": …}`,
+            and the same on those it was chosen on under "chosen_on"; `None` where none were held out.
+        confirmed: timed generation of the best drafts on the held-out texts (or the others, if there are none).
         names: the configs that were timed.
         passes: forward passes of the model, by stage.
     """
@@ -142,32 +142,32 @@ def search(
     profile: CostProfile | None = None,
     observer: SearchObserver | None = None,
 ) -> SearchResult:
-    """Find what a model is best to leave out, and in which precision to keep the rest, while it drafts.
+    """Search for the best draft of a model: which sub-layers to skip, and in which precision to keep the others.
 
     Args:
         model: the target model.
         tokenizer: its tokenizer.
-        trials: drafts to judge, in all, those of other workers and earlier runs on the study counted, ≥ 1. Where a
-            model has fewer, all of these. From 1 to a million.
+        trials: drafts to judge in all, 1 to a million; those of other workers and earlier runs on the study count.
+            Fewer where the space has fewer.
         settings: what is searched, and how.
         texts: what drafts are judged on.
         results: where the study and the results go (`plots.plot_all` draws into that folder), and what is done with
             the best drafts.
-        profile: measured costs; `None`: those of the study, or measured now. Of workers that begin together, the
-            costs of the first count.
+        profile: measured costs; `None`: those of the study, or measured now. Where workers begin together, all use
+            the costs of the first.
         observer: callback for progress.
 
     Raises:
         ValueError: a bad argument, a model with nothing to search, a study of something else, or a storage that cannot
             be reached.
-        OSError: the folder cannot be written, or the storage fails in the middle; what was judged is kept.
+        OSError: the folder cannot be written, or the storage fails; finished trials are kept.
     """
     _TRIALS.check("trials", trials)
     settings, texts, results = settings or SearchSettings(), texts or CalibrationSettings(), results or ResultSettings()
     observer = observer or _Silent()
     folder = None if results.output is None else _folder(results.output)
     storage = _storage(results.storage, folder)
-    # What cannot be is said before anything slow begins.
+    # Errors come before anything slow.
     require_drafts(model)
     space = space_of(model, settings.draft_memory, PRECISIONS if settings.precisions is None else settings.precisions)
     check_search(model, space, settings)
@@ -217,7 +217,7 @@ def search(
     winners = _Winners(worker, found, held_out, results)
     winners.judge_on_held_out(observer)
     if folder is not None:
-        _write(folder, winners.result())  # whoever has no time for the timing has this
+        _write(folder, winners.result())  # in case the timing is interrupted
     if results.confirmed:
         winners.time_generation(observer)
     drop_copies(model)
@@ -267,7 +267,7 @@ def _profile_of(study: optuna.Study, given: CostProfile | None) -> CostProfile |
 
 
 class _Winners:
-    """The best drafts of a search: judged on texts held back, and timed in generation.
+    """The best drafts of a search: judged on held-out texts, and timed in generation.
 
     Args:
         worker: that has searched.
@@ -315,7 +315,7 @@ class _Winners:
         best, timed = self.drafts[0], self.timed
         if timed is not None:
             best = max(self.drafts, key=lambda draft: timed.median(_name(draft)))
-        # Those that it was chosen on flatter it.
+        # The rates on the texts that it was chosen on are biased upwards.
         unseen = self.unseen.get(best.number)
         config = self.worker.config_of(best, unseen, lookup=LookupConfig() if self.results.lookup else None)
         held = None
@@ -371,10 +371,10 @@ class StoredStudy(NamedTuple):
     """A study that `search` made.
 
     Attributes:
-        study: as optuna has it.
-        space: that it searches.
+        study: the Optuna study.
+        space: the search space.
         profile: the costs that it is searched with.
-        context: tokens before a drafted one.
+        context: prefix length of a drafted token.
         provenance: of the model, and where it was searched.
     """
 
@@ -386,7 +386,7 @@ class StoredStudy(NamedTuple):
 
 
 def read_study(storage: str, name: str | None = None) -> StoredStudy:
-    """A study that `search` made, as it is now; nothing is written where it is kept.
+    """A study that `search` made, as it is now; nothing is written to its storage.
 
     Args:
         storage: URL of its storage, a folder that `search` wrote, or a file of SQLite.
@@ -406,7 +406,7 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
             f"There is no study in {storage!r}. Give a folder of `ssd search`, or a storage URL."
         ) from error
     what = f"The study in {storage!r}"
-    with understood(what):
+    with explain_unreadable(what):
         names = optuna.get_all_study_names(opened)
     if not names:
         raise ValueError(f"There is no study in {storage!r}. Give a folder of `ssd search`, or its storage URL.")
@@ -415,14 +415,14 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
     wanted = name if name is not None else names[0]
     if wanted not in names:
         raise ValueError(f"There is no study {wanted!r} in {storage!r}, but {listed(names)}.")
-    with understood(what):
+    with explain_unreadable(what):
         study = optuna.load_study(study_name=wanted, storage=opened)
         facts = study.user_attrs
         about: Any = facts.get(ABOUT)
         is_ours = about is not None and "space" in about and facts.keys() >= {"profile", _CONTEXT, _PROVENANCE}
     if not is_ours:
         raise ValueError(f"The study {wanted!r} in {storage!r} was not made by `ssd search`.")
-    with understood(what):
+    with explain_unreadable(what):
         described = about["space"]
         choices = {key: tuple(value) for key, value in described["choices"].items()}
         needed = tuple(key for key in choices if key.startswith("attention."))
@@ -436,16 +436,16 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
 def retarget(
     storage: str, profile: CostProfile, name: str | None = None, context: int | None = None
 ) -> tuple[list[Tried], StoredStudy]:
-    """The drafts of a study by what they promise with other costs, best first: no pass of the model is needed.
+    """The drafts of a study by their theoretical speed-up with other costs, best first; no forward pass is needed.
 
-    Those that were given up early there take part, with what was counted until then (`pruned` says which): where
-    drafting costs less, they may be the best.
+    Pruned drafts take part, with the acceptance counted until then (`pruned` says which): where drafting costs less,
+    they may be the best.
 
     Args:
         storage: see `read_study`.
         profile: of the other machine.
         name: of the study.
-        context: tokens before a drafted one; `None`: as in the study.
+        context: prefix length of a drafted token; `None`: as in the study.
 
     Returns:
         The drafts with their figures for that machine, and the study, with its context as asked for.

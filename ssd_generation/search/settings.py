@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import SelfSpeculativeConfig
 from ..tuning.automatic import DRAFT_MEMORY
-from .trials import Worth
+from .trials import Scoring
 
 __all__ = ["OBJECTIVES", "SAMPLERS", "CalibrationSettings", "ResultSettings", "SearchSettings", "check_sampler"]
 
@@ -34,11 +34,12 @@ class SearchSettings:
     Args:
         objective: one of `OBJECTIVES`.
         sampler: one of `SAMPLERS`.
-        warm_start: propose uniform precisions, each sub-layer on its own, and the sets that these promise, before the
-            sampler has its say.
-        prune: give a draft up as soon as it is behind the best by more than chance.
-        depth: tokens of a round in which drafts are judged, ≥ 1.
-        exact_depth: so many of these are judged exactly, at so many times the cost; 1 to `depth`, see `judge`.
+        warm_start: propose uniform precisions, each sub-layer on its own, and the sets that follow from these, before
+            the sampler takes over (see `proposals.warm_start`).
+        prune: stop judging a draft as soon as it is significantly worse than the best.
+        depth: draft length of the rounds in which drafts are judged, ≥ 1.
+        exact_depth: tokens of a round that are judged exactly, which costs as many times more; 1 to `depth`, see
+            `judge`.
         budget: for the objective "acceptance": the greatest cost of a draft step, relative to a plain one.
         seed: of sampler and proposals.
         draft_memory: share of the weights' bytes that low-bit copies may take, ≥ 0; 0: skipping alone.
@@ -81,13 +82,13 @@ class SearchSettings:
             raise ValueError(f"The budget is a share of a plain step, above 0 and up to 1, but got {self.budget}.")
 
     @property
-    def worth(self) -> Worth:
-        """What drafts are proposed and given up by; where speed is measured, the theoretical speed-up."""
-        return Worth(self.budget if self.objective == "acceptance" else None)
+    def scoring(self) -> Scoring:
+        """The score by which drafts are proposed and pruned; where speed is measured, the theoretical speed-up."""
+        return Scoring(self.budget if self.objective == "acceptance" else None)
 
     @property
     def directions(self) -> list[Any]:
-        """Of the study's values, as optuna has them."""
+        """Directions of the study's values, as Optuna takes them."""
         return ["maximize", "minimize"] if self.sampler == "nsga2" else ["maximize"]
 
 
@@ -132,7 +133,7 @@ class ResultSettings:
 
 
 def check_sampler(sampler: str) -> None:
-    """That the packages of a sampler are installed.
+    """Check that the packages of a sampler are installed.
 
     Raises:
         ImportError: one is not.

@@ -1,4 +1,4 @@
-"""Drafts that were tried, and what they are worth to a search."""
+"""Drafts that were tried, and how a search scores them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from ..config import Costs
     from ..tuning.acceptance import Acceptance
 
-__all__ = ["PRIOR", "SPEEDUP", "Found", "Tried", "Worth", "mean_acceptance"]
+__all__ = ["PRIOR", "SPEEDUP", "Found", "Scoring", "Tried", "mean_acceptance"]
 
 PRIOR = 4.0
-"""How many observations the depth before counts for in acceptance by depth."""
+"""Weight of the rate at the depth before in the acceptance rate at a depth, in observations."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Tried:
 
     Attributes:
         number: of the trial.
-        choices: what becomes of each sub-layer.
-        acceptance: by depth, counted.
-        draft_cost: a draft step / a plain step.
+        choices: for each sub-layer.
+        acceptance: counts by depth.
+        draft_cost: time of a draft step / of a plain step.
         speedup: the theoretical speed-up.
-        draft_length: that it is reached with.
-        origin: what proposed it.
-        pruned: whether it was given up early.
-        value: of the objective; `None` where it was given up.
+        draft_length: the draft length that gives it.
+        origin: what proposed the draft.
+        pruned: whether judging was stopped early.
+        value: of the objective; `None` where it was pruned.
     """
 
     number: int
@@ -47,23 +47,23 @@ class Tried:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has come to.
+    """The drafts that a search has tried.
 
     Attributes:
         tried: every draft that was judged, in the order of the trials.
-        passes: forward passes of the model, by trial, calibration left out.
+        passes: forward passes of the model for each trial, calibration not included.
     """
 
     tried: Sequence[Tried] = field(default_factory=tuple)
     passes: Sequence[int] = field(default_factory=tuple)
 
     def best(self, count: int = 1) -> list[Tried]:
-        """The drafts with the best values of the objective, that were not given up."""
+        """The drafts with the best values of the objective, pruned ones left out."""
         whole = [t for t in self.tried if not t.pruned]
         return sorted(whole, key=lambda t: (-(t.speedup if t.value is None else t.value), t.number))[:count]
 
     def frontier(self) -> list[Tried]:
-        """The drafts that no other beats in both acceptance and cost, by ascending cost."""
+        """The Pareto frontier of acceptance rate and draft cost, by ascending cost."""
         frontier: list[Tried] = []
         for t in sorted((t for t in self.tried if not t.pruned), key=lambda t: (t.draft_cost, -mean_acceptance(t))):
             if not frontier or mean_acceptance(t) > mean_acceptance(frontier[-1]):
@@ -78,32 +78,32 @@ def mean_acceptance(tried: Tried) -> float:
 
 
 @dataclass(frozen=True)
-class Worth:
-    """What a draft is worth to a search, by the share of its tokens that are accepted and by its costs.
+class Scoring:
+    """The score of a draft: what the search maximises, from acceptance rate and costs.
 
     Args:
-        budget: the greatest cost of a draft step, relative to a plain one. Within it a draft is worth its acceptance,
-            beyond it the less the dearer it is. `None`: the theoretical speed-up.
+        budget: the greatest cost of a draft step, relative to a plain one. Within it the score is the acceptance rate,
+            beyond it it falls with the cost. `None`: the theoretical speed-up.
     """
 
     budget: float | None = None
 
-    def of(self, acceptance: float, costs: Costs) -> float:
-        """The worth of a draft of which so many tokens are accepted, at every depth alike."""
+    def score(self, acceptance: float, costs: Costs) -> float:
+        """The score of a draft with one acceptance rate at every depth."""
         if self.budget is None:
             return theoretical_speedup([acceptance], costs)[0]
         cost = costs.draft_step / costs.plain_step
         return acceptance if cost <= self.budget else self.budget - cost
 
-    def within_chance(self, acceptance: Acceptance, costs: Costs, errors: float) -> float:
-        """The worth of a draft, were its acceptance so many standard errors above what was counted."""
+    def optimistic_score(self, acceptance: Acceptance, costs: Costs, errors: float) -> float:
+        """The score of a draft if its acceptance rate were so many standard errors above the one counted."""
         if self.budget is None:
             return speedup_within_chance(acceptance.tried, acceptance.accepted, costs, errors)[0]
-        return self.of(share_within_chance(sum(acceptance.tried), sum(acceptance.accepted), errors), costs)
+        return self.score(share_within_chance(sum(acceptance.tried), sum(acceptance.accepted), errors), costs)
 
-    def found(self, tried: Tried) -> float:
-        """What a draft that was tried is worth."""
+    def score_of(self, tried: Tried) -> float:
+        """The score of a draft that was tried."""
         return tried.speedup if self.budget is None or tried.value is None else tried.value
 
 
-SPEEDUP = Worth()
+SPEEDUP = Scoring()
