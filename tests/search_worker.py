@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ssd_generation.harness.prompts import Prompt
 from ssd_generation.search.calibration import Calibration
 from ssd_generation.search.profile import CostProfile
 from ssd_generation.search.space import Space, space_of
@@ -47,8 +46,7 @@ def calibration(model: Any, texts: int = 3, new: int = 24) -> Calibration:
         ids = prompt(10, seed=seed)
         whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
         verified.append(verify_text(model, whole, 10))
-    prompts = tuple(Prompt(f"p-{i}", "test", "") for i in range(texts))
-    return Calibration(tuple(verified), prompts, texts, "digest")
+    return Calibration(tuple(verified), texts, "digest")
 
 
 def worker(

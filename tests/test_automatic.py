@@ -27,7 +27,7 @@ from ssd_generation import (
 )
 from ssd_generation.forward.low_bit import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
 from ssd_generation.support import measurements as keeping
-from ssd_generation.support.measurements import kept
+from ssd_generation.support.measurements import cached_measurement
 from ssd_generation.tuning import automatic, costs
 from ssd_generation.tuning.automatic import automatic_choice, automatic_config, check_budget, weight_bytes
 from ssd_generation.tuning.costs import VERIFIED, describe_machine, measure_costs
@@ -357,7 +357,7 @@ def test_whatever_the_use_of_an_answer_stumbles_over_it_is_measured_again(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = iter(range(9))
-    assert kept(model, {"a": 1}, lambda: next(answers)) == 0
+    assert cached_measurement(model, {"a": 1}, lambda: next(answers)) == 0
     for error in (RecursionError(), OverflowError("x" * 10**6), AssertionError("\x1b[2J"), RuntimeError()):
 
         def stumble(answer: Any, error: Exception = error) -> None:
@@ -365,7 +365,7 @@ def test_whatever_the_use_of_an_answer_stumbles_over_it_is_measured_again(
 
         keeping._MEMORY.clear()
         with caplog.at_level(logging.WARNING):
-            assert kept(model, {"a": 1}, lambda: next(answers), use=stumble) > 0
+            assert cached_measurement(model, {"a": 1}, lambda: next(answers), use=stumble) > 0
     assert len(caplog.records) == 4
     assert all(len(record.message) < 500 and record.message.isprintable() for record in caplog.records)
 
@@ -426,9 +426,9 @@ def test_a_folder_that_cannot_be_written_to(
 
 def test_kept_is_by_model_and_description(model: Any) -> None:
     answers = iter(range(10))
-    assert [kept(model, {"a": n}, lambda: next(answers)) for n in (1, 2, 1)] == [0, 1, 0]
-    assert kept(model, {"a": 1}, lambda: next(answers), again=True) == 2
-    assert kept(made(), {"a": 1}, lambda: next(answers)) == 2, "from the disk"
+    assert [cached_measurement(model, {"a": n}, lambda: next(answers)) for n in (1, 2, 1)] == [0, 1, 0]
+    assert cached_measurement(model, {"a": 1}, lambda: next(answers), again=True) == 2
+    assert cached_measurement(made(), {"a": 1}, lambda: next(answers)) == 2, "from the disk"
 
 
 # --- measured here
@@ -559,5 +559,5 @@ def test_what_a_busy_machine_measured_is_not_kept(model: Any, cache: Path, monke
     monkeypatch.setattr(keeping, "_STEADY", 0.0)  # as if no pass ever took the same time twice
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]))
     found = costs.costs_of(model, config)
-    assert files(cache) == [] and keeping.was_unsteady(model)
+    assert files(cache) == [] and keeping.was_noisy(model)
     assert costs.costs_of(model, config) == found, "remembered as long as the model lives"

@@ -12,7 +12,7 @@ import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draft_mode, enable_self_speculative
 from ssd_generation.forward.low_bit import copies_of, copy_bytes
-from ssd_generation.harness import comparison
+from ssd_generation.harness import comparison, interleaved
 from ssd_generation.harness.comparison import (
     METHODS,
     Difference,
@@ -242,7 +242,7 @@ class Clock:
 def test_ratios_are_taken_per_repeat_and_medians_over_repeats(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # In the order in which they run: plain, draft, own; draft, own, plain; own, plain, draft.
     clock = Clock(iter([1.0, 0.5, 2.0, 1.0, 1.0, 4.0, 1.0, 3.0, 1.0]))
-    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(interleaved, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     result = compare(model, INPUTS, CONFIG, repeats=3, max_new_tokens=12)
     assert result.plain.seconds == (1.0, 4.0, 3.0)
     assert result.self_speculative.seconds == (2.0, 1.0, 1.0)

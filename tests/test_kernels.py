@@ -153,7 +153,7 @@ def test_what_a_busy_machine_measured_is_not_kept(
     monkeypatch.setattr(keeping, "_STEADY", 0.0)
     model = tiny_model()
     assert name_of(fastest_kernels(model, layers(), 5)(*layers()[0])) == "onednn-turned"
-    assert not cache.exists() and keeping.was_unsteady(model)
+    assert not cache.exists() and keeping.was_noisy(model)
 
 
 def test_what_the_kernels_do_not_take_is_left_alone(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:

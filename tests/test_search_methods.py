@@ -13,7 +13,7 @@ import pytest
 from search_worker import calibration, cost_profile
 from ssd_generation.models import load_model
 from ssd_generation.search import methods
-from ssd_generation.search.methods import METHODS, SearchMethod, compare_methods, main, table
+from ssd_generation.search.methods import METHODS, ComparisonSettings, SearchMethod, compare_methods, main, table
 from ssd_generation.tuning.costs import describe_machine
 from test_cli import folder as folder  # the fixture
 from tiny_models import tiny_model
@@ -25,8 +25,8 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
     names = ["skip-only", "forward", "random", "paper"]
     said: list[str] = []
     costs = cost_profile(measured_on=describe_machine(model))
-    arguments = (model, texts, held_out, costs, f"{tmp_path}/s.db", names, 4)
-    rows, founds = compare_methods(*arguments, told=said.append)
+    arguments = (model, texts, held_out, costs, f"{tmp_path}/s.db")
+    rows, founds = compare_methods(*arguments, ComparisonSettings(names, 4), said.append)
     assert list(rows) == names
     for name, row in rows.items():
         assert row["trials"] == round(4 * METHODS[name].share) == len(founds[name].tried)
@@ -44,7 +44,7 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
     assert list(best["passes_to_reach"]) == names and all(best["passes_to_reach"].values())
 
     # Again: all is there already.
-    again, _ = compare_methods(*arguments, timed=False)
+    again, _ = compare_methods(*arguments, ComparisonSettings(names, 4, timed=False))
     assert [row["speedup"] for row in again.values()] == [row["speedup"] for row in rows.values()]
     lines = table({**again, "paper": rows["paper"]}).splitlines()
     assert len(lines) == 2 + len(names) and lines[2].startswith("| skip-only (")
@@ -127,7 +127,7 @@ def test_an_unknown_method(tmp_path: Path) -> None:
     model = tiny_model()
     texts = calibration(model, texts=1)
     with pytest.raises(ValueError, match="no search method 'best'"):
-        compare_methods(model, texts, texts, cost_profile(), f"{tmp_path}/s.db", ["best"], 4)
+        compare_methods(model, texts, texts, cost_profile(), f"{tmp_path}/s.db", ComparisonSettings(["best"], 4))
 
 
 def test_every_method_has_settings_of_its_own() -> None:

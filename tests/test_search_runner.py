@@ -24,7 +24,8 @@ from ssd_generation.search.confirm import NOTHING_DRAFTED, confirm, generated_ac
 from ssd_generation.search.plots import plot_all, plot_map, plot_progress, sensitivities
 from ssd_generation.search.profile import CostProfile, measure_profile
 from ssd_generation.search.runner import search
-from ssd_generation.search.study import PRIOR, Found, SearchSettings
+from ssd_generation.search.settings import CalibrationSettings, ResultSettings, SearchSettings
+from ssd_generation.search.trials import PRIOR, Found
 from ssd_generation.tuning.acceptance import judge_all, verify_text
 from test_cli import Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture
@@ -313,11 +314,9 @@ def done(tmp_path_factory: pytest.TempPathFactory, profile: CostProfile) -> tupl
         enable_self_speculative(model_of()),
         TOKENIZER,
         14,
-        output=output,
-        draft_memory=1.0,
-        num_prompts=2,
-        held_out_prompts=1,
-        new_tokens=8,
+        settings=SearchSettings(draft_memory=1.0),
+        texts=CalibrationSettings(num_prompts=2, held_out_prompts=1, new_tokens=8),
+        results=ResultSettings(output),
         profile=profile,
     )
     return output, result
@@ -371,8 +370,11 @@ def test_going_on_uses_the_costs_of_the_study(done: tuple[Path, Any], profile: C
 
     copy = tmp_path / "copy"
     shutil.copytree(done[0], copy)
-    arguments: dict[str, Any] = {"output": copy, "draft_memory": 1.0, "num_prompts": 2, "new_tokens": 8}
-    arguments |= {"held_out_prompts": 0, "confirmed": 0}
+    arguments: dict[str, Any] = {
+        "settings": SearchSettings(draft_memory=1.0),
+        "texts": CalibrationSettings(num_prompts=2, held_out_prompts=0, new_tokens=8),
+        "results": ResultSettings(copy, confirmed=0),
+    }
     result = search(model_of(), TOKENIZER, 16, **arguments)
     assert result.profile == profile
     assert len(result.found.tried) == 16
@@ -385,7 +387,7 @@ def test_going_on_uses_the_costs_of_the_study(done: tuple[Path, Any], profile: C
         search(model_of(), TOKENIZER, 0)
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match="is a file"):
-        search(model_of(), TOKENIZER, 1, output=tmp_path / "file")
+        search(model_of(), TOKENIZER, 1, results=ResultSettings(tmp_path / "file"))
 
 
 class Told:
@@ -408,16 +410,18 @@ class Told:
         self.warnings.append(text)
 
 
-SMALL: dict[str, Any] = {"num_prompts": 2, "held_out_prompts": 1, "new_tokens": 6, "draft_memory": 0.0}
+SKIPPING = SearchSettings(draft_memory=0.0)
+TEXTS = CalibrationSettings(num_prompts=2, held_out_prompts=1, new_tokens=6)
+SMALL: dict[str, Any] = {"settings": SKIPPING, "texts": TEXTS}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"new_tokens": 1}, "at least two tokens"),
-        ({"new_tokens": 508}, "context of 512"),
-        ({"configs": [SelfSpeculativeConfig(precision="int8")]}, "not to be had"),
-        ({"settings": SearchSettings(depth=4), "storage": "a study"}, "made for something else"),
+        ({"texts": replace(TEXTS, new_tokens=1)}, "at least two tokens"),
+        ({"texts": replace(TEXTS, new_tokens=508)}, "context of 512"),
+        ({"settings": replace(SKIPPING, start_from=(SelfSpeculativeConfig(precision="int8"),))}, "not to be had"),
+        ({"settings": replace(SKIPPING, depth=4), "results": "a study"}, "made for something else"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_slow(
@@ -427,9 +431,9 @@ def test_what_cannot_be_is_said_before_anything_slow(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if "storage" in changes:
-        changes["storage"] = str(tmp_path / "s.db")
-        search(model_of(), TOKENIZER, 1, profile=profile, confirmed=0, **{**SMALL, "storage": changes["storage"]})
+    if "results" in changes:
+        changes = {**changes, "results": ResultSettings(storage=str(tmp_path / "s.db"), confirmed=0)}
+        search(model_of(), TOKENIZER, 1, profile=profile, **{**SMALL, "results": changes["results"]})
     monkeypatch.setattr(runner_module, "measure_profile", lambda *args, **kwargs: pytest.fail("was measured"))
     monkeypatch.setattr(runner_module, "calibrate", lambda *args, **kwargs: pytest.fail("was generated"))
     with pytest.raises(ValueError, match=message):
@@ -444,7 +448,7 @@ def test_the_config_is_there_before_the_timing(
 
     monkeypatch.setattr(runner_module, "confirm", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        search(model_of(), TOKENIZER, 3, output=tmp_path, profile=profile, **SMALL)
+        search(model_of(), TOKENIZER, 3, results=ResultSettings(tmp_path), profile=profile, **SMALL)
     written = json.loads((tmp_path / "search.json").read_text())
     assert written["trials"] == 3 and written["confirmed"] is None and written["held_out"] is not None
     config = SelfSpeculativeConfig.from_pretrained(tmp_path)
@@ -456,7 +460,8 @@ def test_what_is_not_as_was_asked_is_said(profile: CostProfile, tmp_path: Path) 
     file.write_text('{"prompt": "the rain"}\n{"prompt": "a river"}\n')
     told = Told()
     elsewhere = replace(profile, measured_on="a machine far away")
-    small = {**SMALL, "num_prompts": 3, "prompts": str(file), "observer": told, "confirmed": 0}
+    texts = replace(TEXTS, num_prompts=3, prompts=str(file))
+    small = {"settings": SKIPPING, "texts": texts, "results": ResultSettings(confirmed=0), "observer": told}
     result = search(model_of(num_hidden_layers=2), TOKENIZER, 30, profile=cut(elsewhere, 2), **small)
     assert len(result.found.tried) == 12 and result.held_out is None
     said = "\n".join(told.warnings)

@@ -31,7 +31,7 @@ from sqlalchemy import event
 from search_worker import calibration, cost_profile, worker
 from ssd_generation import SelfSpeculativeConfig, SkipConfig
 from ssd_generation.config import Provenance
-from ssd_generation.search.proposals import Worth, forward_selection, warm_start
+from ssd_generation.search.proposals import forward_selection, warm_start
 from ssd_generation.search.runner import read_study, retarget
 from ssd_generation.search.space import SKIP, space_of
 from ssd_generation.search.storage import storage_of
@@ -44,6 +44,7 @@ from ssd_generation.search.study import (
     open_study,
     tried_in,
 )
+from ssd_generation.search.trials import Scoring
 from ssd_generation.tuning.acceptance import Acceptance
 from ssd_generation.tuning.acceptance import judge as judge_really
 from tiny_models import tiny_model
@@ -153,10 +154,10 @@ def test_measured_tokens_per_second() -> None:
 
 def test_given_configs_come_first_and_must_fit() -> None:
     config = SelfSpeculativeConfig(SkipConfig([2], [1, 3]))
-    search, space = worker(memory(), configs=[config])
+    search, space = worker(memory(), SearchSettings(depth=3, start_from=(config,)))
     assert space.config(search.run(1).tried[0].choices).skip == config.skip
     with pytest.raises(ValueError, match="not to be had"):
-        worker(memory(), configs=[SelfSpeculativeConfig(precision="int8")])
+        worker(memory(), SearchSettings(depth=3, start_from=(SelfSpeculativeConfig(precision="int8"),)))
 
 
 def test_hopeless_drafts_are_given_up_and_counted() -> None:
@@ -219,7 +220,7 @@ def test_drafts_are_given_to_a_study_that_goes_on() -> None:
     storage = memory()
     worker(storage)[0].run(2)
     config = SelfSpeculativeConfig(SkipConfig([1, 2], [0, 3]))
-    search, space = worker(storage, configs=[config])
+    search, space = worker(storage, SearchSettings(depth=3, start_from=(config,)))
     found = search.run(12)
     assert [t.choices for t in found.tried if t.origin == "given"] == [space.from_config(config)]
 
@@ -547,13 +548,13 @@ def test_warm_start_goes_for_what_costs_least() -> None:
 
 
 def test_proposals_keep_to_a_budget() -> None:
-    space, profile, worth = space_of(tiny_model()), cost_profile(), Worth(0.8)
+    space, profile, scoring = space_of(tiny_model()), cost_profile(), Scoring(0.8)
 
     def cost(choices: Mapping[str, str]) -> float:
         return profile.costs(space.config(choices), 64).draft_step
 
     # By speed-up, nothing would be left out: each sub-layer loses more than it saves, an attention least.
-    singles = [c for _, c in warm_start(space, profile, [], 64, worth=worth)]
+    singles = [c for _, c in warm_start(space, profile, [], 64, scoring=scoring)]
     losses = {"attention.0": 20, "attention.1": 15, "attention.2": 10, "attention.3": 40} | {
         f"mlp.{i}": 25 + i for i in range(4)
     }
@@ -561,7 +562,7 @@ def test_proposals_keep_to_a_budget() -> None:
     for number, choices in enumerate(singles):
         lost = losses[next(name for name, choice in choices.items() if choice == SKIP)]
         done.append(dataclasses.replace(tried(number, choices, 100 - lost, lost, 0.9), value=0.8 - cost(choices)))
-    sets = [c for origin, c in warm_start(space, profile, done, 64, worth=worth) if origin == "set"]
+    sets = [c for origin, c in warm_start(space, profile, done, 64, scoring=scoring) if origin == "set"]
     # 0.2 is to be saved: an attention is 0.08, an MLP 0.16. The best of each size, within the budget, come first.
     assert {name for name, c in sets[0].items() if c == SKIP} == {"attention.2", "mlp.0"}
     assert cost(sets[0]) <= 0.8 < cost(singles[0])
@@ -572,7 +573,7 @@ def test_proposals_keep_to_a_budget() -> None:
         )
         for i, c in enumerate(sets)
     ]
-    moves = warm_start(space, profile, done, 64, worth=worth)
+    moves = warm_start(space, profile, done, 64, scoring=scoring)
     assert {origin for origin, _ in moves} == {"move"}
     assert {"attention.1", "mlp.0"} in [{name for name, c in choices.items() if c == SKIP} for _, choices in moves]
     assert all(cost(choices) <= 0.8 for _, choices in moves)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import Costs
-from ssd_generation.search.proposals import Worth
+from ssd_generation.search.trials import Scoring
 from ssd_generation.tuning.acceptance import Acceptance
 from ssd_generation.tuning.speedup import expected_tokens, speedup_within_chance, theoretical_speedup
 
@@ -58,21 +58,21 @@ def test_chance_moves_a_speedup_both_ways(right: int, wrong: int, errors: float)
 
 @given(st.integers(0, 40), st.integers(0, 40), st.sampled_from([None, 0.3, 0.2]))
 def test_a_draft_is_not_given_up_for_what_chance_explains(right: int, wrong: int, budget: float | None) -> None:
-    c, worth = costs(0.3), Worth(budget)
+    c, scoring = costs(0.3), Scoring(budget)
     tried = right + wrong
-    promised = worth.of(right / tried if tried else 0.5, c)
-    assert worth.within_chance(Acceptance([tried], [right]), c, 3.0) >= promised
+    promised = scoring.score(right / tried if tried else 0.5, c)
+    assert scoring.optimistic_score(Acceptance([tried], [right]), c, 3.0) >= promised
 
 
 @pytest.mark.parametrize(("budget", "best"), [(None, 1.2), (0.6, 0.5)])
 def test_a_draft_that_is_never_right_is_given_up(budget: float | None, best: float) -> None:
-    worth = Worth(budget)
-    assert worth.within_chance(Acceptance([40], [0]), costs(0.5), 3.0) < best
-    assert worth.within_chance(Acceptance([2], [0]), costs(0.5), 3.0) >= best
+    scoring = Scoring(budget)
+    assert scoring.optimistic_score(Acceptance([40], [0]), costs(0.5), 3.0) < best
+    assert scoring.optimistic_score(Acceptance([2], [0]), costs(0.5), 3.0) >= best
 
 
 def test_worth_under_a_budget() -> None:
-    worth = Worth(0.5)
-    assert worth.of(0.9, costs(0.5)) == 0.9
-    assert worth.of(0.2, costs(0.1)) == 0.2, "cheaper than it may be counts for nothing"
-    assert worth.of(0.9, costs(0.7)) == pytest.approx(-0.2), "too dear, the less the nearer it is"
+    scoring = Scoring(0.5)
+    assert scoring.score(0.9, costs(0.5)) == 0.9
+    assert scoring.score(0.2, costs(0.1)) == 0.2, "cheaper than it may be counts for nothing"
+    assert scoring.score(0.9, costs(0.7)) == pytest.approx(-0.2), "too dear, the less the nearer it is"

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
+from ..harness.interleaved import interleaved
 from ..models import load_model
 from ..tuning.costs import Passes, describe_machine
 
@@ -63,11 +64,10 @@ def measure_contexts(
             for name, own in passes.items():
                 timed[f"draft step, {name}"] = lambda own=own: own.once(0)  # type: ignore[misc]
             seconds: dict[str, list[float]] = {name: [] for name in timed}
-            for repeat in range(repeats + 1):
-                for name, once in timed.items():
-                    took = once()
-                    if repeat:
-                        seconds[name].append(1e3 * took)
+            for turn in interleaved(list(timed), repeats):
+                took = timed[turn.method]()
+                if not turn.is_warm_up:
+                    seconds[turn.method].append(1e3 * took)
             verify = seconds[f"verify {draft_length + 1}"]
             for name in passes:
                 steps = seconds[f"draft step, {name}"]

@@ -27,6 +27,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.self_drafter import SelfDrafter
 from ..generation import enable_self_speculative
+from ..harness.interleaved import interleaved
 from ..models import load_model
 
 __all__ = ["measure_overhead"]
@@ -186,14 +187,14 @@ def measure_overhead(
             "rounds": clock.rounds,
         }
 
-    runs: dict[str, list[dict[str, float]]] = {"plain": [], "ours": [], "upstream": []}
+    calls = {"plain": plain, "ours": ours, "upstream": theirs}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
     passes = _Passes(model)
     try:
-        for repeat in range(repeats + 1):
-            for name, run in (("plain", plain), ("ours", ours), ("upstream", theirs)):
-                measured = run()
-                if repeat:
-                    runs[name].append(measured)
+        for turn in interleaved(list(calls), repeats):
+            measured = calls[turn.method]()
+            if not turn.is_warm_up:
+                runs[turn.method].append(measured)
     finally:
         passes.leave()
         for name, value in saved.items():

@@ -22,6 +22,7 @@ from ..harness import calls
 from ..harness.calls import load_average
 from ..harness.environment import sessions_of, start_session, where_measured
 from ..harness.figures import ratios_so_far, summarise_pairs
+from ..harness.interleaved import rotated
 from ..harness.methods import PLAIN
 from ..harness.prompts import Prompt
 from ..harness.run_folder import ROWS, RunFolder
@@ -242,8 +243,7 @@ class _PairedRun:
             if name not in self.failed:
                 # Neither a method nor a prompt starts with the same checkout every time.
                 turn = self.settings.methods.index(name) + index + repeat
-                order = self.peers if turn % 2 == 0 else self.peers[::-1]
-                self.folder.append(self._pair(name, index, repeat, order))
+                self.folder.append(self._pair(name, index, repeat, rotated(self.peers, turn)))
             self.done += 1
 
     def _pair(self, name: str, index: int, repeat: int, order: Sequence[_Peer]) -> dict[str, Any]:

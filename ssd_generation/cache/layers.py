@@ -25,6 +25,7 @@ __all__ = [
     "drop_spare_room",
     "keep_length",
     "move_rows",
+    "spare_slots",
     "trim_windows",
 ]
 
@@ -32,7 +33,8 @@ _MIN_SPARE = 32
 """Slots added at the least when a room grows."""
 
 
-def _spare(length: int) -> int:
+def spare_slots(length: int) -> int:
+    """Spare slots that a room over so many tokens gets."""
     # A thirty-second of the context: a copy of the room every so many tokens, and at most 3 % more memory than the keys
     # and values themselves.
     return max(_MIN_SPARE, length // 32)
@@ -107,7 +109,7 @@ class SpareRoomLayer(DynamicLayer):
         length = self.end - self.start
         rooms = []
         for room in (self.key_room, self.value_room):
-            larger = _new_room(room, length + slots + _spare(length + slots))
+            larger = _new_room(room, length + slots + spare_slots(length + slots))
             larger[:, :, : length + drafted] = room[:, :, self.start : self.end + drafted]
             rooms.append(larger)
         self.key_room, self.value_room = rooms

@@ -185,7 +185,7 @@ def search(
         from ..config import SelfSpeculativeConfig
         from ..search.profile import CostProfile
         from ..search.runner import search as run_search
-        from ..search.study import SearchSettings
+        from ..search.settings import CalibrationSettings, ResultSettings, SearchSettings
         from .options import default_folder, load, set_threads
         from .search_view import View
 
@@ -198,9 +198,11 @@ def search(
             exact_depth=exact_depth,
             budget=budget,
             seed=seed,
+            draft_memory=0.0 if skip_only else draft_memory,
+            start_from=tuple(SelfSpeculativeConfig.from_pretrained(name) for name in start_from or ()),
         )
+        texts = CalibrationSettings(prompts, num_prompts, held_out, new_tokens, not no_chat_template)
         given = None if costs is None else CostProfile.load(costs)
-        configs = [SelfSpeculativeConfig.from_pretrained(name) for name in start_from or ()]
         folder = default_folder("search", model) if output is None else output
         set_threads(threads)
         target, tokenizer = load(model, dtype, device, device_map)
@@ -210,20 +212,10 @@ def search(
                     target,
                     tokenizer,
                     trials,
-                    output=folder,
-                    storage=storage,
-                    study_name=study or "search",
                     settings=settings,
-                    draft_memory=0.0 if skip_only else draft_memory,
-                    prompts=prompts,
-                    num_prompts=num_prompts,
-                    held_out_prompts=held_out,
-                    new_tokens=new_tokens,
-                    use_chat_template=not no_chat_template,
+                    texts=texts,
+                    results=ResultSettings(folder, storage, study or "search", confirm, not no_lookup),
                     profile=given,
-                    configs=configs,
-                    confirmed=confirm,
-                    lookup=not no_lookup,
                     observer=view,
                 )
         except KeyboardInterrupt:

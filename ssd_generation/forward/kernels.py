@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..support.machine import cpu_name, is_intel
-from ..support.measurements import kept, unless_busy
+from ..support.measurements import cached_measurement, flag_if_noisy
 
 __all__ = ["KERNELS", "Layer", "Linear", "fastest_kernels", "linear_of_few_rows"]
 
@@ -142,7 +142,7 @@ def fastest_kernels(
             "rows": measured,
             "format": 1,
         }
-        names = kept(model, described, lambda: _measure(by_shape, measured), use=_check)
+        names = cached_measurement(model, described, lambda: _measure(by_shape, measured), use=_check)
 
     def kernel_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
         name = names.get(_shape(weight, bias)) if _fits(weight) else None
@@ -165,7 +165,7 @@ def _check(names: Any) -> None:
 
 
 def _measure(by_shape: Mapping[str, Sequence[Layer]], rows: int) -> Any:
-    """By shape, the name of the fastest kernel; `Unsteady` where the machine is busy."""
+    """By shape, the name of the fastest kernel; `NoisyMeasurement` where the machine is busy."""
     usual = _rule(rows)
     with torch.inference_mode():
         runs: dict[tuple[str, str], tuple[torch.Tensor, list[Linear]]] = {}
@@ -195,4 +195,4 @@ def _measure(by_shape: Mapping[str, Sequence[Layer]], rows: int) -> Any:
     for shape in by_shape:
         best = min(KERNELS, key=lambda name: middle[shape, name])
         names[shape] = best if middle[shape, best] < _AHEAD * middle[shape, usual] else usual
-    return unless_busy(names, times.values())
+    return flag_if_noisy(names, times.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics as averages
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..cache.layers import spare_slots
 from ..config import Costs, Provenance, SelfSpeculativeConfig
 from ..decoding.statistics import SpeculationStatistics
 from ..forward.low_bit import copies_of, copy_bytes
 from ..forward.skip_mode import draft_mode
 from ..forward.sublayers import locate_sublayers
 from ..support.machine import cpu_name
+from ..tuning.automatic import weight_bytes
 from .draws import Draws, judge_draws
+from .interleaved import Timings, interleaved, timed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -333,9 +335,8 @@ def compare(
 ) -> Comparison:
     """Decode one prompt by each method, several times over, and compare texts and times.
 
-    Each repeat runs all methods (see `methods_of`), each time in another order, so that a machine that gets slower
-    meanwhile does not favour one of them. All get the same arguments; where they sample, all methods of a repeat start
-    from the same seed.
+    Each repeat runs all methods (see `methods_of`), in turns (see `interleaved`). All get the same arguments; where
+    they sample, all methods of a repeat start from the same seed.
 
     Args:
         model: the target model, after `enable_self_speculative`.
@@ -358,34 +359,31 @@ def compare(
     on_cuda = model.device.type == "cuda"
     methods = methods_of(config)
     texts: dict[str, list[list[int]]] = {name: [] for name in methods}
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    timings = Timings(methods, PLAIN)
     speculation: list[SpeculationStatistics] = []
     peaks = dict.fromkeys(methods, 0)
 
     short = {key: value for key, value in generate_kwargs.items() if key != "max_length"}
     short["max_new_tokens"] = min(_WARM_UP_TOKENS, generate_kwargs.get("max_new_tokens") or _WARM_UP_TOKENS)
-    for name in methods:
+    for turn in interleaved(methods, repeats):
+        name = turn.method
         if advance is not None:
-            advance(f"warm-up, {name}")
-        _run(model, inputs, config, name, short)
-
-    for repeat in range(repeats):
-        first = repeat % len(methods)
-        for name in (*methods[first:], *methods[:first]):
-            if advance is not None:
-                advance(f"repeat {repeat + 1} of {repeats}, {name}")
-            if sampling:
-                torch.manual_seed(seed + repeat)
-            if on_cuda:
-                torch.cuda.reset_peak_memory_stats(model.device)
-            started = time.perf_counter()
-            texts[name].append(_run(model, inputs, config, name, generate_kwargs))
-            seconds[name].append(time.perf_counter() - started)
-            if on_cuda:
-                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(model.device))
-            if name == SELF_SPECULATIVE:
-                statistics: Any = model.last_speculation
-                speculation.append(statistics)
+            advance(f"warm-up, {name}" if turn.is_warm_up else f"repeat {turn.round + 1} of {repeats}, {name}")
+        if turn.is_warm_up:
+            _run(model, inputs, config, name, short)
+            continue
+        if sampling:
+            torch.manual_seed(seed + turn.round)
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(model.device)
+        tokens, seconds = timed(model.device, _run, model, inputs, config, name, generate_kwargs)
+        texts[name].append(tokens)
+        timings.add(name, len(tokens), seconds)
+        if on_cuda:
+            peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(model.device))
+        if name == SELF_SPECULATIVE:
+            statistics: Any = model.last_speculation
+            speculation.append(statistics)
 
     def judged(name: str) -> dict[str, Any]:
         if not sampling:
@@ -398,14 +396,12 @@ def compare(
             return {"draws_error": f"{type(error).__name__}: {error}"}
 
     def result(name: str) -> MethodResult:
-        rates = [len(ids) / s for ids, s in zip(texts[name], seconds[name], strict=True)]
-        plain_rates = [len(ids) / s for ids, s in zip(texts[PLAIN], seconds[PLAIN], strict=True)]
         parted = next((pair for pair in zip(texts[PLAIN], texts[name], strict=True) if pair[0] != pair[1]), None)
         return MethodResult(
             name=name,
             token_ids=tuple(map(tuple, texts[name])),
-            seconds=tuple(seconds[name]),
-            ratios=tuple(rate / plain for rate, plain in zip(rates, plain_rates, strict=True)),
+            seconds=timings.seconds(name),
+            ratios=timings.ratios(name),
             speculation=tuple(speculation) if name == SELF_SPECULATIVE else (),
             difference=(
                 None if sampling or parted is None else find_difference(model, inputs, *parted, **generate_kwargs)
@@ -422,7 +418,7 @@ def compare(
     plain_steps = [
         # The pass over the prompt takes as long in both.
         (whole - own.prompt_seconds) / (len(ids) - 1)
-        for whole, ids, own in zip(seconds[PLAIN], texts[PLAIN], speculation, strict=True)
+        for whole, ids, own in zip(timings.seconds(PLAIN), texts[PLAIN], speculation, strict=True)
         if len(ids) > 1
     ]
     draft_steps = [own.draft_seconds / own.draft_passes for own in speculation if own.draft_passes]
@@ -440,7 +436,7 @@ def compare(
         verify_cost=_cost(verify_steps, plain_steps),
         extra_bytes=extra,
         extra_bytes_measured=on_cuda,
-        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        weight_bytes=weight_bytes(model),
         copy_bytes=copy_bytes(model) if config.precision else 0,
         left_as_loaded=tuple(copies_of(model, config.skip, config.precision).left) if config.precision else (),
         costs=config.costs,
@@ -454,7 +450,7 @@ def _run(
     method: str,
     generate_kwargs: Mapping[str, Any],
 ) -> list[int]:
-    """The new tokens of one call. Reading them back waits for the device, so that a clock around this call is right."""
+    """The new tokens of one call."""
     mode: AbstractContextManager[Any] = nullcontext()
     if method == DRAFT:
         copies = copies_of(model, config.skip, config.precision) if config.precision else None
@@ -491,9 +487,8 @@ def _extra_bytes(
     )
     drafted = config.longest_draft
     length = inputs["input_ids"].shape[1] + new_tokens
-    spare = max(32, length // 32)
     scores = outputs.logits.shape[-1] * 4  # float32
-    return int((drafted + spare) * per_slot + drafted * scores)
+    return int((drafted + spare_slots(length)) * per_slot + drafted * scores)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from ..config import Costs
 from ..decoding.statistics import SpeculationStatistics
 from .comparison import first_difference
 from .draws import Draws
+from .interleaved import Timing, spread
 from .methods import PLAIN
 
 __all__ = [
@@ -29,21 +30,6 @@ __all__ = [
 Row = Mapping[str, Any]
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, quartiles, least and greatest value, and how many there are; `None` where there are none."""
-    if not values:
-        return None
-    low, _, high = averages.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
-    return {
-        "n": len(values),
-        "median": averages.median(values),
-        "q1": low,
-        "q3": high,
-        "min": min(values),
-        "max": max(values),
-    }
-
-
 def _geometric_mean(values: Iterable[float]) -> float | None:
     logarithms = [math.log(value) for value in values]
     return math.exp(averages.fmean(logarithms)) if logarithms else None
@@ -53,13 +39,13 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 # one call beside the plain one
 
 
-def _rate(row: Row) -> float:
-    return float(len(row["token_ids"]) / row["seconds"])
+def _timing(row: Row) -> Timing:
+    return Timing(len(row["token_ids"]), row["seconds"])
 
 
 def _ratio(row: Row, plain: Row) -> float:
     """Tokens per second of the whole call relative to plain decoding."""
-    return _rate(row) / _rate(plain)
+    return _timing(row).ratio_to(_timing(plain))
 
 
 def _step_seconds(row: Row) -> float | None:
@@ -310,7 +296,7 @@ def summarise(
             # Assisted decoding drafts and verifies before the pass that would have to be left out is over.
             of_loop = [(row, plain) for row, plain in own if row["speculation"] is not None]
             entry["decode_ratio"] = _ratio_summary(_by_category(of_loop, _decode_ratio, lambda row: row["category"]))
-            entry["tokens_per_second"] = spread([_rate(row) for row, _ in own])
+            entry["tokens_per_second"] = spread([_timing(row).tokens_per_second for row, _ in own])
             if arguments["do_sample"]:
                 entry["draws"] = _draws(rows, name)
             else:
@@ -336,7 +322,7 @@ def summarise(
         "prompts_per_category": _count(category for _, category in sorted(prompts)),
         "plain": {
             "calls": len(plain_calls),
-            "tokens_per_second": spread([_rate(row) for row in plain_calls]),
+            "tokens_per_second": spread([_timing(row).tokens_per_second for row in plain_calls]),
             "step_seconds": spread(_known(_step_seconds(row) for row in plain_calls)),
             "prompt_seconds": spread([row["prompt_seconds"] for row in plain_calls]),
             **({"draws": _draws(rows, PLAIN)} if arguments["do_sample"] else {}),

@@ -20,6 +20,7 @@ from .comparison import find_difference, first_difference
 from .draws import judge_draws
 from .environment import own_settings, run_environment, sessions_of, start_session, where_measured
 from .figures import finished_calls, latest_calls, ratios_so_far, summarise
+from .interleaved import interleaved, rotated
 from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
 from .report import markdown, plot_summary
@@ -126,10 +127,9 @@ Observer = Callable[[Progress], None]
 class SideBySide:
     """A run: all methods on all items, going on where an earlier one in this folder ended.
 
-    Every item is run by all methods in turn, in an order that rotates from item to item, so that a machine that gets
-    slower meanwhile favours none of them. A method that fails is reported and the run goes on. A method keeps what its
-    draft-length policy has learnt from call to call, as in a user's session. Peak memory and logit margins are measured
-    at the end, where they disturb no clock.
+    Every item is run by all methods in turns (see `interleaved`). A method that fails is reported and the run goes on.
+    A method keeps what its draft-length policy has learnt from call to call, as in a user's session. Peak memory and
+    logit margins are measured at the end, where they disturb no clock.
 
     Args:
         model: the target model; it is enabled.
@@ -251,7 +251,7 @@ class SideBySide:
             (repeat, index, method)
             for repeat in range(self.settings.repeats)
             for index in self._mine()
-            for method in self._turn(index + repeat)
+            for method in rotated(self.methods, index + repeat)
             if (self.items[index].id, method.name, repeat) not in finished and method.name not in self.failed
         ]
         weighs = self.settings.memory and self.part[0] == 0
@@ -263,13 +263,11 @@ class SideBySide:
         if not wanted and not weighed:
             self._compare_texts()
             return
-        # In rounds: what a method's first call makes for itself may cost others what they had made.
-        for _ in range(self.settings.warm_up):
-            for method in to_warm:
-                self._tell(f"warm-up, {method.name}")
-                if method.name not in self.failed:
-                    self._warm_up(method)
-                self.done += 1
+        for turn in interleaved(to_warm, 0, self.settings.warm_up):
+            self._tell(f"warm-up, {turn.method.name}")
+            if turn.method.name not in self.failed:
+                self._warm_up(turn.method)
+            self.done += 1
         for (repeat, index), methods in _groups(wanted):
             if all(method.name in self.failed for method in methods):
                 self.done += len(methods)
@@ -289,10 +287,6 @@ class SideBySide:
                 self._measure_memory(method)
             self.done += 1
         self._compare_texts()
-
-    def _turn(self, offset: int) -> list[Method]:
-        first = offset % len(self.methods)
-        return [*self.methods[first:], *self.methods[:first]]
 
     def _tell(self, step: str) -> None:
         if self.observe is not None:

@@ -1,1 +1,1 @@
-"""Finding what a model is best to leave out while it drafts."""
+"""Search for the best draft of a model: which sub-layers to skip, and in which precision to keep the others."""

@@ -1,7 +1,7 @@
-"""The text that drafts are judged on: the target's own greedy continuations of calibration prompts, generated once.
+"""The texts that drafts are judged on: the target model's greedy continuations of calibration prompts, generated once.
 
-One pass of the target over each gives the keys and values that drafts start from; these are held in memory while the
-search runs.
+One forward pass of the target over each text gives the KV cache that drafts start from. These are held in memory while
+the search runs.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ _COLUMNS = ("prompt", "text", "question", "document", "article")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Texts of the target, and what making them took.
+    """Texts of the target model, and the forward passes that they took.
 
     Attributes:
-        texts: prompt and continuation of each calibration prompt, with the target's keys and values.
-        prompts: the prompts, in the same order.
-        passes: forward passes of the model that it took: none for continuations that were in the cache, but one for
-            each text's keys and values.
-        digest: of what the model was asked, see `digest_of`.
+        texts: each prompt with its continuation and the target's KV cache.
+        passes: forward passes of the model: none for a continuation that was in the cache on disk, and one per text for
+            its KV cache.
+        digest: hash of the prompts, see `digest_of`.
     """
 
     texts: tuple[VerifiedText, ...]
-    prompts: tuple[Prompt, ...]
     passes: int
     digest: str
 
@@ -60,22 +58,22 @@ class Calibration:
         return sum(len(text) for text in self.texts)
 
     def context(self) -> int:
-        """The mean number of tokens before a token that is judged."""
+        """Mean prefix length of the tokens that are judged."""
         return round(sum(text.prompt_length + len(text) / 2 for text in self.texts) / len(self.texts))
 
 
 def calibration_prompts(
     source: str | None = None, count: int | None = None, skip: int = 0, may_be_none: bool = False
 ) -> list[Prompt]:
-    """Calibration prompts, the categories taking turns.
+    """Calibration prompts, alternating between their categories.
 
     Args:
         source: a prompt file (see `prompts.read_prompts`); a data set `ID`, `ID:CONFIG`, `ID@SPLIT` or `ID#COLUMN` of
             the Hub, read by `datasets`; `None`: the built-in set of prose, chat, code, summarisation, translation and
             arithmetic.
-        count: so many prompts at the most; `None`: all there are, of a data set 16.
-        skip: leave out the first so many, to hold them back.
-        may_be_none: whether none behind these is an answer, and not a mistake.
+        count: maximum number of prompts; `None`: all of them, or 16 of a data set.
+        skip: number of prompts at the beginning to leave out.
+        may_be_none: return an empty list, instead of raising an error, where no prompt follows those skipped.
 
     Raises:
         FileNotFoundError: no such file.
@@ -120,7 +118,7 @@ def _from_hub(source: str, count: int) -> list[Prompt]:
 
 
 def describe_weights(model: PreTrainedModel) -> str:
-    """A fingerprint of a model: its shape, and a sample of each of its weights."""
+    """A hash of a model: names, shapes and types of its weights, and a sample of each."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         sample = parameter.detach().reshape(-1)[:: max(1, parameter.numel() // 16)][:16].float().cpu()
@@ -135,14 +133,14 @@ def encode_all(
     new_tokens: int = 32,
     use_chat_template: bool = True,
 ) -> list[torch.Tensor]:
-    """The prompts as the model reads them, each of shape `(1, prompt_length)`.
+    """The token ids of the prompts, each of shape `(1, prompt_length)`.
 
     Raises:
-        ValueError: a prompt that leaves no room for a continuation in the model's context, or too short a continuation.
+        ValueError: a prompt and its continuation are longer than the model's context, or `new_tokens` is below 2.
     """
     if new_tokens < 2:
         raise ValueError(
-            f"A continuation needs at least two tokens, since a round begins behind the first, but got "
+            f"A continuation needs at least two tokens, since a round begins after the first, but got "
             f"new_tokens={new_tokens}."
         )
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -159,10 +157,10 @@ def encode_all(
 
 
 def digest_of(encoded: Sequence[torch.Tensor], new_tokens: int) -> str:
-    """Names what a model was asked, and for how many tokens.
+    """A hash of the prompts and the number of new tokens.
 
-    Not what it said: on another kind of machine rounding may decide a near-tie otherwise, and a worker there is as
-    good.
+    The continuations are not part of it: on another machine rounding may decide a near tie differently, and a worker
+    there may join the study all the same.
     """
     content = json.dumps([[ids.tolist() for ids in encoded], new_tokens])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -176,41 +174,41 @@ def calibrate(
     use_chat_template: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """The target's own greedy continuations, from the disk where they were made before.
+    """The target model's greedy continuations, from the cache on disk where they were generated before.
 
     Args:
         model: the target model.
         tokenizer: its tokenizer.
         prompts: the calibration prompts.
-        new_tokens: tokens of each continuation, ≥ 2; a model that ends its text earlier is judged on what there is.
+        new_tokens: tokens of each continuation, ≥ 2; fewer where the model ends its text earlier.
         use_chat_template: put the prompts into the tokenizer's chat template, if it has one.
-        progress: told how many texts of how many are done.
+        progress: callback with the number of texts done, and of all texts.
 
     Raises:
-        ValueError: a prompt that leaves no room for a continuation in the model's context, or no token to judge.
+        ValueError: a prompt and its continuation are longer than the model's context, or there is no token to judge.
     """
     encoded = encode_all(model, tokenizer, prompts, new_tokens, use_chat_template)
-    texts, made = [], 0
+    texts, total_passes = [], 0
     weights = describe_weights(model)
     for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
         if progress is not None:
             progress(index, len(prompts))
         whole, passes = _continuation(model, weights, ids, new_tokens)
-        made += passes
+        total_passes += passes
         if whole.shape[1] < ids.shape[1] + 2:
             logger.warning("The model has next to nothing to say to the calibration prompt %r: left out.", prompt.id)
             continue
         texts.append(verify_text(model, whole, ids.shape[1]))
-        made += 1
+        total_passes += 1
     if not texts:
         raise ValueError("The model says nothing to any of the calibration prompts. Choose others with --prompts.")
     if progress is not None:
         progress(len(prompts), len(prompts))
-    return Calibration(tuple(texts), tuple(prompts), made, digest_of(encoded, new_tokens))
+    return Calibration(tuple(texts), total_passes, digest_of(encoded, new_tokens))
 
 
-def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **more: Any) -> torch.Tensor:
-    """Prompt and the most likely continuation, whatever the model's own generation config says of sampling."""
+def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **options: Any) -> torch.Tensor:
+    """Prompt and greedy continuation; sampling settings in the model's generation config are overridden."""
     config = model.generation_config
     pad = None if config is None else config.pad_token_id
     return model.generate(  # type: ignore[no-any-return]
@@ -224,12 +222,12 @@ def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int
         top_k=None,
         max_new_tokens=new_tokens,
         pad_token_id=0 if pad is None else pad,
-        **more,
+        **options,
     )
 
 
 def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, int]:
-    """Prompt and continuation, and how many passes it took."""
+    """Prompt and continuation, and the forward passes that it took."""
     key = hashlib.sha256(json.dumps([weights, ids.tolist(), new_tokens]).encode()).hexdigest()[:24]
     path = default_cache_dir() / "calibration" / f"{key}.json"
     try:
@@ -248,13 +246,13 @@ def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_t
 
 
 def _read_continuation(model: PreTrainedModel, path: Path, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
-    known = read_json(path, RESULT)
-    given, vocabulary = ids[0].tolist(), model.get_input_embeddings().weight.shape[0]
+    tokens = read_json(path, RESULT)
+    prompt, vocabulary = ids[0].tolist(), model.get_input_embeddings().weight.shape[0]
     if not (
-        isinstance(known, list)
-        and len(given) <= len(known) <= len(given) + new_tokens
-        and all(type(token) is int and 0 <= token < vocabulary for token in known)
-        and known[: len(given)] == given
+        isinstance(tokens, list)
+        and len(prompt) <= len(tokens) <= len(prompt) + new_tokens
+        and all(type(token) is int and 0 <= token < vocabulary for token in tokens)
+        and tokens[: len(prompt)] == prompt
     ):
         raise ValueError("it is no continuation of this prompt")
-    return torch.tensor([known], device=ids.device)
+    return torch.tensor([tokens], device=ids.device)

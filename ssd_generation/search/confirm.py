@@ -1,10 +1,9 @@
-"""Drafts in real generation: timed beside plain decoding, and counted."""
+"""Drafts in real generation: timed in turns with plain decoding, and their acceptance rates counted."""
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
+import statistics as averages
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,8 @@ import torch
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..forward.passes import flat_passes
 from ..generation import enable_self_speculative
+from ..harness.interleaved import Timings, interleaved, timed
+from ..harness.methods import PLAIN
 from ..tuning.acceptance import Acceptance
 from .calibration import generate_greedily
 
@@ -24,20 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTHING_DRAFTED", "Confirmed", "confirm", "generated_acceptance", "tokens_per_second"]
 
-PLAIN = "plain"
-
 NOTHING_DRAFTED = "nothing drafted"
-"""The name of this library's loop without a draft, whose steps are what drafts promise their speed-up over."""
+"""The name of this library's loop without drafting. The theoretical speed-up of a draft is relative to it."""
 
 
 @dataclass(frozen=True)
 class Confirmed:
-    """What drafts do in timed generation.
+    """Results of timed generation.
 
     Attributes:
         ratios: by name, tokens per second relative to plain `generate` on the same text, for each text.
         acceptance: by name, accepted / drafted tokens of all texts.
-        identical: by name, of how many texts the tokens were those of plain decoding.
+        identical: by name, number of texts whose tokens equal those of plain decoding.
     """
 
     ratios: Mapping[str, Sequence[float]]
@@ -46,16 +45,16 @@ class Confirmed:
 
     def median(self, name: str) -> float:
         """The median ratio."""
-        return statistics.median(self.ratios[name])
+        return averages.median(self.ratios[name])
 
     def by_the_draft(self, name: str) -> float | None:
-        """The median ratio to this library's own loop without a draft; `None` where that was not timed.
+        """The median ratio to this library's own loop without drafting; `None` where that was not timed.
 
-        What is promised of a draft is this, rather than the ratio to plain `generate`.
+        This, rather than the ratio to plain `generate`, is what the theoretical speed-up predicts.
         """
         if NOTHING_DRAFTED not in self.ratios:
             return None
-        return statistics.median(r / n for r, n in zip(self.ratios[name], self.ratios[NOTHING_DRAFTED], strict=True))
+        return averages.median(r / n for r, n in zip(self.ratios[name], self.ratios[NOTHING_DRAFTED], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, with medians, as plain JSON types."""
@@ -79,43 +78,44 @@ def confirm(
     calibration: Calibration,
     progress: Callable[[str], None] | None = None,
 ) -> Confirmed:
-    """Time generation of each text by plain decoding and by each config, in turns.
+    """Time generation of each text by plain decoding and by each config, in turns (see `interleaved`).
 
     Args:
         model: the target model.
         configs: by name.
         calibration: its prompts are continued for as many tokens as its texts have.
-        progress: told what is being generated.
+        progress: callback with a description of each call.
     """
     enable_self_speculative(model)
     _record_ahead(model, configs.values())
-    ratios: dict[str, list[float]] = {name: [] for name in configs}
-    drafted, accepted, identical = (dict.fromkeys(configs, 0) for _ in range(3))
-    for index, text in enumerate(calibration.texts):
-        names = [PLAIN, *configs]
-        # Who comes first changes from text to text: a machine that warms up or slows down favours none.
-        order = names[index % len(names) :] + names[: index % len(names)]
-        rates, outputs = {}, {}
-        for repeat in range(2 if index == 0 else 1):  # the first text twice: recordings, copies, first touch
-            for name in order:
-                if progress is not None:
-                    progress(
-                        f"{name}, text {index + 1} of {len(calibration)}{', warm-up' if index == repeat == 0 else ''}"
-                    )
-                outputs[name], rates[name] = _timed(model, configs.get(name), text.ids, text.prompt_length, len(text))
-                if name != PLAIN and not (index == 0 and repeat == 0):
-                    said: Any = model.last_speculation
-                    drafted[name] += said.drafted_tokens
-                    accepted[name] += said.accepted_tokens
-        for name in configs:
-            ratios[name].append(rates[name] / rates[PLAIN])
-            identical[name] += torch.equal(outputs[name], outputs[PLAIN])
-    rate = {name: accepted[name] / drafted[name] if drafted[name] else None for name in configs}
-    return Confirmed(ratios, rate, identical)
+    methods = [PLAIN, *configs]
+    timings = Timings(methods, PLAIN)
+    outputs: dict[str, list[torch.Tensor]] = {name: [] for name in methods}
+    drafted, accepted = dict.fromkeys(configs, 0), dict.fromkeys(configs, 0)
+    for turn in interleaved(methods, len(calibration)):
+        name, text = turn.method, calibration.texts[turn.round]
+        if progress is not None:
+            warm_up = ", warm-up" if turn.is_warm_up else ""
+            progress(f"{name}, text {turn.round + 1} of {len(calibration)}{warm_up}")
+        prompt = text.ids[:, : text.prompt_length]
+        output, seconds = timed(model.device, _generate, model, configs.get(name), prompt, len(text))
+        if turn.is_warm_up:
+            continue
+        outputs[name].append(output)
+        timings.add(name, output.shape[1] - text.prompt_length, seconds)
+        if name != PLAIN:
+            statistics: Any = model.last_speculation
+            drafted[name] += statistics.drafted_tokens
+            accepted[name] += statistics.accepted_tokens
+    return Confirmed(
+        ratios={name: timings.ratios(name) for name in configs},
+        acceptance={name: accepted[name] / drafted[name] if drafted[name] else None for name in configs},
+        identical={name: sum(map(torch.equal, outputs[name], outputs[PLAIN])) for name in configs},
+    )
 
 
 def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
-    """Record the verifying passes of every length now: one takes as long as several tokens of a short text."""
+    """Capture the verification passes of all lengths now: a capture takes as long as several tokens of a short text."""
     passes = flat_passes(model)
     if passes is not None:
         for length in range(1, max((config.longest_draft for config in configs), default=0) + 2):
@@ -125,31 +125,20 @@ def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfi
 def _generate(
     model: PreTrainedModel, config: SelfSpeculativeConfig | None, ids: torch.Tensor, new_tokens: int
 ) -> torch.Tensor:
-    more = {} if config is None else {"self_speculative": config}
-    return generate_greedily(model, ids, new_tokens, **more)
-
-
-def _timed(
-    model: PreTrainedModel, config: SelfSpeculativeConfig | None, ids: torch.Tensor, prompt_length: int, new_tokens: int
-) -> tuple[torch.Tensor, float]:
-    """The text, and tokens per second."""
-    started = time.perf_counter()
-    output = _generate(model, config, ids[:, :prompt_length], new_tokens)
-    if ids.device.type == "cuda":
-        torch.cuda.synchronize(ids.device)
-    return output, (output.shape[1] - prompt_length) / (time.perf_counter() - started)
+    options = {} if config is None else {"self_speculative": config}
+    return generate_greedily(model, ids, new_tokens, **options)
 
 
 def generated_acceptance(
     model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration, draft_length: int
 ) -> Acceptance:
-    """Acceptance by depth as real generation has it, with drafts of a fixed length: what `judge` is to predict.
+    """Acceptance by depth in real generation, with a fixed draft length: what `judge` predicts.
 
     Args:
         model: the target model.
-        config: its draft; how long it drafts is not used.
+        config: of the draft; its draft-length policy is not used.
         calibration: its prompts are continued for as many tokens as its texts have.
-        draft_length: tokens of each round, ≥ 1.
+        draft_length: tokens drafted in each round, ≥ 1.
     """
     enable_self_speculative(model)
     fixed = dataclasses.replace(
@@ -167,27 +156,28 @@ def tokens_per_second(
         Tokens per second over all texts, and acceptance by depth with the passes that were made.
     """
     enable_self_speculative(model)
-    paper = dataclasses.replace(config, drafting=DraftingConfig(policy="confidence", max_draft_length=8), lookup=None)
-    # What is made once, and for all drafts of a precision, is no fault of the first.
+    as_in_paper = dataclasses.replace(
+        config, drafting=DraftingConfig(policy="confidence", max_draft_length=8), lookup=None
+    )
+    # Captures and low-bit copies are made once for many drafts, so they are not part of the time.
     first = calibration.texts[0]
-    _record_ahead(model, [paper])
-    _generate(model, paper, first.ids[:, : first.prompt_length], 2)
-    started = time.perf_counter()
-    acceptance = _generated(model, paper, calibration)
-    return calibration.tokens() / (time.perf_counter() - started), acceptance
+    _record_ahead(model, [as_in_paper])
+    _generate(model, as_in_paper, first.ids[:, : first.prompt_length], 2)
+    acceptance, seconds = timed(model.device, _generated, model, as_in_paper, calibration)
+    return calibration.tokens() / seconds, acceptance
 
 
 def _generated(model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration) -> Acceptance:
     total = Acceptance()
     for text in calibration.texts:
         _generate(model, config, text.ids[:, : text.prompt_length], len(text))
-        said: Any = model.last_speculation
-        inputs = said.draft_passes + said.drafted_tokens + said.rounds  # drafting, then verifying
+        statistics: Any = model.last_speculation
+        inputs = statistics.draft_passes + statistics.drafted_tokens + statistics.rounds  # drafting, then verifying
         total.add(
             Acceptance(
-                list(said.judged_by_depth),
-                list(said.accepted_by_depth),
-                said.draft_passes + said.target_passes,
+                list(statistics.judged_by_depth),
+                list(statistics.accepted_by_depth),
+                statistics.draft_passes + statistics.target_passes,
                 inputs,
             )
         )

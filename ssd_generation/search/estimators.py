@@ -1,9 +1,9 @@
-"""How well acceptance judged in a pass predicts that of real generation.
+"""How well acceptance rates that are estimated in one forward pass predict those of real generation.
 
     python -m ssd_generation.search.estimators [--model demo] [--sets 30] [--texts 6] [--new-tokens 32]
 
-Random skip sets of one to eight sub-layers (those at either end of the model seldom, since they are never accepted) are
-judged by several estimators, and measured in generation with drafts of a fixed length on the same prompts.
+Random skip sets of one to eight sub-layers (not those at either end of the model, whose drafts are never accepted) are
+judged by several estimators, and measured in generation with a fixed draft length on the same prompts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Estimator = Callable[[Any, SelfSpeculativeConfig, VerifiedText, int], Acceptance
 
 
 ESTIMATORS: Mapping[str, Estimator] = {
-    # One parallel pass of the draft over the text, as in SWIFT: its own keys and values for the whole past.
-    # Each token counts wherever it stands.
+    # One parallel pass of the draft over the text, as in SWIFT: the draft's keys and values for the whole prefix.
+    # Each token counts, whatever its depth.
     "one round for all": lambda model, config, text, depth: judge_rounds(
-        model, config, text, [0], len(text), lambda agreed: agreed.T
+        model, config, text, [0], len(text), lambda matches: matches.T
     ),
     "rounds in a row": lambda model, config, text, depth: judge_rounds(
         model, config, text, range(0, len(text), depth), depth
@@ -77,16 +77,16 @@ def compare_estimators(
     calibration: Calibration,
     skips: Sequence[SkipConfig],
     draft_length: int = 4,
-    told: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Predicted against measured tokens of a round, by estimator.
+    """Predicted against measured accepted tokens per round, by estimator.
 
     Args:
         model: the target model.
         calibration: the texts.
         skips: the drafts.
-        draft_length: tokens of a round.
-        told: told how many drafts are done.
+        draft_length: tokens drafted in a round.
+        progress: callback with the number of drafts done.
 
     Returns:
         By estimator: correlation with what was measured, mean difference and mean absolute difference in accepted
@@ -107,8 +107,8 @@ def compare_estimators(
                 total.add(ESTIMATORS[name](model, config, text, draft_length))
             costs[name].append((total.passes, total.tokens, time.perf_counter() - started))
             points[name].append(_tokens(total, draft_length))
-        if told is not None:
-            told(done + 1)
+        if progress is not None:
+            progress(done + 1)
     summary = {}
     for name in ESTIMATORS:
         differences = [p - m for p, m in zip(points[name], points["measured"], strict=True)]

@@ -1,9 +1,9 @@
 """Skip sets from a dynamic programme over hidden states (CLaSp, ACL 2025), sub-layer by sub-layer.
 
-From layer to layer, for each number j of sub-layers left out so far, the hidden states of one partial draft are kept:
-those nearest to the target's own in cosine. A layer offers four ways on: as it is, without its attention, without its
-MLP, without either. (CLaSp decides on whole layers, from the last token; here it is every token of a text, each seeing
-the target's keys and values for all before it and its own.)
+After each layer, for each number j of sub-layers skipped so far, one partial draft is kept: the one whose hidden states
+have the greatest cosine similarity to the target's. A layer has four variants: whole, without its attention, without
+its MLP, without both. (CLaSp decides on whole layers, from the last token; here every token of a text counts, each
+attending to the target's keys and values for its prefix and to its own.)
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["layerwise_skips"]
 
 
 @dataclass(frozen=True)
-class _Partial:
-    """A draft up to some layer: hidden states `(N, H)` and what was left out."""
+class _PartialDraft:
+    """A draft up to some layer: hidden states of shape `(N, H)`, and the sub-layers skipped."""
 
     hidden: torch.Tensor
     skipped: tuple[tuple[str, int], ...] = ()
 
 
 class _StopError(Exception):
-    """The layer has been run; nothing behind it is wanted."""
+    """Ends a forward pass after the layer of interest: the later ones are not needed."""
 
 
 def layerwise_skips(model: PreTrainedModel, text: VerifiedText, most: int | None = None) -> list[SkipConfig]:
@@ -44,30 +44,30 @@ def layerwise_skips(model: PreTrainedModel, text: VerifiedText, most: int | None
     Args:
         model: the target model.
         text: the target's text; its whole continuation is used.
-        most: sub-layers left out at the most; `None`: half of them.
+        most: maximum number of skipped sub-layers; `None`: half of all.
 
     Returns:
-        The skip set with one sub-layer left out, with two, …; sizes for which there is none are left out.
+        The skip set of one sub-layer, of two, …; sizes for which there is none are left out.
     """
     layout = locate_sublayers(model)
     subs = sum((layer.attention is not None) + (layer.mlp is not None) for layer in layout.layers)
     most = subs // 2 if most is None else min(most, subs)
     run = _LayerRun(model, text)
     target = run.embedded()
-    partial: dict[int, _Partial] = {0: _Partial(target)}
+    partial: dict[int, _PartialDraft] = {0: _PartialDraft(target)}
     with_attention = sum(layer.attention is not None for layer in layout.layers)
     for layer in layout.layers:
-        ways: list[tuple[tuple[str, ...], Callable[[torch.Tensor], torch.Tensor]]] = []
+        variants: list[tuple[tuple[str, ...], Callable[[torch.Tensor], torch.Tensor]]] = []
         combinations: list[tuple[str, ...]] = [(), ("attention",), ("mlp",), ("attention", "mlp")]
         for left_out in combinations:
             if any(getattr(layer, kind) is None for kind in left_out):
                 continue
             if "attention" in left_out and layer.index in layout.shares_kv:
                 continue
-            ways.append((left_out, run.way(layer, left_out)))
-        outputs = {left_out: way(_stacked(partial)) for left_out, way in ways}
+            variants.append((left_out, run.way(layer, left_out)))
+        outputs = {left_out: way(_stacked(partial)) for left_out, way in variants}
         target = run.way(layer, ())(target[None])[0]
-        reached: dict[int, tuple[float, _Partial]] = {}
+        reached: dict[int, tuple[float, _PartialDraft]] = {}
         for place, (count, before) in enumerate(partial.items()):
             for left_out, hidden in outputs.items():
                 total = count + len(left_out)
@@ -76,9 +76,9 @@ def layerwise_skips(model: PreTrainedModel, text: VerifiedText, most: int | None
                 skipped = (*before.skipped, *((kind, layer.index) for kind in left_out))
                 if sum(kind == "attention" for kind, _ in skipped) >= with_attention:
                     continue
-                near = float(torch.cosine_similarity(hidden[place].float(), target.float(), dim=-1).mean())
-                if total not in reached or near > reached[total][0]:
-                    reached[total] = near, _Partial(hidden[place], skipped)
+                similarity = float(torch.cosine_similarity(hidden[place].float(), target.float(), dim=-1).mean())
+                if total not in reached or similarity > reached[total][0]:
+                    reached[total] = similarity, _PartialDraft(hidden[place], skipped)
         partial = {count: best for count, (_, best) in sorted(reached.items())}
     return [
         SkipConfig(
@@ -90,12 +90,12 @@ def layerwise_skips(model: PreTrainedModel, text: VerifiedText, most: int | None
     ]
 
 
-def _stacked(partial: dict[int, _Partial]) -> torch.Tensor:
+def _stacked(partial: dict[int, _PartialDraft]) -> torch.Tensor:
     return torch.stack([p.hidden for p in partial.values()])
 
 
 class _LayerRun:
-    """Runs single layers on hidden states of one's own, inside a pass of the model that brings all else they need."""
+    """Runs single layers on given hidden states, inside a forward pass of the model that gives their other inputs."""
 
     def __init__(self, model: PreTrainedModel, text: VerifiedText) -> None:
         self.model = model
@@ -103,22 +103,22 @@ class _LayerRun:
         self.layout = locate_sublayers(model)
 
     def embedded(self) -> torch.Tensor:
-        """What the first layer is given, `(N, H)`."""
-        seen: list[torch.Tensor] = []
+        """Input of the first layer, of shape `(N, H)`."""
+        captured: list[torch.Tensor] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            seen.append(args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()))))
+            captured.append(args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()))))
             raise _StopError
 
         self._pass(1, [(self.layout.layers[0].module, forward)], SkipConfig())
-        return seen[0][0]
+        return captured[0][0]
 
     def way(self, layer: LayerLayout, left_out: tuple[str, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What a layer makes of hidden states `(J, N, H)` of J drafts, without some of its sub-layers."""
+        """A function that maps hidden states `(J, N, H)` of J drafts through a layer without some of its sub-layers."""
 
         def run(hidden: torch.Tensor) -> torch.Tensor:
             drafts, tokens, width = hidden.shape
-            seen: list[torch.Tensor] = []
+            captured: list[torch.Tensor] = []
             inside = hidden.reshape(1, drafts * tokens, width)
 
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ class _LayerRun:
                         next(iter(kwargs)) if "hidden_states" not in kwargs else "hidden_states": inside,
                     }
                 output = type(layer.module).forward(layer.module, *args, **kwargs)
-                seen.append(output[0] if isinstance(output, tuple) else output)
+                captured.append(output[0] if isinstance(output, tuple) else output)
                 raise _StopError
 
             before = [other.bypass() for other in self.layout.layers[: layer.index]]
@@ -139,7 +139,7 @@ class _LayerRun:
                 mlp=[layer.index] if "mlp" in left_out else [],
             )
             self._pass(drafts, [*before, (layer.module, forward)], skip)
-            return seen[0].reshape(drafts, tokens, width)
+            return captured[0].reshape(drafts, tokens, width)
 
         if left_out and layer.can_be_bypassed and len(left_out) == 2:
             return lambda hidden: hidden

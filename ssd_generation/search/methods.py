@@ -1,12 +1,12 @@
-"""Ways of searching side by side: what each finds, and how many passes of the model it spends on that.
+"""Search methods side by side: what each finds, and how many forward passes of the model it takes.
 
     python -m ssd_generation.search.methods [--model demo] -o FOLDER [--methods default,paper,…] [--trials 120]
     python -m ssd_generation.search.methods --beside FOLDER… -o FOLDER
 
-All methods have the same texts and the same costs. The best draft of each meets texts that were held back, and is timed
-in generation, all of them in turns with plain decoding. Each method is a study in one SQLite file of the folder, so
-that the same command goes on after an interruption. `--beside` puts such runs, of several models, on one page and in
-one picture.
+All methods use the same texts and the same costs. The best draft of each is judged on held-out texts, and timed in
+generation, all of them in turns with plain decoding. Each method is a study in one SQLite file of the folder, so that
+the same command continues after an interruption. `--beside` puts such runs, of several models, on one page and into one
+plot.
 """
 
 from __future__ import annotations
@@ -27,31 +27,22 @@ from ..support.display import for_markdown, visible
 from ..support.files import replacing, write_whole
 from ..support.reading import RESULT, read_json
 from ..tuning.acceptance import judge_all
+from ..tuning.automatic import DRAFT_MEMORY
 from ..tuning.speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from .confirm import confirm
 from .plots import plot_methods
 from .profile import CostProfile, measure_profile
+from .settings import CalibrationSettings, SearchSettings, check_sampler
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read
-from .study import (
-    PRIOR,
-    Found,
-    Search,
-    SearchSettings,
-    Tried,
-    check_sampler,
-    found_config,
-    mean_acceptance,
-    open_study,
-    tried_in,
-    understood,
-)
+from .study import Search, explain_unreadable, found_config, open_study, tried_in
+from .trials import PRIOR, Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["METHODS", "SearchMethod", "compare_methods", "put_together", "table"]
+__all__ = ["METHODS", "ComparisonSettings", "SearchMethod", "compare_methods", "put_together", "table"]
 
 
 @dataclass(frozen=True)
@@ -59,10 +50,10 @@ class SearchMethod:
     """A way of searching.
 
     Attributes:
-        what: in a few words.
-        settings: how it goes.
-        skip_only: whether sub-layers are kept or left out, and nothing else.
-        share: of the number of trials asked for; the paper's search takes many.
+        what: description in a few words.
+        settings: of the search.
+        skip_only: whether sub-layers are only kept or skipped, never in low bits.
+        share: number of trials relative to the one asked for; the paper's search takes many.
     """
 
     what: str
@@ -93,54 +84,66 @@ METHODS: Mapping[str, SearchMethod] = {
 }
 
 
+@dataclass(frozen=True)
+class ComparisonSettings:
+    """How methods are compared.
+
+    Args:
+        methods: names in `METHODS`.
+        trials: of each method, times its share, ≥ 1.
+        draft_memory: share of the weights' bytes that low-bit copies may take, where a method makes any.
+        timed: time the winners in generation.
+    """
+
+    methods: Sequence[str]
+    trials: int = 120
+    draft_memory: float = DRAFT_MEMORY
+    timed: bool = True
+
+
 def compare_methods(
     model: PreTrainedModel,
     texts: Calibration,
     held_out: Calibration,
     profile: CostProfile,
     storage: str,
-    methods: Sequence[str],
-    trials: int,
-    draft_memory: float = 0.3,
-    timed: bool = True,
-    told: Callable[[str], None] = lambda text: None,
+    settings: ComparisonSettings,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], dict[str, Found]]:
-    """Search by each method, then judge and time what each has found.
+    """Search by each method, then judge and time the best draft of each.
 
     Args:
         model: the target model.
-        texts: drafts are judged on these.
-        held_out: the winners are judged and timed on these.
+        texts: that drafts are judged on.
+        held_out: texts that the best drafts are judged and timed on.
         profile: costs.
-        storage: of the studies.
-        methods: names in `METHODS`.
-        trials: of each method, times its share.
-        draft_memory: share of the weights' bytes that low-bit copies may take, where a method makes any.
-        timed: time the winners in generation.
-        told: told what is going on.
+        storage: URL of the storage of the studies.
+        settings: which methods, and how long each searches.
+        progress: callback with a line of text.
 
     Returns:
-        By method: trials, passes, what the best promises on either set of texts and does in generation, and how many
-        passes it took to be as good as the best of each other method; and everything that was tried.
+        By method: trials, forward passes, the theoretical speed-up of the best draft on both sets of texts and its
+        measured one, and the passes until it was as good as the best of each other method; and everything that was
+        tried.
 
     Raises:
         ImportError: a package that one of the methods needs is not installed.
         ValueError: an unknown method.
     """
-    _check(methods)
+    _check(settings.methods)
     founds: dict[str, Found] = {}
     winners: dict[str, tuple[Tried, Space]] = {}
-    for name in methods:
+    for name in settings.methods:
         method = METHODS[name]
-        space = space_of(model, 0.0 if method.skip_only else draft_memory)
+        space = space_of(model, 0.0 if method.skip_only else settings.draft_memory)
         about = {"method": name, "weights": describe_weights(model), "texts": texts.digest, "space": space.describe()}
         study = open_study(name, storage_of(storage), method.settings, about)
         search = Search(model, texts, profile, space, study, method.settings)
-        wanted = max(1, round(trials * method.share))
+        wanted = max(1, round(settings.trials * method.share))
 
         def observe(found: Found, name: str = name, wanted: int = wanted) -> None:
             best = max((t.speedup for t in found.tried if not t.pruned), default=0.0)
-            told(f"{name}: {len(found.tried)} of {wanted} drafts, {sum(found.passes)} passes, best {best:.3f}×")
+            progress(f"{name}: {len(found.tried)} of {wanted} drafts, {sum(found.passes)} passes, best {best:.3f}×")
 
         found = search.run(wanted, observe)
         founds[name] = found
@@ -164,8 +167,8 @@ def compare_methods(
             "skip": config.skip.to_dict(),
             "passes_to_reach": {other: _passes_until(founds[name], row[0].speedup) for other, row in winners.items()},
         }
-    if timed:
-        result = confirm(model, configs, held_out, told)
+    if settings.timed:
+        result = confirm(model, configs, held_out, progress)
         for name, ratios in result.ratios.items():
             rows[name] |= {
                 "measured": result.median(name),
@@ -187,7 +190,7 @@ def _check(methods: Sequence[str]) -> None:
 
 
 def _passes_until(found: Found, speedup: float) -> int | None:
-    """Passes spent when a draft first promised so much; `None` if none did."""
+    """Forward passes until a draft had this theoretical speed-up; `None` where none has it."""
     spent = 0
     for t, passes in zip(found.tried, found.passes, strict=True):
         spent += passes
@@ -197,7 +200,7 @@ def _passes_until(found: Found, speedup: float) -> int | None:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The methods in a Markdown table; with the paper's search among them, also how soon each is as good as that."""
+    """The methods as a Markdown table; with the paper's search among them, also the passes until each is as good."""
     paper = next((name for name in ("paper", "paper-judged") if name in rows), None)
     head = ["method", "drafts", "passes", *([f"until as good as {paper}"] if paper else []), "promised"]
     head += ["on texts held back", "measured", "draft step", "acceptance"]
@@ -219,11 +222,11 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def put_together(folders: Sequence[Path], output: Path) -> str:
-    """Runs for several models on one page (methods.md), and in one picture (methods.png).
+    """Runs for several models on one page (methods.md), and in one plot (methods.png).
 
     Args:
         folders: that earlier runs have written.
-        output: folder of the page and the picture.
+        output: folder of the page and the plot.
 
     Returns:
         The page.
@@ -236,26 +239,26 @@ def put_together(folders: Sequence[Path], output: Path) -> str:
     for folder in folders:
         file = folder / "methods.json"
         try:
-            said = read_json(file, RESULT)
+            data = read_json(file, RESULT)
             storage = storage_to_read(str(folder / "studies.db"))
         except FileNotFoundError as error:
             raise ValueError(
                 f"{str(folder)!r} holds no finished comparison of methods: {file.name} or studies.db is missing there."
             ) from error
-        with understood(f"The comparison of methods in {str(folder)!r}"):
-            names = {name: optuna.load_study(study_name=name, storage=storage) for name in said["methods"]}
-            texts = said["texts"]
+        with explain_unreadable(f"The comparison of methods in {str(folder)!r}"):
+            names = {name: optuna.load_study(study_name=name, storage=storage) for name in data["methods"]}
+            texts = data["texts"]
             pages.append(
-                f"## {for_markdown(said['model'])}\n\n{for_markdown(said['measured_on'])}; chosen on "
+                f"## {for_markdown(data['model'])}\n\n{for_markdown(data['measured_on'])}; chosen on "
                 f"{texts['chosen_on']} texts of {texts['new_tokens']} tokens, {texts['held_back']} held back\n\n"
-                f"{table(said['methods'])}"
+                f"{table(data['methods'])}"
             )
-            founds[said["model"]] = {name: tried_in(study) for name, study in names.items()}
-    written = "# Ways of searching\n\n" + "\n".join(pages)
-    write_whole(output / "methods.md", written)
+            founds[data["model"]] = {name: tried_in(study) for name, study in names.items()}
+    page = "# Ways of searching\n\n" + "\n".join(pages)
+    write_whole(output / "methods.md", page)
     with replacing(output / "methods.png") as path:
         plot_methods(founds, path)
-    return written
+    return page
 
 
 def _methods_named(named: str | None) -> list[str]:
@@ -282,15 +285,15 @@ def main() -> None:
     parser.add_argument(
         "--methods", help=f"of {','.join(METHODS)} (default: all but paper, and gp only where scipy is installed)"
     )
-    parser.add_argument("--trials", type=int, default=120)
-    parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--held-out", type=int, default=6)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--trials", type=int, default=ComparisonSettings.trials)
+    parser.add_argument("--num-prompts", type=int, default=CalibrationSettings.num_prompts)
+    parser.add_argument("--held-out", type=int, default=CalibrationSettings.held_out_prompts)
+    parser.add_argument("--new-tokens", type=int, default=CalibrationSettings.new_tokens)
     parser.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
     parser.add_argument("--beside", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
     arguments = parser.parse_args()
 
-    def told(text: str) -> None:
+    def progress(text: str) -> None:
         print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
         if not sys.stderr.isatty():
             print(file=sys.stderr)
@@ -308,7 +311,7 @@ def main() -> None:
     except (ImportError, ValueError) as error:
         parser.error(visible(error))
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
-    # What is not in the first prompts is held back.
+    # The prompts after the first ones are held out.
     texts, held_out = (
         calibrate(model, tokenizer, calibration_prompts(None, count, skip=skip), arguments.new_tokens)
         for count, skip in ((arguments.num_prompts, 0), (arguments.held_out, arguments.num_prompts))
@@ -317,7 +320,7 @@ def main() -> None:
     if file.exists():
         profile = CostProfile.load(file)
     else:
-        profile = measure_profile(model, progress=lambda text, done, total: told(f"{text}, {done} of {total}"))
+        profile = measure_profile(model, progress=lambda text, done, total: progress(f"{text}, {done} of {total}"))
         profile.save(file)
     rows, founds = compare_methods(
         model,
@@ -325,27 +328,25 @@ def main() -> None:
         held_out,
         profile,
         str(folder / "studies.db"),
-        methods,
-        arguments.trials,
-        timed=not arguments.no_timing,
-        told=told,
+        ComparisonSettings(methods, arguments.trials, timed=not arguments.no_timing),
+        progress,
     )
-    written = table(rows)
+    page = table(rows)
     name = Path(model.config.name_or_path or arguments.model).name
-    said = {
+    data = {
         "model": name,
         "measured_on": profile.measured_on,
         "texts": {"chosen_on": len(texts), "held_back": len(held_out), "new_tokens": arguments.new_tokens},
         "methods": rows,
     }
-    write_whole(folder / "methods.json", json.dumps(said, indent=2))
-    write_whole(folder / "methods.md", written)
+    write_whole(folder / "methods.json", json.dumps(data, indent=2))
+    write_whole(folder / "methods.md", page)
     try:
         with replacing(folder / "methods.png") as path:
             plot_methods({name: founds}, path)
     except ImportError as error:
         print(f"\n{error}", file=sys.stderr)
-    print(f"\n{visible(profile.measured_on)}; {len(texts)} texts, {len(held_out)} held back\n\n{written}")
+    print(f"\n{visible(profile.measured_on)}; {len(texts)} texts, {len(held_out)} held back\n\n{page}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of a search: the frontier, progress against passes spent, and the map of sub-layers."""
+"""Plots of a search: the Pareto frontier, progress over forward passes, and the map of sub-layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..support.display import for_plot
 from ..support.files import replacing
 from ..tuning.speedup import expected_tokens
 from .space import KEEP, SKIP
-from .study import Found, Tried, mean_acceptance
+from .trials import Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
     from .profile import CostProfile
@@ -42,7 +42,7 @@ _NAMES = {
 
 
 def _axes(path: Path | None, width: float, height: float, columns: int = 1) -> list[Any]:
-    """New axes side by side, of a figure that pyplot shows (in a notebook, say) unless it goes to a file."""
+    """New axes side by side. Without a path they belong to a figure of pyplot, which a notebook shows."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -57,12 +57,12 @@ def _axes(path: Path | None, width: float, height: float, columns: int = 1) -> l
 
 
 def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, ax: Any = None) -> Any:
-    """Acceptance against draft cost of every draft that was tried, with the frontier and lines of equal speed-up.
+    """Acceptance rate against draft cost of every draft tried, with the Pareto frontier and lines of equal speed-up.
 
-    The lines take one acceptance for all depths, and the profile's costs of verification.
+    The lines assume one acceptance rate at all depths, and the profile's costs of verification.
 
     Args:
-        found: what a search has come to.
+        found: results of a search.
         profile: costs.
         path: where to save it; `None`: nowhere.
         ax: axes to draw on; `None`: new ones.
@@ -144,13 +144,13 @@ def plot_progress(
     ax: Any = None,
     names: Sequence[str] = (),
 ) -> Any:
-    """The best theoretical speed-up so far against forward passes spent, a line for each search.
+    """The best theoretical speed-up so far over forward passes, a line for each search.
 
     Args:
         searches: by name.
         path: where to save it; `None`: nowhere.
         ax: axes to draw on; `None`: new ones.
-        names: of all searches there are, by which a search looks alike in several pictures; by default those drawn.
+        names: of all searches, so that each has the same colour and marker in several plots; by default those drawn.
 
     Returns:
         The axes.
@@ -193,7 +193,7 @@ def plot_progress(
 
 
 def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
-    """What several ways of searching have come to, see `plot_progress`, a panel for each model.
+    """Progress of several search methods, see `plot_progress`, a panel for each model.
 
     Args:
         founds: by model and method.
@@ -216,10 +216,10 @@ def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
 
 
 def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path | None = None, ax: Any = None) -> Any:
-    """Layers × {attention, MLP}, coloured by what leaving each out alone costs in acceptance, the chosen draft marked.
+    """Layers × {attention, MLP}, coloured by the acceptance rate lost if it alone is skipped, and the chosen draft.
 
     Args:
-        found: what a search has come to; single sub-layers left out are in it where it began with a warm start.
+        found: results of a search; it has skipped single sub-layers if it began with a warm start.
         space: that was searched.
         chosen: the draft to mark; `None`: the best.
         path: where to save it; `None`: nowhere.
@@ -269,7 +269,7 @@ def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path
 
 
 def sensitivities(found: Found, space: Space) -> dict[str, float]:
-    """What leaving out each sub-layer alone costs in acceptance, by its name."""
+    """Loss of acceptance rate by sub-layer, if it alone is skipped."""
     singles = [t for t in found.tried if t.origin == "single"]
     if not singles:
         return {}
@@ -293,7 +293,7 @@ def _saved(ax: Any, path: Path | None) -> Any:
 
 
 def plot_all(found: Found, profile: CostProfile, space: Space, folder: Path) -> Sequence[Path]:
-    """All pictures of one search, into a folder; each whole or not at all."""
+    """Write all plots of one search into a folder, each file whole or not at all."""
     paths = [folder / name for name in ("frontier.png", "progress.png", "map.png")]
     with replacing(paths[0]) as path:
         plot_frontier(found, profile, path)

@@ -1,9 +1,9 @@
-"""What each kind of sub-layer adds to a draft step on this machine, and what verifying n tokens takes.
+"""A cost model of draft steps on this machine: seconds of each kind of sub-layer, and of verifying n tokens.
 
-A draft step is taken to be a sum: what is there in any case, the LM head, and each kept sub-layer in its precision.
-The parts come from differences between whole steps (all MLPs left out, all attention but one, both, all in low bits),
-so that what the machine makes of a sub-layer inside a step is measured, not a sub-layer on its own. The head alone is
-timed by itself, too: what is left of a step is split into it and the rest.
+A draft step is modelled as a sum: overhead, the LM head, and each sub-layer that is not skipped, in its precision. The
+parts come from differences between whole steps (all MLPs skipped, all attention but one, both, all in low bits), so
+that a sub-layer is measured inside a step, not on its own. Only the LM head is also timed on its own, to separate it
+from the overhead.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class CostProfile:
         mlp: by precision, one MLP sub-layer.
         head: by precision, the LM head.
         overhead: by the precision of most of the draft, everything else: embedding, norms outside the sub-layers,
-            casts, what runs once a step.
+            casts, code that runs once per step.
         verify: pairs (tokens in the pass, seconds), at the first context.
-        spread: median over least time of a pass, the median over all passes: 1 on a quiet machine.
+        spread: median / minimum of the times of a pass, the median over all passes: 1 on a quiet machine.
         checked: predicted over measured time of a draft step that mixes skipping and low bits, by precision ("skipped"
             for skipping alone).
         measured_on: device, threads, dtype, attention implementation, versions.
@@ -92,15 +92,15 @@ class CostProfile:
 
     @property
     def shape(self) -> str:
-        """The kind of model, in words."""
+        """Model type, number of layers and width, as text."""
         return _shape(self.model_type, self.num_layers, self.hidden_size)
 
     def draft_step(self, config: SelfSpeculativeConfig, context: int | None = None) -> float:
         """Seconds of a draft step of a config.
 
         Args:
-            config: what is left out, and the precision of the rest.
-            context: tokens in the cache; `None`: the least that was measured.
+            config: what is skipped, and the precision of the rest.
+            context: tokens in the KV cache; `None`: the smallest that was measured.
 
         Raises:
             ValueError: a precision that was not measured.
@@ -108,18 +108,18 @@ class CostProfile:
         precision = config.precision or PrecisionConfig()
         head = precision.head or KEEP
         seconds: float = self._of(self.head, head)
-        most: Counter[str] = Counter({head: 1})
+        precisions: Counter[str] = Counter({head: 1})
         for kind, skipped in (("attention", config.skip.attention), ("mlp", config.skip.mlp)):
             for layer, share in enumerate(self.shares[kind]):
                 if layer in skipped or share <= 0:
                     continue
                 name = precision.of(kind, layer) or KEEP
-                most[name] += 1
+                precisions[name] += 1
                 if kind == "mlp":
                     seconds += self._of(self.mlp, name) * share
                 else:
                     seconds += self._at(self._of(self.attention, name), context) * share
-        seconds += self._of(self.overhead, most.most_common(1)[0][0])
+        seconds += self._of(self.overhead, precisions.most_common(1)[0][0])
         return seconds
 
     def costs(self, config: SelfSpeculativeConfig, context: int | None = None) -> Costs:
@@ -143,7 +143,7 @@ class CostProfile:
         return values[precision]
 
     def _at(self, values: Sequence[float], context: int | None) -> float:
-        """Linear between the contexts, and beyond the last as between the last two; never less than the first."""
+        """Linear interpolation between the contexts, extrapolated beyond the last; never less than the first."""
         if context is None or context <= self.contexts[0] or len(values) == 1:
             return values[0]
         above = next((i for i, c in enumerate(self.contexts) if c >= context), len(values) - 1)
@@ -152,7 +152,7 @@ class CostProfile:
         return max(values[0], values[above - 1] + slope * (context - start))
 
     def compared_with(self, model: PreTrainedModel) -> list[str]:
-        """In what the machine and model that this was measured on differ from a model here; empty where they do not."""
+        """Differences between the machine and model of this profile and this model here; empty where equal."""
         here = describe_machine(model)
         differences = []
         if here != self.measured_on:
@@ -203,7 +203,7 @@ class CostProfile:
         return profile
 
     def _check(self) -> None:
-        """That its parts fit together, so that every draft step has a cost.
+        """Check that the parts fit together, so that every draft step has a cost.
 
         Raises:
             ValueError: they do not.
@@ -261,19 +261,19 @@ def measure_profile(
     repeats: int = 5,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> CostProfile:
-    """Measure a cost profile of a model where it is.
+    """Measure a cost profile of a model on its device.
 
-    The passes of a part take turns with a plain step, and the least times count, relative to that of the plain step: a
-    machine that is slower while one part is measured than while another is does not make that part dearer.
+    The passes of a part are timed in turns with a plain step, and the minima count, relative to that of the plain step:
+    if the machine slows down while one part is measured, that part does not become more expensive.
 
     Args:
         model: the target model.
         precisions: "int8" and "int4", one of them or neither; `None`: those that can be had here. Their copies are made
             one after the other, and dropped again.
-        contexts: tokens in the cache at which attention is measured; those beyond the model's context are left out.
-        longest_verify: verify passes of 1 … so many tokens are measured, 2 … 32.
+        contexts: tokens in the KV cache at which attention is measured; those beyond the model's context are left out.
+        longest_verify: verification passes of 1 … this many tokens are measured, 2 … 32.
         repeats: how often each pass is timed, ≥ 1.
-        progress: told what is measured, and how many of how many parts are done.
+        progress: callback with the name of a part, the number of parts done, and of all parts.
 
     Raises:
         ValueError: a model that cannot draft, or has fewer than two attention sub-layers, a precision that cannot be
@@ -302,27 +302,29 @@ class _Profiler:
         self.text_config = model.config.get_text_config(decoder=True)
         self.precisions = _available(model, precisions)
         longest = getattr(self.text_config, "max_position_embeddings", None)
-        room = math.inf if not isinstance(longest, int) else longest - LONGEST_VERIFIED
-        self.contexts = tuple(sorted({c for c in contexts if 1 <= c <= room})) or (max(1, int(min(room, 64))),)
+        longest_context = math.inf if not isinstance(longest, int) else longest - LONGEST_VERIFIED
+        self.contexts = tuple(sorted({c for c in contexts if 1 <= c <= longest_context})) or (
+            max(1, int(min(longest_context, 64))),
+        )
         self.lengths = range(1, longest_verify + 1)
         self.repeats = repeats
-        self.told = progress or (lambda part, done, total: None)
+        self.progress = progress or (lambda part, done, total: None)
         self.parts = 1 + len(self.contexts) + len(self.precisions)
         self.done = 0
         self.spreads: list[float] = []
         self.plain: list[float] = []  # seconds, in each part
 
     def _time(self, what: str, passes: Mapping[str, tuple[Passes, int]]) -> dict[str, float]:
-        """Least time of each pass, a pass over so many tokens (0: a draft step), in plain steps of that while."""
-        self.told(what, self.done, self.parts)
+        """Minimum time of each pass, relative to plain steps timed in turns with it; length 0 is a draft step."""
+        self.progress(what, self.done, self.parts)
         self.done += 1
         passes = {_PLAIN: (self.whole, 1), **passes}
         for which, length in passes.values():
-            which.once(length)  # recording, first touch
+            which.once(length)  # captures the pass, touches the memory
         times: dict[str, list[float]] = {name: [] for name in passes}
         started = time.perf_counter()
         for repeat in range(5 * self.repeats):
-            # Small models vary more, and take less time.
+            # Passes of small models vary more, and take less time.
             if repeat >= self.repeats and time.perf_counter() - started > _SECONDS:
                 break
             for name, (which, length) in passes.items():
@@ -335,9 +337,9 @@ class _Profiler:
     def _parts(
         self, what: str, context: int, precision: PrecisionConfig | None, cache: Any = None
     ) -> tuple[dict[str, float], float, float, float]:
-        """What draft steps take, and from that what an attention and an MLP sub-layer take, and what is left.
+        """Times of draft steps, and from these the costs of an attention sub-layer, of an MLP, and of the rest.
 
-        By least squares over steps with and without either kind, relative to their times.
+        By weighted least squares over steps with and without either kind.
         """
         import numpy as np
 
@@ -351,14 +353,15 @@ class _Profiler:
             variants[name] = (passes, 0)
         times = self._time(what, variants)
         rows = [
-            [1.0, *(self._kept(kind, getattr(skip, kind)) for kind in ("attention", "mlp"))] for skip in skips.values()
+            [1.0, *(self._parameter_share(kind, getattr(skip, kind)) for kind in ("attention", "mlp"))]
+            for skip in skips.values()
         ]
         taken = np.array([times[name] for name in skips])
         solved = np.linalg.lstsq(np.array(rows) / taken[:, None], np.ones(len(skips)), rcond=None)[0]
         rest, attention, mlp = (max(float(value), 0.0) for value in solved)
         return times, attention, mlp, rest
 
-    def _kept(self, kind: str, skipped: Sequence[int]) -> float:
+    def _parameter_share(self, kind: str, skipped: Sequence[int]) -> float:
         return sum(share for layer, share in enumerate(self._shares(kind)) if layer not in skipped)
 
     def _mixed(self) -> SkipConfig:
@@ -372,14 +375,14 @@ class _Profiler:
         return _in_seconds(profile, statistics.median(self.plain))
 
     def _measure(self) -> CostProfile:
-        """In plain steps."""
+        """The profile in units of a plain step."""
         steps, attention = [], []
         for context in self.contexts:
             what = f"a draft step behind {context} tokens"
             cache = self.whole.cache if context == self.contexts[0] else None
-            times, each, mlp_here, rest_here = self._parts(what, context, None, cache)
+            times, attention_here, mlp_here, rest_here = self._parts(what, context, None, cache)
             steps.append(times["whole"])
-            attention.append(each)
+            attention.append(attention_here)
             if context == self.contexts[0]:
                 mixed, mlp, rest = times["mixed"], mlp_here, rest_here
         verify = self._time("verify passes", {str(n): (self.whole, n) for n in self.lengths if n > 1})
@@ -406,10 +409,10 @@ class _Profiler:
         return dataclasses.replace(profile, checked=checked, spread=statistics.median(self.spreads))
 
     def _with_low_bits(self, name: str, profile: CostProfile) -> tuple[CostProfile, float]:
-        """The profile with one precision added, and predicted over measured time of a draft that also skips.
+        """The profile with one precision added, and predicted / measured time of a draft that also skips.
 
-        What a sub-layer takes in low bits is measured within a draft that is all in low bits: there, the activations
-        that it gets and gives are bfloat16.
+        The cost of a sub-layer in low bits is measured within a draft that is all in low bits, where its inputs and
+        outputs are bfloat16.
         """
         everything = PrecisionConfig(default=name, head=name)
         before = copy_bytes(self.model)
@@ -430,13 +433,13 @@ class _Profiler:
         return added, added.draft_step(mixed) / times["mixed"]
 
     def _skips(self) -> tuple[SkipConfig, SkipConfig]:
-        """All attention but one left out, and all MLPs."""
+        """Skip sets: all attention but one, and all MLPs."""
         attention = [
             layer.index for layer in self.layout.layers if layer.attention and layer.index not in self.layout.shares_kv
         ]
         mlp = [layer.index for layer in self.layout.layers if layer.mlp]
-        kept = sum(layer.attention is not None for layer in self.layout.layers) - len(attention)
-        if kept == 0:
+        unskippable = sum(layer.attention is not None for layer in self.layout.layers) - len(attention)
+        if unskippable == 0:
             attention = attention[1:]
         if not attention or not mlp:
             raise ValueError(
@@ -453,9 +456,9 @@ class _Profiler:
         return tuple(size / mean for size in sizes)
 
     def _head(self, copies: LowBitCopies | None = None) -> float:
-        """What the LM head takes for one token, its weights coming from memory as in a step, in plain steps.
+        """Time of the LM head for one token, in plain steps, its weights read from memory as in a step.
 
-        By itself: as a difference of two steps, it would be lost in what these vary.
+        It is timed on its own: a difference of two steps would be lost in their noise.
         """
         head = self.model.get_output_embeddings()
         if head is None:
@@ -470,11 +473,11 @@ class _Profiler:
 
         def once() -> float:
             for p in others:
-                p.sum()  # what was in the processor's cache gives way
-            _wait(weight.device)
+                p.sum()  # evicts the head's weights from the processor's cache
+            _wait_for(weight.device)
             started = time.perf_counter()
             run(hidden)
-            _wait(weight.device)
+            _wait_for(weight.device)
             return time.perf_counter() - started
 
         once()
@@ -483,7 +486,7 @@ class _Profiler:
 
 
 def _in_seconds(profile: CostProfile, seconds: float) -> CostProfile:
-    """What is given in plain steps, of so many seconds each."""
+    """A profile in units of a plain step, converted to seconds."""
     return dataclasses.replace(
         profile,
         plain_step=tuple(cost * seconds for cost in profile.plain_step),
@@ -495,7 +498,7 @@ def _in_seconds(profile: CostProfile, seconds: float) -> CostProfile:
     )
 
 
-def _wait(device: torch.device) -> None:
+def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,59 +1,24 @@
-"""Drafts worth trying before a sampler has anything to go by, worked out from those that were tried.
+"""Drafts to try before the sampler takes over, derived from the drafts tried so far.
 
-All of it is a function of the trials in the study, so that any worker comes to the same proposals.
+Everything here is a function of the trials in the study, so that all workers make the same proposals.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..tuning.speedup import share_within_chance, speedup_within_chance, theoretical_speedup
 from .space import HEAD, KEEP, SKIP, Space
+from .trials import SPEEDUP, Scoring, Tried
 
 if TYPE_CHECKING:
-    from ..config import Costs
-    from ..tuning.acceptance import Acceptance
     from .profile import CostProfile
-    from .study import Tried
 
-__all__ = ["Worth", "forward_selection", "next_proposals", "uniform_drafts", "warm_start"]
+__all__ = ["forward_selection", "next_proposals", "uniform_drafts", "warm_start"]
 
 Proposal = tuple[str, dict[str, str]]
 
-
-@dataclass(frozen=True)
-class Worth:
-    """What a draft is worth to a search, by the share of its tokens that are accepted and by its costs.
-
-    Args:
-        budget: the greatest cost of a draft step, relative to a plain one. Within it a draft is worth its acceptance,
-            beyond it the less the dearer it is. `None`: the theoretical speed-up.
-    """
-
-    budget: float | None = None
-
-    def of(self, acceptance: float, costs: Costs) -> float:
-        """The worth of a draft of which so many tokens are accepted, at every depth alike."""
-        if self.budget is None:
-            return theoretical_speedup([acceptance], costs)[0]
-        cost = costs.draft_step / costs.plain_step
-        return acceptance if cost <= self.budget else self.budget - cost
-
-    def within_chance(self, acceptance: Acceptance, costs: Costs, errors: float) -> float:
-        """The worth of a draft, were its acceptance so many standard errors above what was counted."""
-        if self.budget is None:
-            return speedup_within_chance(acceptance.tried, acceptance.accepted, costs, errors)[0]
-        return self.of(share_within_chance(sum(acceptance.tried), sum(acceptance.accepted), errors), costs)
-
-    def found(self, tried: Tried) -> float:
-        """What a draft that was tried is worth."""
-        return tried.speedup if self.budget is None or tried.value is None else tried.value
-
-
-SPEEDUP = Worth()
 
 _MOST_SINGLES = 80
 _MOST_SETS = 12
@@ -67,34 +32,34 @@ def next_proposals(
     tried: Sequence[Tried],
     context: int,
     layerwise: Sequence[Mapping[str, str]] = (),
-    worth: Worth = SPEEDUP,
+    scoring: Scoring = SPEEDUP,
 ) -> list[Proposal]:
-    """What to try next, each with the name of its origin; nothing where the strategy is at its end.
+    """The drafts to try next, each with the name of its origin; none where the strategy has finished.
 
     Args:
         strategy: "warm" (see `warm_start`) or "forward" (see `forward_selection`).
         space: the space.
         profile: costs.
-        tried: what was tried.
-        context: tokens before a drafted one.
+        tried: drafts tried so far.
+        context: prefix length of a drafted token.
         layerwise: skip sets found by hidden states (`layerwise.layerwise_skips`), by size.
-        worth: what the search is after.
+        scoring: what the search maximises.
     """
     if strategy == "forward":
         return forward_selection(space, tried)
-    return warm_start(space, profile, tried, context, layerwise, worth=worth)
+    return warm_start(space, profile, tried, context, layerwise, scoring=scoring)
 
 
-def _letters(choices: Mapping[str, str]) -> tuple[str, ...]:
+def _key(choices: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(choices.values())
 
 
 def _missing(proposals: Sequence[Proposal], by_key: Mapping[tuple[str, ...], Tried]) -> list[Proposal]:
-    return [proposal for proposal in proposals if _letters(proposal[1]) not in by_key]
+    return [proposal for proposal in proposals if _key(proposal[1]) not in by_key]
 
 
 def _by_key(space: Space, tried: Sequence[Tried]) -> dict[tuple[str, ...], Tried]:
-    return {_letters({name: t.choices[name] for name in space.choices}): t for t in tried}
+    return {_key({name: t.choices[name] for name in space.choices}): t for t in tried}
 
 
 def uniform_drafts(space: Space) -> list[dict[str, str]]:
@@ -112,19 +77,21 @@ def warm_start(
     context: int,
     layerwise: Sequence[Mapping[str, str]] = (),
     most_singles: int = _MOST_SINGLES,
-    worth: Worth = SPEEDUP,
+    scoring: Scoring = SPEEDUP,
 ) -> list[Proposal]:
-    """Stage by stage, what is worth trying before a sampler has its say.
+    """Drafts to try before the sampler takes over, in stages.
 
-    Uniform precisions; each sub-layer on its own left out of the best of them; the sets that these losses promise, and
-    sets found by hidden states; small changes to the best, while they help.
+    The stages: uniform precisions; the best of these with one sub-layer skipped, for each sub-layer; the skip sets that
+    are best if the losses of single sub-layers add up, and sets found by hidden states; small changes to the best
+    draft, while they help.
 
-    Sets: the log-acceptance that a sub-layer costs is taken to add up, and so is the time it saves, as profiled. Then
-    the best set of a attention and m MLP sub-layers has those with the least losses of each kind, which solves the
-    knapsack of KnapSpec (ICML 2026) for every capacity at once where the sub-layers of a kind cost the same.
+    Losses are differences of the log acceptance rate. They are assumed to add up, and so is the time saved, as
+    profiled. Then the best set of a attention and m MLP sub-layers has those with the smallest losses of each kind.
+    This solves the knapsack problem of KnapSpec (ICML 2026) for every capacity at once where the sub-layers of a kind
+    cost the same.
 
-    In a model with more sub-layers than `most_singles`, some are tried on their own, and the others are taken to be
-    like their neighbours.
+    In a model with more sub-layers than `most_singles`, some are tried on their own, and the others are assumed to lose
+    as much as the nearest of these.
     """
     by_key = _by_key(space, tried)
     uniform = uniform_drafts(space)
@@ -133,7 +100,7 @@ def warm_start(
     base = space.uniform(KEEP)
     reference: Tried | None = None
     for choices in uniform:
-        t = by_key[_letters(choices)]
+        t = by_key[_key(choices)]
         if not t.pruned and t.speedup > (reference.speedup if reference else 1.0):
             base, reference = choices, t
     singles = {name: {**base, name: SKIP} for name in _spread(space.skippable, most_singles)}
@@ -141,21 +108,19 @@ def warm_start(
     if waiting := _missing([("single", choices) for choices in singles.values()], by_key):
         return waiting
     at_first = 0.0 if reference is None else -_log_acceptance(reference)
-    measured = {
-        name: max(0.0, -_log_acceptance(by_key[_letters(choices)]) - at_first) for name, choices in singles.items()
-    }
+    measured = {name: max(0.0, -_log_acceptance(by_key[_key(choices)]) - at_first) for name, choices in singles.items()}
     losses = {name: measured[_nearest(name, measured)] for name in space.skippable}
-    sets = [("set", choices) for choices in _sets(space, profile, base, at_first, losses, context, worth)]
+    sets = [("set", choices) for choices in _sets(space, profile, base, at_first, losses, context, scoring)]
     sets += [
         ("layerwise", choices) for choices in _by_hidden_states(base, layerwise) if choices not in (c for _, c in sets)
     ]
     if waiting := _missing(sets, by_key):
         return waiting
-    return _missing([("move", c) for c in _moves(space, profile, tried, losses, context, worth)], by_key)
+    return _missing([("move", c) for c in _moves(space, profile, tried, losses, context, scoring)], by_key)
 
 
 def _spread(names: Sequence[str], most: int) -> list[str]:
-    """At most so many of the names, spread over the model, those of each kind alike."""
+    """At most this many of the names, spread evenly over the model, for each kind."""
     stride = -(-len(names) // max(most, 1))
     kinds: dict[str, list[str]] = {}
     for name in names:
@@ -164,14 +129,14 @@ def _spread(names: Sequence[str], most: int) -> list[str]:
 
 
 def _nearest(name: str, known: Mapping[str, float]) -> str:
-    """The sub-layer of the same kind that is nearest to one, of those known (of any kind, if there is none)."""
+    """The nearest known sub-layer of the same kind (of any kind, if there is none)."""
     kind, _, layer = name.partition(".")
     same = [other for other in known if other.startswith(f"{kind}.")] or list(known)
     return min(same, key=lambda other: (abs(int(other.partition(".")[2]) - int(layer)), other))
 
 
 def _log_acceptance(t: Tried) -> float:
-    """Log of accepted / drafted tokens, one of each added."""
+    """Log of the acceptance rate, with one accepted and one rejected token added."""
     return math.log((sum(t.acceptance.accepted) + 1) / (sum(t.acceptance.tried) + 2))
 
 
@@ -182,9 +147,9 @@ def _sets(
     at_first: float,
     losses: Mapping[str, float],
     context: int,
-    worth: Worth,
+    scoring: Scoring,
 ) -> list[dict[str, str]]:
-    """The sets that promise most, best first, no two of them next to one another."""
+    """The sets with the best predicted score, best first, no two of neighbouring sizes."""
     ordered = {
         kind: sorted((name for name in losses if name.startswith(kind)), key=lambda name: (losses[name], name))
         for kind in ("attention", "mlp")
@@ -197,20 +162,20 @@ def _sets(
             if loss + at_first > 2.5 or not space.is_possible(choices):
                 break
             costs = profile.costs(space.config(choices), context)
-            promised.append((worth.of(math.exp(-loss - at_first), costs), a, m))
+            promised.append((scoring.score(math.exp(-loss - at_first), costs), a, m))
     promised.sort(key=lambda p: (-p[0], p[1], p[2]))
-    taken: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     for _, a, m in promised:
-        # What adds up on paper loses more in truth the more is left out: sizes on either side are worth a look, too.
-        if (a, m) != (0, 0) and all(abs(a - x) + abs(m - y) > 1 for x, y in taken):
-            taken.append((a, m))
-        if len(taken) == (_MOST_SETS // 2 if worth.budget is None else _MOST_SETS):
+        # In truth losses grow faster than their sum, so other sizes are tried too.
+        if (a, m) != (0, 0) and all(abs(a - x) + abs(m - y) > 1 for x, y in sizes):
+            sizes.append((a, m))
+        if len(sizes) == (_MOST_SETS // 2 if scoring.budget is None else _MOST_SETS):
             break
-    if taken and worth.budget is None:  # a budget says what sizes there are
-        a, m = taken[0]
-        taken += [(round(a * f), round(m * f)) for f in (0.25, 0.5, 0.75, 1.25, 1.5, 2.0)]
+    if sizes and scoring.budget is None:  # a budget already fixes the sizes
+        a, m = sizes[0]
+        sizes += [(round(a * f), round(m * f)) for f in (0.25, 0.5, 0.75, 1.25, 1.5, 2.0)]
     sets = []
-    for a, m in dict.fromkeys(taken):
+    for a, m in dict.fromkeys(sizes):
         choices = _with_skipped(base, (*ordered["attention"][:a], *ordered["mlp"][:m]))
         if (a, m) != (0, 0) and space.is_possible(choices) and choices not in sets:
             sets.append(choices)
@@ -218,7 +183,7 @@ def _sets(
 
 
 def _by_hidden_states(base: Mapping[str, str], layerwise: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Some sizes of these sets, on top of the base."""
+    """The base draft with some of these sets skipped."""
     wanted = (1, 2, 3, 4, 6, 8, 11, 15, 20)
     return [
         _with_skipped(base, [name for name, choice in layerwise[size - 1].items() if choice == SKIP])
@@ -237,17 +202,17 @@ def _moves(
     tried: Sequence[Tried],
     losses: Mapping[str, float],
     context: int,
-    worth: Worth,
+    scoring: Scoring,
 ) -> list[dict[str, str]]:
-    """The best draft with one sub-layer more or fewer, those that promise most first.
+    """The best draft with one sub-layer more or fewer skipped, best predicted score first.
 
-    Under a budget also with one in place of another: the best draft is as dear as it may be, so that what is taken
-    back has to be paid for.
+    Under a budget also with one skipped in place of another: the best draft uses all of the budget, so that adding a
+    sub-layer means skipping another one.
     """
     whole = [t for t in tried if not t.pruned]
     if not whole:
         return []
-    best = max(whole, key=lambda t: (worth.found(t), -t.number))
+    best = max(whole, key=lambda t: (scoring.score_of(t), -t.number))
     choices = {name: best.choices[name] for name in space.choices}
     log_rate = _log_acceptance(best)
     changed: dict[str, dict[str, str]] = {}
@@ -258,7 +223,7 @@ def _moves(
             if choice == KEEP and len(space.choices[name]) > 2 and name != HEAD:
                 continue  # back to a copy, not to the weights as loaded
             changed[f"{name} {choice}"] = {name: choice}
-    if worth.budget is not None:
+    if scoring.budget is not None:
         back = {key: change for key, change in changed.items() if SKIP not in change.values()}
         out = {key: change for key, change in changed.items() if SKIP in change.values()}
         changed |= {f"{a}, {b}": {**back[a], **out[b]} for a in back for b in out}
@@ -272,15 +237,15 @@ def _moves(
             loss = losses.get(name, 0.0)
             guess += -loss if choice == SKIP else loss if choices[name] == SKIP else 0.0
         costs = profile.costs(space.config(other), context)
-        promised.append((worth.of(math.exp(min(0.0, guess)), costs), key, other))
+        promised.append((scoring.score(math.exp(min(0.0, guess)), costs), key, other))
     promised.sort(key=lambda p: (-p[0], p[1]))
     return [other for _, _, other in promised[:_MOST_MOVES]]
 
 
 def forward_selection(space: Space, tried: Sequence[Tried]) -> list[Proposal]:
-    """Greedy: to the best set so far, each sub-layer in turn; the best of these is the next set.
+    """Greedy forward selection: the best set so far with each other sub-layer skipped too; the best is the next set.
 
-    It ends when half of all sub-layers are left out.
+    It ends when half of all sub-layers are skipped.
     """
     by_key = _by_key(space, tried)
     chosen = space.uniform(KEEP)
@@ -290,9 +255,9 @@ def forward_selection(space: Space, tried: Sequence[Tried]) -> list[Proposal]:
             for name in space.skippable
             if chosen[name] != SKIP and space.is_possible({**chosen, name: SKIP})
         ]
-        waiting = [("forward", choices) for choices in candidates if _letters(choices) not in by_key]
+        waiting = [("forward", choices) for choices in candidates if _key(choices) not in by_key]
         if waiting or not candidates:
             return waiting
-        # A draft that was given up early has a speed-up from the texts that it was judged on, which will do.
-        chosen = max(candidates, key=lambda c: by_key[_letters(c)].speedup)
+        # The speed-up of a pruned draft comes from the texts that it was judged on, which is good enough.
+        chosen = max(candidates, key=lambda c: by_key[_key(c)].speedup)
     return []

@@ -1,8 +1,9 @@
-"""One search from end to end: profile, calibration, trials, a look at texts that were held back, timed generation."""
+"""One search from end to end: cost profile, calibration, trials, held-out texts, timed generation."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -13,33 +14,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import optuna
 
-from ..config import DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
+from ..config import PRECISIONS, DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
 from ..forward.low_bit import drop_copies
 from ..generation import require_drafts
+from ..harness.prompts import Prompt
 from ..support.bounds import Integer
 from ..support.files import write_whole
 from ..support.reading import listed
 from ..tuning.acceptance import Acceptance, judge_all
 from ..tuning.speedup import theoretical_speedup
-from .calibration import calibrate, calibration_prompts, describe_weights, digest_of, encode_all
+from .calibration import Calibration, calibrate, calibration_prompts, describe_weights, digest_of, encode_all
 from .confirm import NOTHING_DRAFTED, Confirmed, confirm
 from .profile import CostProfile, measure_profile
+from .settings import CalibrationSettings, ResultSettings, SearchSettings
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read
-from .study import (
-    PRIOR,
-    SOURCE,
-    Found,
-    Search,
-    SearchSettings,
-    Tried,
-    check_search,
-    claim,
-    mean_acceptance,
-    open_study,
-    tried_in,
-    understood,
-)
+from .study import ABOUT, SOURCE, Search, check_search, claim, explain_unreadable, open_study, tried_in
+from .trials import PRIOR, Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,19 +43,19 @@ _CONTEXT, _PROVENANCE = "context", "provenance"
 
 
 class SearchObserver(Protocol):
-    """Is told how far a search is."""
+    """Callbacks for the progress of a search."""
 
     def stage(self, name: str) -> None:
         """A stage begins."""
 
     def step(self, text: str, done: int, total: int) -> None:
-        """Within a stage, so many of so many steps are done."""
+        """Within a stage, `done` of `total` steps are done."""
 
     def trial(self, found: Found, trials: int) -> None:
         """A trial has ended; `trials` are wanted in all."""
 
     def warn(self, text: str) -> None:
-        """Something is not as was asked for."""
+        """Something differs from what was asked for."""
 
 
 class _Silent:
@@ -83,18 +74,18 @@ class _Silent:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
         best: the draft with the best value on the calibration texts.
-        config: its config, for `generate(self_speculative=…)`; what it expects to be accepted at first is what was on
-            texts that it was not chosen on, where there are any.
+        config: its config, for `generate(self_speculative=…)`; its expected acceptance rates are those on held-out
+            texts, where there are any.
         found: everything that was tried.
-        space: what was searched.
-        profile: the costs it was searched with.
-        held_out: the best draft on texts that it was not chosen on: `{"speedup": …, "draft_length": …, "acceptance": …,
-            "texts": …}`, and the same on those it was chosen on under "chosen_on"; `None` where none were held back.
-        confirmed: timed generation of the winners on the texts held back (or the others, if there are none).
+        space: the search space.
+        profile: the costs.
+        held_out: the best draft on held-out texts: `{"speedup": …, "draft_length": …, "acceptance": …, "texts": …}`,
+            and the same on those it was chosen on under "chosen_on"; `None` where none were held out.
+        confirmed: timed generation of the best drafts on the held-out texts (or the others, if there are none).
         names: the configs that were timed.
         passes: forward passes of the model, by stage.
     """
@@ -145,163 +136,198 @@ def search(
     tokenizer: PreTrainedTokenizerBase,
     trials: int = 120,
     *,
-    output: str | Path | None = None,
-    storage: str | None = None,
-    study_name: str = "search",
     settings: SearchSettings | None = None,
-    draft_memory: float = 0.3,
-    precisions: Sequence[str] | None = None,
-    prompts: str | None = None,
-    num_prompts: int = 8,
-    held_out_prompts: int = 6,
-    new_tokens: int = 32,
-    use_chat_template: bool = True,
+    texts: CalibrationSettings | None = None,
+    results: ResultSettings | None = None,
     profile: CostProfile | None = None,
-    configs: Sequence[SelfSpeculativeConfig] = (),
-    confirmed: int = 1,
-    lookup: bool = True,
     observer: SearchObserver | None = None,
 ) -> SearchResult:
-    """Find what a model is best to leave out, and in which precision to keep the rest, while it drafts.
+    """Search for the best draft of a model: which sub-layers to skip, and in which precision to keep the others.
 
     Args:
         model: the target model.
         tokenizer: its tokenizer.
-        trials: drafts to judge, in all, those of other workers and earlier runs on the study counted, ≥ 1. Where a
-            model has fewer, all of these. From 1 to a million.
-        output: folder for the config, the figures, and the study where `storage` names none (`plots.plot_all` draws
-            into it); `None`: nothing is written, and the study is held in memory.
-        storage: URL of the study's storage, see `storage.storage_of`.
-        study_name: of the study.
-        settings: how the search goes.
-        draft_memory: share of the weights' bytes that low-bit copies may take; 0: skipping alone.
-        precisions: that are thought of; `None`: those that can be had here.
-        prompts: calibration prompts, see `calibration.calibration_prompts`.
-        num_prompts: that drafts are judged on.
-        held_out_prompts: further prompts that only the best draft is judged on; 0: none.
-        new_tokens: of each text, ≥ 2.
-        use_chat_template: put the prompts into the tokenizer's chat template, if it has one.
-        profile: measured costs; `None`: those of the study, or measured now. Of workers that begin together, the
-            costs of the first count.
-        configs: drafts to try first.
-        confirmed: so many of the best drafts are timed in generation, beside plain decoding; 0: none.
-        lookup: let the config that is found draft by prompt lookup too, which costs nothing. Searched and timed is
-            without it.
-        observer: told how far it is.
+        trials: drafts to judge in all, 1 to a million; those of other workers and earlier runs on the study count.
+            Fewer where the space has fewer.
+        settings: what is searched, and how.
+        texts: what drafts are judged on.
+        results: where the study and the results go (`plots.plot_all` draws into that folder), and what is done with
+            the best drafts.
+        profile: measured costs; `None`: those of the study, or measured now. Where workers begin together, all use
+            the costs of the first.
+        observer: callback for progress.
 
     Raises:
         ValueError: a bad argument, a model with nothing to search, a study of something else, or a storage that cannot
             be reached.
-        OSError: the folder cannot be written, or the storage fails in the middle; what was judged is kept.
+        OSError: the folder cannot be written, or the storage fails; finished trials are kept.
     """
     _TRIALS.check("trials", trials)
-    settings = settings or SearchSettings()
+    settings, texts, results = settings or SearchSettings(), texts or CalibrationSettings(), results or ResultSettings()
     observer = observer or _Silent()
-    folder = None if output is None else _folder(output)
-    if storage is None and folder is not None:
-        storage = str(folder / "study.db")
-    opened = optuna.storages.InMemoryStorage() if storage is None else storage_of(storage)
-    # What cannot be is said before anything slow begins.
+    folder = None if results.output is None else _folder(results.output)
+    storage = _storage(results.storage, folder)
+    # Errors come before anything slow.
     require_drafts(model)
-    space = space_of(model, draft_memory, precisions if precisions is not None else ("int8", "int4"))
-    check_search(model, space, settings, configs)
+    space = space_of(model, settings.draft_memory, PRECISIONS if settings.precisions is None else settings.precisions)
+    check_search(model, space, settings)
     if trials > space.size:
         observer.warn(f"There are {space.size} drafts of this model to try, so these are tried, instead of {trials}.")
         trials = space.size
-    chosen = calibration_prompts(prompts, num_prompts)
-    others = _held_back(prompts, num_prompts, held_out_prompts)
-    for there, wanted, what in ((chosen, num_prompts, "judge drafts on"), (others, held_out_prompts, "hold back")):
-        if len(there) < wanted:
-            observer.warn(
-                f"There are {len(there)} prompts to {what}, instead of {wanted}."
-                + ("" if there else " What is found is reported, and timed, on the texts that it was chosen on.")
-            )
-    asked = [encode_all(model, tokenizer, these, new_tokens, use_chat_template) for these in (chosen, others)]
+    chosen, held_back = _prompts(texts, observer)
+    encoded = [
+        encode_all(model, tokenizer, prompts, texts.new_tokens, texts.use_chat_template)
+        for prompts in (chosen, held_back)
+    ]
     about = {
         "model": {"type": type(model).__name__, "weights": describe_weights(model)},
-        "draft_memory": draft_memory,
+        "draft_memory": settings.draft_memory,
         "space": space.describe(),
-        "texts": digest_of(asked[0], new_tokens),
+        "texts": digest_of(encoded[0], texts.new_tokens),
     }
-    study = open_study(study_name, opened, settings, about)
-    known = None if "profile" not in study.user_attrs else CostProfile.from_dict(study.user_attrs["profile"])
-    if profile is not None and known is not None and known != profile:
-        raise ValueError(
-            f"The study {study_name!r} was searched with other costs. To see what is best with these, use `ssd search "
-            "--from STUDY --costs PROFILE`; to search with them, choose another name with --study."
-        )
+    study = open_study(results.study_name, storage, settings, about)
+    known = _profile_of(study, profile)
     profile = profile or known
-    passes: dict[str, int] = {}
     if profile is None:
         observer.stage("Measuring costs")
         profile = measure_profile(model, space.precisions, progress=observer.step)
+
+    def continued(prompts: Sequence[Prompt]) -> Calibration:
+        def progress(done: int, total: int) -> None:
+            observer.step("the model's own text", done, total)
+
+        return calibrate(model, tokenizer, prompts, texts.new_tokens, texts.use_chat_template, progress)
+
     observer.stage("Generating calibration texts")
-    told = lambda done, total: observer.step("the model's own text", done, total)  # noqa: E731
-    texts = calibrate(model, tokenizer, chosen, new_tokens, use_chat_template, told)
-    passes["calibration"] = texts.passes
-    others_texts = calibrate(model, tokenizer, others, new_tokens, use_chat_template, told) if others else None
+    calibration = continued(chosen)
+    held_out = continued(held_back) if held_back else None
     if known is None:
         provenance = Provenance.from_model(model).to_dict()
-        facts = {"profile": profile.to_dict(), _CONTEXT: texts.context(), _PROVENANCE: provenance}
+        facts = {"profile": profile.to_dict(), _CONTEXT: calibration.context(), _PROVENANCE: provenance}
         profile = CostProfile.from_dict(claim(study, facts)["profile"])
     for difference in profile.compared_with(model):
         observer.warn(
             f"The costs are not of this machine and model: {difference}. Speed-ups are promised for where they were "
             "measured, and draft lengths chosen for it."
         )
-    worker = Search(model, texts, profile, space, study, settings, configs)
+    worker = Search(model, calibration, profile, space, study, settings)
     observer.stage("Searching")
     observer.trial(tried_in(study), trials)
     found = worker.run(trials, lambda f: observer.trial(f, trials))
-    passes["trials"] = sum(found.passes)
-    winners = found.best(max(1, confirmed))
-    assert winners, "the first draft that is judged cannot be behind another"
-    again: dict[int, Acceptance] = {}
-    if others_texts is not None:
-        observer.stage("Judging the best on texts held back")
-        for winner in winners:
-            config = space.config(winner.choices)
-            again[winner.number] = judge_all(model, config, others_texts.texts, settings.depth, settings.depth)
-        passes["held out"] = others_texts.passes + sum(acceptance.passes for acceptance in again.values())
-
-    def result_of(best: Tried, timed: Confirmed | None) -> SearchResult:
-        # Those that it was chosen on flatter it.
-        unseen = again.get(best.number)
-        config = worker.config_of(best, unseen, lookup=LookupConfig() if lookup else None)
-        held = None if unseen is None or others_texts is None else _held_out(worker, best, unseen, len(others_texts))
-        return SearchResult(best, config, found, space, profile, held, timed, names, passes)
-
-    names: dict[str, SelfSpeculativeConfig] = {}
-    timed = None
+    winners = _Winners(worker, found, held_out, results)
+    winners.judge_on_held_out(observer)
     if folder is not None:
-        _write(folder, result_of(winners[0], None))  # whoever has no time for the timing has this
-    if confirmed:
-        observer.stage("Timing generation")
-        names = {f"trial {t.number}": worker.config_of(t) for t in winners}
-        nothing = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
-        compared = {NOTHING_DRAFTED: nothing, **names}
-        said: list[int] = []
-
-        def step(text: str) -> None:
-            said.append(1)
-            total = (len(compared) + 1) * (len(others_texts or texts) + 1)
-            observer.step(text, len(said) - 1, total)
-
-        timed = confirm(model, compared, others_texts or texts, step)
-    best = winners[0]
-    if timed is not None:
-        best = max(winners, key=lambda t: timed.median(f"trial {t.number}"))
+        _write(folder, winners.result())  # in case the timing is interrupted
+    if results.confirmed:
+        winners.time_generation(observer)
     drop_copies(model)
-    result = result_of(best, timed)
+    result = winners.result()
     if folder is not None:
         _write(folder, result)
     return result
 
 
-def _held_back(source: str | None, first: int, count: int) -> list[Any]:
-    if count <= 0:
-        return []
-    return calibration_prompts(source, count, skip=first, may_be_none=True)
+def _prompts(texts: CalibrationSettings, observer: SearchObserver) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts to judge drafts on, and those held back."""
+    chosen = calibration_prompts(texts.prompts, texts.num_prompts)
+    held_back: list[Prompt] = []
+    if texts.held_out_prompts > 0:
+        held_back = calibration_prompts(texts.prompts, texts.held_out_prompts, skip=texts.num_prompts, may_be_none=True)
+    for found, wanted, use in (
+        (chosen, texts.num_prompts, "judge drafts on"),
+        (held_back, texts.held_out_prompts, "hold back"),
+    ):
+        if len(found) < wanted:
+            observer.warn(
+                f"There are {len(found)} prompts to {use}, instead of {wanted}."
+                + ("" if found else " What is found is reported, and timed, on the texts that it was chosen on.")
+            )
+    return chosen, held_back
+
+
+def _storage(url: str | None, folder: Path | None) -> Any:
+    if url is None and folder is not None:
+        url = str(folder / "study.db")
+    return optuna.storages.InMemoryStorage() if url is None else storage_of(url)
+
+
+def _profile_of(study: optuna.Study, given: CostProfile | None) -> CostProfile | None:
+    """The costs that a study is searched with; `None` where it has none yet.
+
+    Raises:
+        ValueError: they are others than those given.
+    """
+    known = None if "profile" not in study.user_attrs else CostProfile.from_dict(study.user_attrs["profile"])
+    if given is not None and known is not None and known != given:
+        raise ValueError(
+            f"The study {study.study_name!r} was searched with other costs. To see what is best with these, use `ssd "
+            "search --from STUDY --costs PROFILE`; to search with them, choose another name with --study."
+        )
+    return known
+
+
+class _Winners:
+    """The best drafts of a search: judged on held-out texts, and timed in generation.
+
+    Args:
+        worker: that has searched.
+        found: everything that was tried.
+        held_out: texts that the drafts were not chosen on.
+        results: how many to look at.
+    """
+
+    def __init__(self, worker: Search, found: Found, held_out: Calibration | None, results: ResultSettings) -> None:
+        self.worker = worker
+        self.found = found
+        self.held_out = held_out
+        self.results = results
+        self.drafts = found.best(max(1, results.confirmed))
+        assert self.drafts, "the first draft that is judged cannot be behind another"
+        self.passes = {"calibration": worker.calibration.passes, "trials": sum(found.passes)}
+        self.unseen: dict[int, Acceptance] = {}  # by trial, acceptance on the texts held back
+        self.names: dict[str, SelfSpeculativeConfig] = {}
+        self.timed: Confirmed | None = None
+
+    def judge_on_held_out(self, observer: SearchObserver) -> None:
+        if self.held_out is None:
+            return
+        observer.stage("Judging the best on texts held back")
+        worker, depth = self.worker, self.worker.settings.depth
+        for draft in self.drafts:
+            config = worker.space.config(draft.choices)
+            self.unseen[draft.number] = judge_all(worker.model, config, self.held_out.texts, depth, depth)
+        self.passes["held out"] = self.held_out.passes + sum(acceptance.passes for acceptance in self.unseen.values())
+
+    def time_generation(self, observer: SearchObserver) -> None:
+        observer.stage("Timing generation")
+        self.names = {_name(draft): self.worker.config_of(draft) for draft in self.drafts}
+        compared = {NOTHING_DRAFTED: SelfSpeculativeConfig(drafting=DraftingConfig(policy="none")), **self.names}
+        texts = self.held_out or self.worker.calibration
+        steps = itertools.count()
+
+        def progress(text: str) -> None:
+            observer.step(text, next(steps), (len(compared) + 1) * (len(texts) + 1))
+
+        self.timed = confirm(self.worker.model, compared, texts, progress)
+
+    def result(self) -> SearchResult:
+        """The best draft, by measured speed where there is any."""
+        best, timed = self.drafts[0], self.timed
+        if timed is not None:
+            best = max(self.drafts, key=lambda draft: timed.median(_name(draft)))
+        # The rates on the texts that it was chosen on are biased upwards.
+        unseen = self.unseen.get(best.number)
+        config = self.worker.config_of(best, unseen, lookup=LookupConfig() if self.results.lookup else None)
+        held = None
+        if unseen is not None and self.held_out is not None:
+            held = _held_out(self.worker, best, unseen, len(self.held_out))
+        return SearchResult(
+            best, config, self.found, self.worker.space, self.worker.profile, held, timed, self.names, self.passes
+        )
+
+
+def _name(draft: Tried) -> str:
+    return f"trial {draft.number}"
 
 
 def _folder(output: str | Path) -> Path:
@@ -345,10 +371,10 @@ class StoredStudy(NamedTuple):
     """A study that `search` made.
 
     Attributes:
-        study: as optuna has it.
-        space: that it searches.
+        study: the Optuna study.
+        space: the search space.
         profile: the costs that it is searched with.
-        context: tokens before a drafted one.
+        context: prefix length of a drafted token.
         provenance: of the model, and where it was searched.
     """
 
@@ -360,7 +386,7 @@ class StoredStudy(NamedTuple):
 
 
 def read_study(storage: str, name: str | None = None) -> StoredStudy:
-    """A study that `search` made, as it is now; nothing is written where it is kept.
+    """A study that `search` made, as it is now; nothing is written to its storage.
 
     Args:
         storage: URL of its storage, a folder that `search` wrote, or a file of SQLite.
@@ -380,7 +406,7 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
             f"There is no study in {storage!r}. Give a folder of `ssd search`, or a storage URL."
         ) from error
     what = f"The study in {storage!r}"
-    with understood(what):
+    with explain_unreadable(what):
         names = optuna.get_all_study_names(opened)
     if not names:
         raise ValueError(f"There is no study in {storage!r}. Give a folder of `ssd search`, or its storage URL.")
@@ -389,14 +415,14 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
     wanted = name if name is not None else names[0]
     if wanted not in names:
         raise ValueError(f"There is no study {wanted!r} in {storage!r}, but {listed(names)}.")
-    with understood(what):
+    with explain_unreadable(what):
         study = optuna.load_study(study_name=wanted, storage=opened)
         facts = study.user_attrs
-        about: Any = facts.get("ssd_generation")
+        about: Any = facts.get(ABOUT)
         is_ours = about is not None and "space" in about and facts.keys() >= {"profile", _CONTEXT, _PROVENANCE}
     if not is_ours:
         raise ValueError(f"The study {wanted!r} in {storage!r} was not made by `ssd search`.")
-    with understood(what):
+    with explain_unreadable(what):
         described = about["space"]
         choices = {key: tuple(value) for key, value in described["choices"].items()}
         needed = tuple(key for key in choices if key.startswith("attention."))
@@ -410,16 +436,16 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
 def retarget(
     storage: str, profile: CostProfile, name: str | None = None, context: int | None = None
 ) -> tuple[list[Tried], StoredStudy]:
-    """The drafts of a study by what they promise with other costs, best first: no pass of the model is needed.
+    """The drafts of a study by their theoretical speed-up with other costs, best first; no forward pass is needed.
 
-    Those that were given up early there take part, with what was counted until then (`pruned` says which): where
-    drafting costs less, they may be the best.
+    Pruned drafts take part, with the acceptance counted until then (`pruned` says which): where drafting costs less,
+    they may be the best.
 
     Args:
         storage: see `read_study`.
         profile: of the other machine.
         name: of the study.
-        context: tokens before a drafted one; `None`: as in the study.
+        context: prefix length of a drafted token; `None`: as in the study.
 
     Returns:
         The drafts with their figures for that machine, and the study, with its context as asked for.

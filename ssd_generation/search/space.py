@@ -1,4 +1,4 @@
-"""The space that is searched: what becomes of each sub-layer in the draft."""
+"""The search space: the choice for each sub-layer in the draft."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ KEEP, SKIP = "keep", "skip"
 HEAD = "head"
 
 Choices = Mapping[str, str]
-"""By name of a sub-layer (`attention.3`, `mlp.0`, `head`) what becomes of it."""
+"""By name of a sub-layer (`attention.3`, `mlp.0`, `head`), the choice for it."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The sub-layers and what may become of each.
+    """The sub-layers, and the choices allowed for each.
 
     Attributes:
-        choices: by name, in the order of the model: `keep`, `skip`, `int8`, `int4`, those that are allowed.
-        needed: names of attention sub-layers of which one must be kept, whatever the rest.
+        choices: by name, in the order of the model: those of `keep`, `skip`, `int8`, `int4` that are allowed.
+        needed: names of attention sub-layers of which at least one must not be skipped.
         group_size: of int4.
     """
 
     choices: Mapping[str, tuple[str, ...]]
     needed: tuple[str, ...]
-    group_size: int = 32
+    group_size: int = PrecisionConfig().group_size
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions that occur in it."""
+        """The precisions in the space."""
         return tuple(p for p in PRECISIONS if any(p in choices for choices in self.choices.values()))
 
     @property
@@ -50,14 +50,14 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many drafts there are in it."""
+        """Number of drafts in the space."""
         impossible = all(SKIP in self.choices[name] for name in self.needed) and bool(self.needed)
         return math.prod(map(len, self.choices.values())) - impossible * math.prod(
             len(choices) for name, choices in self.choices.items() if name not in self.needed
         )
 
     def complete(self, choices: Choices) -> dict[str, str]:
-        """Choices for all sub-layers: those that are not named are kept.
+        """Choices for all sub-layers: `keep` for those that are not named.
 
         Raises:
             ValueError: a name or choice that is not in the space.
@@ -79,7 +79,7 @@ class Space:
         return {name: wanted[name] if wanted[name] in allowed else KEEP for name, allowed in self.choices.items()}
 
     def is_possible(self, choices: Choices) -> bool:
-        """Whether such a draft would still see the context."""
+        """Whether such a draft still has an attention sub-layer, and so depends on the context."""
         return not self.needed or any(choices[name] != SKIP for name in self.needed)
 
     def config(self, choices: Choices, **others: Any) -> SelfSpeculativeConfig:
@@ -116,7 +116,7 @@ class Space:
         """The choices of a config, the reverse of `config`.
 
         Raises:
-            ValueError: it does something that the space does not have.
+            ValueError: it skips or converts something that the space does not allow.
         """
         precision = config.precision or PrecisionConfig()
         choices = {}
@@ -140,21 +140,18 @@ class Space:
         return self.complete(choices)
 
     def describe(self) -> dict[str, Any]:
-        """What defines the space, as plain JSON types: a study goes on in the same space only."""
+        """What defines the space, as plain JSON types: a study can only be continued in the same space."""
         return {"choices": {name: list(c) for name, c in self.choices.items()}, "group_size": self.group_size}
 
 
-def space_of(
-    model: PreTrainedModel, draft_memory: float = 0.0, precisions: Sequence[str] = PRECISIONS, group_size: int = 32
-) -> Space:
+def space_of(model: PreTrainedModel, draft_memory: float = 0.0, precisions: Sequence[str] = PRECISIONS) -> Space:
     """The space of a model.
 
     Args:
         model: the target model.
         draft_memory: share of the weights' bytes that low-bit copies may take; 0: every sub-layer is kept or skipped.
-            A precision is in the space where copies of everything in it keep to this.
-        precisions: that are thought of.
-        group_size: of int4.
+            A precision is in the space if copies of all sub-layers in it fit.
+        precisions: to consider.
 
     Raises:
         ValueError: the model has fewer than four sub-layers that can be skipped, or `draft_memory` is negative.
@@ -169,7 +166,7 @@ def space_of(
         except ValueError:
             precisions = ()
         for name in precisions:
-            everything = PrecisionConfig(default=name, head=name, group_size=group_size)
+            everything = PrecisionConfig(default=name, head=name)
             if 0 < estimated_bytes(model, SkipConfig(), everything) <= draft_memory * weight_bytes(model):
                 fitting.append(name)
     choices: dict[str, tuple[str, ...]] = {}
@@ -188,4 +185,4 @@ def space_of(
             f"{type(model).__name__} has {len(layout)} layers with fewer than four sub-layers that can be skipped: "
             "there is nothing to search."
         )
-    return Space(choices, tuple(needed), group_size)
+    return Space(choices, tuple(needed))

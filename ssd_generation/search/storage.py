@@ -1,7 +1,7 @@
-"""Where studies are kept: SQLite files, journals, and databases of a server.
+"""Storages of studies: SQLite files, journals, and database servers.
 
-What is there already is looked at before anything is written. A file that holds something else than studies is left as
-it is, and reading a study changes nothing, neither in its file nor beside it.
+An existing file is checked before anything is written. A file that holds something else than studies is left as it is,
+and reading a study changes nothing, neither in its file nor next to it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ..support.reading import DATABASE, JOURNAL, check_file, excerpt, listed, pa
 
 __all__ = ["quiet", "storage_errors", "storage_of", "storage_to_read"]
 
-_WORKERS_AT_ONCE = 8
+_ATTEMPTS = 8
 _LOCKED_SECONDS = 60.0
-"""How long another worker on an SQLite file is waited for."""
+"""How long to wait for another worker's lock on an SQLite file."""
 _LINE_BEGINS = b'{"op_code":'
 _FORMS = "Give a file, an RDB URL such as sqlite:///study.db or postgresql://user@host/name, or journal:PATH."
 
 
 def storage_of(url: str) -> Any:
-    """The storage of a URL, to search in; made where there is none.
+    """Open a storage to search in; it is created where there is none.
 
     Args:
         url: an RDB URL (`sqlite:///study.db`, `postgresql://…`, `mysql://…`), or `journal:PATH` for a file that workers
@@ -46,20 +46,20 @@ def storage_of(url: str) -> Any:
     journal = _journal_of(url)
     if journal is not None:
         return _journal_to_write(journal, url)
-    with _reaching(url):
+    with _connection_errors(url):
         file = _sqlite_of(url)
     if file is not None:
         with contextlib.suppress(FileNotFoundError):  # then it is made
             _check_is_ours(file.path)
-    with _reaching(url), quiet():
-        storage = _tables_made(url, file)
+    with _connection_errors(url), quiet():
+        storage = _open_database(url, file)
         if file is not None:
-            _one_writer_at_a_time(storage.engine)
+            _lock_from_the_beginning(storage.engine)
         return storage
 
 
 def storage_to_read(url: str) -> Any:
-    """The storage of a URL, to look at: a file's as it is now, which is never written to.
+    """Open a storage to read: of a file, its contents at this moment; nothing is written to it.
 
     Args:
         url: as in `storage_of`.
@@ -71,39 +71,40 @@ def storage_to_read(url: str) -> Any:
     journal = _journal_of(url)
     if journal is not None:
         lines, _ = _lines_of(journal)
-        return _replayed(journal, lines)
-    with _reaching(url):
+        return _journal_storage(journal, lines)
+    with _connection_errors(url):
         file = _sqlite_of(url)
     if file is not None:
         content = _in_memory(file.path)
-        with _reaching(url), quiet():
-            return optuna.storages.RDBStorage("sqlite://", engine_kwargs=_all_connections(content))
-    with _reaching(url), quiet():
+        with _connection_errors(url), quiet():
+            return optuna.storages.RDBStorage("sqlite://", engine_kwargs=_shared_connection(content))
+    with _connection_errors(url), quiet():
         _check_has_tables(url)
         return optuna.storages.RDBStorage(url)
 
 
 @contextlib.contextmanager
 def storage_errors(study_name: str) -> Iterator[None]:
-    """A storage that fails in the middle of the work is no fault of this library."""
+    """Turn errors of a storage during the search into an OSError that says what can be done."""
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError, sqlite3.Error) as error:
-        # What optuna says of it is general; what the database has said comes first in the chain.
-        said = [str(e).splitlines()[0] for e in (error.__cause__, error.__context__, error) if e is not None and str(e)]
+        # Optuna's own message is general; the database's message is the cause.
+        chain = (error.__cause__, error.__context__, error)
+        message = next((str(e).splitlines()[0] for e in chain if e is not None and str(e)), type(error).__name__)
         raise OSError(
-            f"The storage of the study {study_name!r} fails: {_without_password(said[0])}. Is the disk full, or the "
+            f"The storage of the study {study_name!r} fails: {_without_password(message)}. Is the disk full, or the "
             "database gone? Drafts judged before are kept; the same command goes on from there."
         ) from error
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what Optuna would say meanwhile."""
+    """Silence Optuna's log messages and warnings."""
     before = optuna.logging.get_verbosity()
-    # A trial that is taken back is no failure to warn of; what does fail is raised.
+    # A discarded trial is no failure to warn of; real failures are raised.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -115,7 +116,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reaching(url: str) -> Iterator[None]:
+def _connection_errors(url: str) -> Iterator[None]:
     try:
         yield
     except _NoStudyError:
@@ -128,7 +129,7 @@ def _reaching(url: str) -> Iterator[None]:
 
 
 class _NoStudyError(ValueError):
-    """What is there is something else."""
+    """The file or database holds something else than studies."""
 
     def __init__(self, shown: str, why: str) -> None:
         super().__init__(f"There is no study in {shown}: {why}. It is left as it is. {_FORMS}")
@@ -145,7 +146,7 @@ def _without_password(text: str) -> str:
 
 
 def _journal_of(url: str) -> Path | None:
-    """The file of a journal's URL."""
+    """The path in the URL of a journal; `None` for other URLs."""
     if not url.startswith("journal:"):
         return None
     return Path(os.path.expanduser(url.removeprefix("journal:").removeprefix("//")))
@@ -155,56 +156,56 @@ def _journal_to_write(path: Path, url: str) -> Any:
     try:
         lock = JournalFileSymlinkLock(str(path))
         try:
-            _, rest = _lines_of(path)
-            if rest:
+            _, unfinished = _lines_of(path)
+            if unfinished:
                 _cut_unfinished_line(path, lock)
         except FileNotFoundError:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with _replaying(path):
+        with _journal_errors(path):
             return JournalStorage(JournalFileBackend(str(path), lock))
     except OSError as error:
         raise ValueError(f"The storage {url!r} cannot be opened: {error.strerror or error}.") from error
 
 
 def _lines_of(path: Path) -> tuple[list[dict[str, Any]], bytes]:
-    """The lines of a journal, and what a full disk has left of another.
+    """The lines of a journal, and the unfinished last line that a full disk has left.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is something else.
     """
     content = read_bytes(path, JOURNAL)
-    rest = content[content.rfind(b"\n") + 1 :]
+    unfinished = content[content.rfind(b"\n") + 1 :]
     lines: list[dict[str, Any]] = []
-    for number, line in enumerate(io.BytesIO(content[: len(content) - len(rest)]), start=1):
+    for number, line in enumerate(io.BytesIO(content[: len(content) - len(unfinished)]), start=1):
         try:
             log = parse_json(line.decode("utf-8"))
         except ValueError as error:
             raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal ({error})") from error
-        # What Optuna writes in any line.
+        # Every line that Optuna writes has these.
         if not (isinstance(log, dict) and type(log.get("op_code")) is int and isinstance(log.get("worker_id"), str)):
             raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal, but {excerpt(log)}")
         lines.append(log)
-    if rest and not (rest.startswith(_LINE_BEGINS) or (lines and _LINE_BEGINS.startswith(rest))):
-        raise _NoStudyError(repr(str(path)), f"its end is no line of a journal, but {excerpt(rest)}")
-    return lines, rest
+    if unfinished and not (unfinished.startswith(_LINE_BEGINS) or (lines and _LINE_BEGINS.startswith(unfinished))):
+        raise _NoStudyError(repr(str(path)), f"its end is no line of a journal, but {excerpt(unfinished)}")
+    return lines, unfinished
 
 
 def _cut_unfinished_line(path: Path, lock: Any) -> None:
-    """Drop what a full disk has left of a journal's last line: with another line behind it, nobody could read on."""
+    """Remove an unfinished last line: once another line follows it, the journal could not be read any more."""
     with quiet():
         lock.acquire()
     try:
-        lines, rest = _lines_of(path)  # now that nobody is writing
-        _replayed(path, lines)
-        if rest:
-            os.truncate(path, path.stat().st_size - len(rest))
+        lines, unfinished = _lines_of(path)  # now that nobody is writing
+        _journal_storage(path, lines)
+        if unfinished:
+            os.truncate(path, path.stat().st_size - len(unfinished))
     finally:
         lock.release()
 
 
-class _Read(BaseJournalBackend):
-    """A journal as it was when it was read."""
+class _ReadOnlyJournal(BaseJournalBackend):
+    """The lines of a journal at the moment when it was read."""
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self.lines = lines
@@ -216,13 +217,13 @@ class _Read(BaseJournalBackend):
         raise io.UnsupportedOperation("This journal was opened to be read.")
 
 
-def _replayed(path: Path, lines: list[dict[str, Any]]) -> Any:
-    with _replaying(path):
-        return JournalStorage(_Read(lines))
+def _journal_storage(path: Path, lines: list[dict[str, Any]]) -> Any:
+    with _journal_errors(path):
+        return JournalStorage(_ReadOnlyJournal(lines))
 
 
 @contextlib.contextmanager
-def _replaying(path: Path) -> Iterator[None]:
+def _journal_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError:
@@ -238,14 +239,14 @@ def _replaying(path: Path) -> Iterator[None]:
 
 
 class _SQLite(NamedTuple):
-    """A file of SQLite, and options of its connections."""
+    """An SQLite file, and options of its connections."""
 
     path: Path
     options: Mapping[str, Any]
 
 
 def _sqlite_of(url: str) -> _SQLite | None:
-    """The file of a plain path or of SQLite's URL; `None` for what is in memory, and for databases of a server."""
+    """The SQLite file of a path or URL; `None` for databases in memory or of a server."""
     from sqlalchemy.engine import URL, make_url
 
     # Not by way of a text: a `?` in a path would begin the options.
@@ -260,33 +261,33 @@ def _sqlite_of(url: str) -> _SQLite | None:
 
 
 def _check_is_ours(path: Path) -> None:
-    """That a file of SQLite is empty, or a storage of Optuna.
+    """Check that an SQLite file is empty or a storage of Optuna.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is something else.
     """
     if check_file(path, DATABASE):
-        with _looked_at(path):
+        with _read_only(path):
             pass
 
 
 def _in_memory(path: Path) -> sqlite3.Connection:
-    """What a storage of Optuna holds at this moment.
+    """A copy in memory of a storage of Optuna.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is something else.
     """
-    with _looked_at(path) as connection:
+    with _read_only(path) as connection:
         content = sqlite3.connect(":memory:", check_same_thread=False)
         connection.backup(content)
         return content
 
 
 @contextlib.contextmanager
-def _looked_at(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to a storage of Optuna that changes nothing, neither in its file nor beside it."""
+def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection to a storage of Optuna that changes nothing, neither in its file nor next to it."""
     check_file(path, DATABASE)
     shown = repr(str(path))
     try:
@@ -305,7 +306,7 @@ def _looked_at(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 _TABLES = {"studies": {"study_id", "study_name"}, "version_info": {"schema_version", "library_version"}}
-"""Those that Optuna makes first, and columns that they have had in all of its versions."""
+"""The tables that Optuna creates first, with columns that all of its versions have."""
 
 
 def _reader(path: Path, folder: Path) -> contextlib.closing[sqlite3.Connection]:
@@ -328,15 +329,15 @@ def _reader(path: Path, folder: Path) -> contextlib.closing[sqlite3.Connection]:
     return contextlib.closing(sqlite3.connect(folder / "study"))
 
 
-def _all_connections(connection: sqlite3.Connection) -> dict[str, Any]:
-    """What makes SQLAlchemy use one connection that is there."""
+def _shared_connection(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Options with which SQLAlchemy uses this one connection."""
     from sqlalchemy.pool import StaticPool
 
     return {"creator": lambda: connection, "poolclass": StaticPool}
 
 
-def _connections_to(file: _SQLite) -> dict[str, Any]:
-    """What makes SQLAlchemy connect to a file."""
+def _connections_to_file(file: _SQLite) -> dict[str, Any]:
+    """Options with which SQLAlchemy connects to this file."""
     from sqlalchemy.pool import QueuePool
 
     options = {"timeout": _LOCKED_SECONDS, "check_same_thread": False, **file.options}
@@ -344,7 +345,7 @@ def _connections_to(file: _SQLite) -> dict[str, Any]:
 
 
 def _check_has_tables(url: str) -> None:
-    """That a database has been searched in before; Optuna would make its tables there."""
+    """Check that a database has tables of Optuna, which would otherwise create them."""
     from sqlalchemy import create_engine, inspect
 
     engine = create_engine(url)
@@ -355,28 +356,28 @@ def _check_has_tables(url: str) -> None:
         engine.dispose()
 
 
-def _tables_made(url: str, file: _SQLite | None) -> Any:
-    """The storage, its tables made where there were none, be it by another worker at the same moment."""
+def _open_database(url: str, file: _SQLite | None) -> Any:
+    """The storage, its tables created where there are none. Another worker may create them at the same moment."""
     from sqlalchemy.exc import IntegrityError
 
     if file is not None:
         url = "sqlite://"
-    engine = None if file is None else _connections_to(file)
-    for attempt in range(_WORKERS_AT_ONCE):
+    engine = None if file is None else _connections_to_file(file)
+    for attempt in range(_ATTEMPTS):
         try:
             return optuna.storages.RDBStorage(url, engine_kwargs=engine, heartbeat_interval=30, grace_period=180)
         except Exception as error:
             made_meanwhile = isinstance(error, IntegrityError) or "already exists" in str(error)
-            if not made_meanwhile or attempt == _WORKERS_AT_ONCE - 1:
+            if not made_meanwhile or attempt == _ATTEMPTS - 1:
                 raise
             time.sleep(0.1)
     raise AssertionError
 
 
-def _one_writer_at_a_time(engine: Any) -> None:
-    """Let SQLite take its lock where a transaction begins.
+def _lock_from_the_beginning(engine: Any) -> None:
+    """Let SQLite take its lock at the beginning of each transaction.
 
-    Optuna takes a trial from the queue by reading its state `FOR UPDATE` and then writing it. SQLite knows no such
+    Optuna takes a trial from the queue by reading its state `FOR UPDATE` and then writing it. SQLite ignores this
     clause, so that two workers could take the same trial.
     """
     from sqlalchemy import event

@@ -16,10 +16,10 @@ from torch import nn
 
 from .bounds import clipped
 from .files import default_cache_dir, write_whole
-from .parallel import agreed
+from .parallel import broadcast
 from .reading import MEASUREMENT, read_json
 
-__all__ = ["Unsteady", "kept", "settled", "unless_busy", "was_unsteady"]
+__all__ = ["NoisyMeasurement", "cached_measurement", "flag_if_noisy", "value_of", "was_noisy"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,38 +28,38 @@ _STEADY = 1.25
 
 
 @dataclass(frozen=True)
-class Unsteady:
+class NoisyMeasurement:
     """What was measured while the machine was busy: good enough for now, not to be kept."""
 
     result: Any
 
 
-def unless_busy(result: Any, times: Iterable[Sequence[float]]) -> Any:
-    """What was measured; `Unsteady` where the machine was busy.
+def flag_if_noisy(result: Any, times: Iterable[Sequence[float]]) -> Any:
+    """What was measured; `NoisyMeasurement` where the machine was busy.
 
     Args:
         result: what follows from the times.
         times: seconds of each thing that was repeated.
     """
     spread = statistics.median(statistics.median(values) / min(values) for values in times)
-    return result if spread <= _STEADY else Unsteady(result)
+    return result if spread <= _STEADY else NoisyMeasurement(result)
 
 
-def settled(measured: Any) -> Any:
+def value_of(measured: Any) -> Any:
     """What was measured, on a busy machine or not."""
-    return measured.result if isinstance(measured, Unsteady) else measured
+    return measured.result if isinstance(measured, NoisyMeasurement) else measured
 
 
 _MEMORY: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-_UNSTEADY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_NOISY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def was_unsteady(model: nn.Module) -> bool:
+def was_noisy(model: nn.Module) -> bool:
     """Whether something was measured for this model while the machine was busy."""
-    return model in _UNSTEADY
+    return model in _NOISY
 
 
-def kept(
+def cached_measurement(
     model: nn.Module,
     described: dict[str, Any],
     measure: Callable[[], Any],
@@ -71,7 +71,7 @@ def kept(
     Args:
         model: in whose company the answer is remembered.
         described: all that the answer depends on.
-        measure: called where it is not known; an `Unsteady` answer is remembered, and not written to the disk.
+        measure: called where it is not known; a `NoisyMeasurement` answer is remembered, and not written to the disk.
         again: call it in any case.
         use: does with an answer what the caller will; where that fails, what was on the disk is measured again.
     """
@@ -79,12 +79,12 @@ def kept(
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
     if not again and key in memory:
         return memory[key]
-    result = agreed(model, None if again else _read(key, use))
+    result = broadcast(model, None if again else _read(key, use))
     if result is None:
         measured = measure()
-        result, is_unsteady = agreed(model, (settled(measured), isinstance(measured, Unsteady)))
-        if is_unsteady:
-            _UNSTEADY.add(model)
+        result, is_noisy = broadcast(model, (value_of(measured), isinstance(measured, NoisyMeasurement)))
+        if is_noisy:
+            _NOISY.add(model)
             logger.info("The machine is busy: what was measured holds for this process only.")
         else:
             _write(key, {"described": described, "result": result})

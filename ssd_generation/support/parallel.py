@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["agreed", "mesh_of"]
+__all__ = ["broadcast", "mesh_of"]
 
 
 def mesh_of(model: nn.Module) -> Any:
@@ -19,7 +19,7 @@ def mesh_of(model: nn.Module) -> Any:
     return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
-def agreed(model: nn.Module, answer: Any) -> Any:
+def broadcast(model: nn.Module, answer: Any) -> Any:
     """The answer of the first of the processes that compute one model together: they have to draft alike."""
     mesh = mesh_of(model)
     if mesh is None:

@@ -14,7 +14,7 @@ from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculat
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.passes import skip_mode_of
 from ..support.bounds import Number
-from ..support.measurements import Unsteady, kept, was_unsteady
+from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
 from .costs import costs_of, describe_model
 from .speedup import theoretical_speedup
 
@@ -164,7 +164,7 @@ def automatic_choice(
             ruled_out,
         )
 
-    choice = chosen(kept(model, described, lambda: _choose(model, names, prompt), use=chosen))
+    choice = chosen(cached_measurement(model, described, lambda: _choose(model, names, prompt), use=chosen))
     return dataclasses.replace(choice, config=dataclasses.replace(choice.config, costs=costs_of(model, choice.config)))
 
 
@@ -245,7 +245,7 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
         else:
             keep_only(model, copies_of(model, SkipConfig(), _precision(best["precision"])))
     answer = {**best, "tried": tried}
-    return Unsteady(answer) if was_unsteady(model) else answer
+    return NoisyMeasurement(answer) if was_noisy(model) else answer
 
 
 def _choices(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ from ..forward.passes import why_not_recorded
 from ..forward.sublayers import input_device
 from ..support.bounds import Number
 from ..support.machine import cpu_name
-from ..support.measurements import Unsteady, kept, settled, unless_busy
-from ..support.parallel import agreed
+from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
+from ..support.parallel import broadcast
 from ..support.tensors import argmax
 from ..support.timing import Stopwatch
 
@@ -77,8 +77,8 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     Returns:
         The costs, with `measured_on` set.
     """
-    verify = settled(_measure(model, None, VERIFIED, "verification"))
-    return _put_together(model, verify, settled(_draft_ratio(model, config)))
+    verify = value_of(_measure(model, None, VERIFIED, "verification"))
+    return _put_together(model, verify, value_of(_draft_ratio(model, config)))
 
 
 def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True) -> Any:
@@ -86,9 +86,9 @@ def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: b
     if not config.drafts_itself:
         return 1.0
     measured = _measure(model, config, [0], "drafting", shows)
-    times = settled(measured)
+    times = value_of(measured)
     ratio = times[0] / times[1]
-    return Unsteady(ratio) if isinstance(measured, Unsteady) else ratio
+    return NoisyMeasurement(ratio) if isinstance(measured, NoisyMeasurement) else ratio
 
 
 def _put_together(model: PreTrainedModel, verify: dict[int, float], draft_ratio: float) -> Costs:
@@ -104,7 +104,7 @@ def _put_together(model: PreTrainedModel, verify: dict[int, float], draft_ratio:
 def _measure(
     model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: Sequence[int], what: str, shows: bool = True
 ) -> Any:
-    """Seconds of passes over so many tokens, 0 for a draft step, and of plain steps: a dictionary, or `Unsteady`.
+    """Seconds of passes over so many tokens (0: a draft step), and of plain steps: a dictionary or `NoisyMeasurement`.
 
     The machine is not the same from one moment to the next: other work takes its memory's bandwidth or its clock. So
     each pass counts relative to the plain steps on either side of it, and the median of these ratios is taken.
@@ -139,10 +139,10 @@ def _measure(
                 if repeat < _REPEATS:
                     bar.update(1 + len(pair))
             spent = time.perf_counter() - started
-            if agreed(model, spent > (_ENOUGH_SECONDS if repeat + 1 >= _REPEATS else _SECONDS)):
+            if broadcast(model, spent > (_ENOUGH_SECONDS if repeat + 1 >= _REPEATS else _SECONDS)):
                 break
     plain = statistics.median(times[1])
-    return unless_busy(
+    return flag_if_noisy(
         {1: plain} | {length: plain * statistics.median(values) for length, values in ratios.items()}, times.values()
     )
 
@@ -294,7 +294,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         times = {int(n): SECONDS.check(f"The time of {n} tokens", seconds) for n, seconds in verify.items()}
         return _put_together(model, times, _RATIO.check("The cost of a draft step", ratio))
 
-    verify = kept(
+    verify = cached_measurement(
         model,
         {"what": "verify", **shape},
         lambda: _measure(model, None, VERIFIED, "verification", shows),
@@ -308,7 +308,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         "precision": None if config.precision is None else config.precision.to_dict(),
         "itself": config.drafts_itself,
     }
-    ratio = kept(
+    ratio = cached_measurement(
         model, draft, lambda: _draft_ratio(model, config, shows), again, use=lambda result: put_together(verify, result)
     )
     return put_together(verify, ratio)

@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.passes import does_something, forbid_recording, why_not_recorded
 from ..forward.sublayers import input_device
-from ..support.measurements import kept
+from ..support.measurements import cached_measurement
 from .costs import describe_adapters, describe_model
 
 if TYPE_CHECKING:
@@ -201,7 +201,9 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
                 "recorded": why_not_recorded(model, even_forbidden=True) is None,
                 "code": _code(model),
             }
-            found = _read(kept(model, described, lambda: asdict(_check(model, is_batch, decode)), use=_read))
+            found = _read(
+                cached_measurement(model, described, lambda: asdict(_check(model, is_batch, decode)), use=_read)
+            )
         for other in [key for key in memory if key[0] == is_batch]:
             del memory[other]  # of a model that is no more
         memory[seen] = found

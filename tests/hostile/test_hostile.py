@@ -350,12 +350,12 @@ def measurement(rng: random.Random, folder: Path) -> tuple[Callable[[], Any], st
             written: list[Path] = []
             write, keeping._write = keeping._write, lambda key, content: written.append(keeping._file(key))
             try:
-                keeping.kept(torch.nn.Linear(1, 1), described, lambda: {"1": 1.0})
+                keeping.cached_measurement(torch.nn.Linear(1, 1), described, lambda: {"1": 1.0})
             finally:
                 keeping._write = write
             assert written[0].parent == costs
             put(rng, written[0], content)
-            result = keeping.kept(module, described, lambda: {"1": 1.0}, use=use)
+            result = keeping.cached_measurement(module, described, lambda: {"1": 1.0}, use=use)
             use(result)  # the stored answer, or the one that was measured anew
         finally:
             os.environ["SSD_GENERATION_CACHE"] = before
@@ -505,4 +505,4 @@ def test_measurements_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="SSD_GENERATION_CACHE"):
         files.default_cache_dir()
     # What was measured is then known to this process only.
-    assert keeping.kept(torch.nn.Linear(1, 1), {"what": "homeless"}, lambda: 3) == 3
+    assert keeping.cached_measurement(torch.nn.Linear(1, 1), {"what": "homeless"}, lambda: 3) == 3

@@ -1,0 +1,109 @@
+"""Drafts that were tried, and how a search scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..tuning.speedup import share_within_chance, speedup_within_chance, theoretical_speedup
+
+if TYPE_CHECKING:
+    from ..config import Costs
+    from ..tuning.acceptance import Acceptance
+
+__all__ = ["PRIOR", "SPEEDUP", "Found", "Scoring", "Tried", "mean_acceptance"]
+
+PRIOR = 4.0
+"""Weight of the rate at the depth before in the acceptance rate at a depth, in observations."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A draft that was judged.
+
+    Attributes:
+        number: of the trial.
+        choices: for each sub-layer.
+        acceptance: counts by depth.
+        draft_cost: time of a draft step / of a plain step.
+        speedup: the theoretical speed-up.
+        draft_length: the draft length that gives it.
+        origin: what proposed the draft.
+        pruned: whether judging was stopped early.
+        value: of the objective; `None` where it was pruned.
+    """
+
+    number: int
+    choices: Mapping[str, str]
+    acceptance: Acceptance
+    draft_cost: float
+    speedup: float
+    draft_length: int
+    origin: str
+    pruned: bool
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The drafts that a search has tried.
+
+    Attributes:
+        tried: every draft that was judged, in the order of the trials.
+        passes: forward passes of the model for each trial, calibration not included.
+    """
+
+    tried: Sequence[Tried] = field(default_factory=tuple)
+    passes: Sequence[int] = field(default_factory=tuple)
+
+    def best(self, count: int = 1) -> list[Tried]:
+        """The drafts with the best values of the objective, pruned ones left out."""
+        whole = [t for t in self.tried if not t.pruned]
+        return sorted(whole, key=lambda t: (-(t.speedup if t.value is None else t.value), t.number))[:count]
+
+    def frontier(self) -> list[Tried]:
+        """The Pareto frontier of acceptance rate and draft cost, by ascending cost."""
+        frontier: list[Tried] = []
+        for t in sorted((t for t in self.tried if not t.pruned), key=lambda t: (t.draft_cost, -mean_acceptance(t))):
+            if not frontier or mean_acceptance(t) > mean_acceptance(frontier[-1]):
+                frontier.append(t)
+        return frontier
+
+
+def mean_acceptance(tried: Tried) -> float:
+    """Accepted / drafted tokens of all rounds, each ending at its first rejection."""
+    drafted = sum(tried.acceptance.tried)
+    return sum(tried.acceptance.accepted) / drafted if drafted else 0.0
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The score of a draft: what the search maximises, from acceptance rate and costs.
+
+    Args:
+        budget: the greatest cost of a draft step, relative to a plain one. Within it the score is the acceptance rate,
+            beyond it it falls with the cost. `None`: the theoretical speed-up.
+    """
+
+    budget: float | None = None
+
+    def score(self, acceptance: float, costs: Costs) -> float:
+        """The score of a draft with one acceptance rate at every depth."""
+        if self.budget is None:
+            return theoretical_speedup([acceptance], costs)[0]
+        cost = costs.draft_step / costs.plain_step
+        return acceptance if cost <= self.budget else self.budget - cost
+
+    def optimistic_score(self, acceptance: Acceptance, costs: Costs, errors: float) -> float:
+        """The score of a draft if its acceptance rate were so many standard errors above the one counted."""
+        if self.budget is None:
+            return speedup_within_chance(acceptance.tried, acceptance.accepted, costs, errors)[0]
+        return self.score(share_within_chance(sum(acceptance.tried), sum(acceptance.accepted), errors), costs)
+
+    def score_of(self, tried: Tried) -> float:
+        """The score of a draft that was tried."""
+        return tried.speedup if self.budget is None or tried.value is None else tried.value
+
+
+SPEEDUP = Scoring()
