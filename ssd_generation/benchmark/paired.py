@@ -19,8 +19,7 @@ from typing import Any
 
 from ..config import SelfSpeculativeConfig
 from ..harness import calls
-from ..harness.calls import load_average
-from ..harness.environment import sessions_of, start_session, where_measured
+from ..harness.environment import load_average, sessions_of, start_session, where_measured
 from ..harness.figures import ratios_so_far, summarise_pairs
 from ..harness.methods import PLAIN
 from ..harness.prompts import Prompt

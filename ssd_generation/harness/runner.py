@@ -15,10 +15,17 @@ from ..generation import enable_self_speculative, why_no_drafts
 from ..support.files import replacing
 from ..tuning.automatic import weight_bytes
 from ..tuning.costs import costs_of
-from .calls import Caller, TimedCall, first_line, load_average
+from .calls import Caller, TimedCall, first_line
 from .comparison import find_difference, first_difference
 from .draws import judge_draws
-from .environment import own_settings, run_environment, sessions_of, start_session, where_measured
+from .environment import (
+    load_average,
+    own_settings,
+    run_environment,
+    sessions_of,
+    start_session,
+    where_measured,
+)
 from .figures import finished_calls, latest_calls, ratios_so_far, summarise
 from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
