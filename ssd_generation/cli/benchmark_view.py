@@ -85,12 +85,12 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
         summary: of the run.
         width: of the terminal; a table by category that is wider is cut into several.
     """
-    from ..harness.report import conditions, draws_notes, problems
+    from ..harness.report import conditions, problems, sampling_notes
 
     parts: list[RenderableType] = [_overview(summary)]
     parts.append(styled("Ratio by category: median, below it the least and the greatest."))
     parts += _category_tables(summary, width)
-    notes = [*draws_notes(summary), *problems(summary)]
+    notes = [*sampling_notes(summary), *problems(summary)]
     parts += [styled(note) for note in notes]
     parts += [styled()] * bool(notes)
     parts += [styled((line, "dim")) for line in conditions(summary)]

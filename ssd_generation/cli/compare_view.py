@@ -94,9 +94,9 @@ def _drafted(method: MethodResult) -> str:
 
 def _identity(comparison: Comparison, method: MethodResult) -> str:
     if comparison.sampling:
-        from ..harness.draws import draws_figure
+        from ..harness.sampling_check import z_figure
 
-        return (method.draws and draws_figure(method.draws.z, method.draws.impossible)) or _NONE
+        return (method.draws and z_figure(method.draws.z, method.draws.impossible)) or _NONE
     if method is comparison.plain:
         return _NONE
     difference = method.difference

@@ -17,7 +17,7 @@ from ..forward.low_bit import copies_of, copy_bytes
 from ..forward.skip_mode import draft_mode
 from ..forward.sublayers import locate_sublayers
 from ..support.machine import cpu_name
-from .draws import Draws, judge_draws
+from .sampling_check import SamplingCheck, check_sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,7 +155,7 @@ class MethodResult:
     speculation: tuple[SpeculationStatistics, ...] = ()
     difference: Difference | None = None
     peak_bytes: int | None = None
-    draws: Draws | None = None
+    draws: SamplingCheck | None = None
     draws_error: str | None = None
 
     @property
@@ -393,7 +393,8 @@ def compare(
         if advance is not None:
             advance(f"judging the draws, {name}")
         try:
-            return {"draws": sum((judge_draws(model, inputs, ids, **generate_kwargs) for ids in texts[name]), Draws())}
+            checks = (check_sampling(model, inputs, ids, **generate_kwargs) for ids in texts[name])
+            return {"draws": sum(checks, SamplingCheck())}
         except Exception as error:  # what was measured is worth more
             return {"draws_error": f"{type(error).__name__}: {error}"}
 

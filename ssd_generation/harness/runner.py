@@ -17,7 +17,6 @@ from ..tuning.automatic import weight_bytes
 from ..tuning.costs import costs_of
 from .calls import Caller, TimedCall, first_line
 from .comparison import find_difference, first_difference
-from .draws import judge_draws
 from .environment import (
     load_average,
     own_settings,
@@ -31,6 +30,7 @@ from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
 from .report import markdown, plot_summary
 from .run_folder import PLOT, ROWS, SUMMARY, TABLE, RunFolder
+from .sampling_check import check_sampling
 from .stored import Check, check_rows
 
 __all__ = ["Item", "Observer", "Progress", "RunSettings", "SideBySide", "write_summary"]
@@ -401,11 +401,11 @@ class SideBySide:
     def _compare_texts(self) -> None:
         """What the texts say of whether each method is still exactly the model."""
         if self.settings.do_sample:
-            self._judge_draws()
+            self._check_sampling()
         else:
             self._measure_margins()
 
-    def _judge_draws(self) -> None:
+    def _check_sampling(self) -> None:
         """Whether tokens were drawn from the model's distribution."""
         places = self._places()
         for row in self._unjudged():
@@ -413,7 +413,7 @@ class SideBySide:
             judged: dict[str, Any] = {key: row[key] for key in ("session", "prompt", "method", "repeat")}
             try:
                 inputs = self.inputs(places[row["prompt"]])
-                judged |= judge_draws(self.model, inputs, row["token_ids"], **self.options).to_dict()
+                judged |= check_sampling(self.model, inputs, row["token_ids"], **self.options).to_dict()
             except Exception as error:
                 judged["error"] = first_line(error)
             self.folder.append({"kind": "draws", **judged})
