@@ -860,6 +860,6 @@ def test_a_model_that_cannot_draft_answers_all_the_same(ssd: Callable[..., Run],
     compared = ssd("generate", "the river", "-m", folder, *SHORT, "--compare", "--repeats", "1")
     assert compared.status == 0 and plain.out.strip() in compared.out
     assert ssd("generate", "the river", "-m", folder, *SHORT, "--precision", "int8").status == 0
-    refused = ssd("search", folder, "--trials", "1")
+    refused = ssd("search", folder, "--trials", "1", "-o", str(tmp_path / "found"))
     assert refused.status == 2 and "DogeForCausalLM cannot draft for itself" in refused.err
     assert len(refused.err.splitlines()) == 1
