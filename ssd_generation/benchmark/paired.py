@@ -196,7 +196,7 @@ class _PairedRun:
         self.done = len(self.finished)
         self.total = self.done + len(self.wanted) + 2
 
-    def _tell(self, step: str) -> None:
+    def _report_progress(self, step: str) -> None:
         if self.observe is not None:
             self.observe(Progress(self.done, self.total, step, ratios_so_far(self.folder.rows)))
 
@@ -205,7 +205,7 @@ class _PairedRun:
         if not self.wanted:
             return
         for peer in self.peers:
-            self._tell(f"loading the model, {peer.name}")
+            self._report_progress(f"loading the model, {peer.name}")
             loaded = peer.must("load", **load)
             package = Path(loaded["package"]).resolve()
             if package != checkouts[peer.name] / "ssd_generation":
@@ -229,7 +229,7 @@ class _PairedRun:
         names = list(dict.fromkeys(name for _, _, name in self.wanted))
         self.total += len(names) * self.settings.warm_up
         for name in names * self.settings.warm_up:
-            self._tell(f"warm-up, {name}")
+            self._report_progress(f"warm-up, {name}")
             if name not in self.failed:
                 row = self._pair(name, 0, 0, self.peers)
                 if "error" in row:
@@ -237,7 +237,7 @@ class _PairedRun:
                     self.folder.append({"kind": "failed", "method": name, "error": row["error"]})
             self.done += 1
         for repeat, index, name in self.wanted:
-            self._tell(f"{self.prompts[index].id}, {name}")
+            self._report_progress(f"{self.prompts[index].id}, {name}")
             if name not in self.failed:
                 # Neither a method nor a prompt starts with the same checkout every time.
                 turn = self.settings.methods.index(name) + index + repeat

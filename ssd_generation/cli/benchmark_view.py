@@ -169,7 +169,7 @@ def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     chunks: list[list[str]] = []
     taken = width
     for category in categories_of(summary):
-        needed = max(9, *map(len, _broken(category).split("\n"))) + 1
+        needed = max(9, *map(len, _wrapped(category).split("\n"))) + 1
         if taken + needed > width:
             chunks.append([])
             taken = first
@@ -178,12 +178,12 @@ def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     return [_category_table(summary, chunk) for chunk in chunks]
 
 
-def _broken(category: str) -> str:
+def _wrapped(category: str) -> str:
     return visible(category).replace("-", "-\n").replace(" ", "\n")
 
 
 def _category_table(summary: Mapping[str, Any], categories: list[str]) -> Table:
-    table = _table(["method", *map(_broken, categories)])
+    table = _table(["method", *map(_wrapped, categories)])
     for name, entry in summary["methods"].items():
         if "ratio" not in entry:
             continue

@@ -262,10 +262,10 @@ class LogLines:
 
     def __init__(self, patience: float | None = None) -> None:
         self.patience = _BETWEEN_LINES if patience is None else patience
-        self.said = time.monotonic()
+        self.last_line = time.monotonic()
 
     def say(self, line: str, at_once: bool = False) -> None:
         """Print the line, unless one was printed a moment ago."""
-        if at_once or time.monotonic() - self.said >= self.patience:
-            self.said = time.monotonic()
+        if at_once or time.monotonic() - self.last_line >= self.patience:
+            self.last_line = time.monotonic()
             print(visible(line), file=sys.stderr, flush=True)

@@ -385,7 +385,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     if sums_up:
         axes.axvline(len(categories) - 0.5, color="0.6", linewidth=1, linestyle=":")
     counts = summary["prompts_per_category"]
-    labels = [f"{_broken(for_plot(category))}\n(n = {counts[category]})" for category in categories]
+    labels = [f"{_wrapped(for_plot(category))}\n(n = {counts[category]})" for category in categories]
     axes.set_xticks(range(len(places)), [*labels, *(["geometric\nmean"] if sums_up else [])])
     axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
     axes.set_yscale("log", base=2)
@@ -416,7 +416,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150, format="png")
 
 
-def _broken(category: str) -> str:
+def _wrapped(category: str) -> str:
     """A long label on two lines."""
     for separator in ("-", " ", "_"):
         if separator in category and len(category) > 10:

@@ -247,24 +247,24 @@ class SideBySide:
             )
         }
 
-    def _mine(self) -> Sequence[int]:
+    def _own_items(self) -> Sequence[int]:
         return range(self.part[0], len(self.items), self.part[1])
 
     def everything(self) -> None:
-        mine = {self.items[index].id for index in self._mine()}
+        mine = {self.items[index].id for index in self._own_items()}
         finished = {key for key in self._finished() if key[0] in mine}
         measured = {row["method"] for row in self.rows if row["kind"] == "memory"}
         wanted = [
             (repeat, index, method)
             for repeat in range(self.settings.repeats)
-            for index in self._mine()
-            for method in self._turn(index + repeat)
+            for index in self._own_items()
+            for method in self._rotated_methods(index + repeat)
             if (self.items[index].id, method.name, repeat) not in finished and method.name not in self.failed
         ]
         weighs = self.settings.memory and self.part[0] == 0
         weighed = [m for m in self.methods if weighs and m.name not in measured | self.failed]
         to_warm = [m for m in self.methods if m in weighed or any(m is method for _, _, method in wanted)]
-        judged = len(wanted) + len(self._unjudged()) if self.settings.do_sample else 0
+        judged = len(wanted) + len(self._unchecked_samples()) if self.settings.do_sample else 0
         self.total = len(finished) + len(wanted) + len(weighed) + len(to_warm) * self.settings.warm_up + judged
         self.done = len(finished)
         if not wanted and not weighed:
@@ -273,7 +273,7 @@ class SideBySide:
         # In rounds: what a method's first call makes for itself may cost others what they had made.
         for _ in range(self.settings.warm_up):
             for method in to_warm:
-                self._tell(f"warm-up, {method.name}")
+                self._report_progress(f"warm-up, {method.name}")
                 if method.name not in self.failed:
                     self._warm_up(method)
                 self.done += 1
@@ -286,22 +286,22 @@ class SideBySide:
                 methods = [self.methods[0], *methods]
                 self.total += 1
             for position, method in enumerate(methods):
-                self._tell(f"{self.items[index].id}, {method.name}")
+                self._report_progress(f"{self.items[index].id}, {method.name}")
                 if method.name not in self.failed:
                     self._measure(method, index, repeat, position)
                 self.done += 1
         for method in weighed:
-            self._tell(f"memory, {method.name}")
+            self._report_progress(f"memory, {method.name}")
             if method.name not in self.failed:
                 self._measure_memory(method)
             self.done += 1
         self._compare_texts()
 
-    def _turn(self, offset: int) -> list[Method]:
+    def _rotated_methods(self, offset: int) -> list[Method]:
         first = offset % len(self.methods)
         return [*self.methods[first:], *self.methods[:first]]
 
-    def _tell(self, step: str) -> None:
+    def _report_progress(self, step: str) -> None:
         if self.observe is not None:
             self.observe(Progress(self.done, self.total, step, ratios_so_far(self.rows)))
 
@@ -407,46 +407,46 @@ class SideBySide:
 
     def _check_sampling(self) -> None:
         """Whether tokens were drawn from the model's distribution."""
-        places = self._places()
-        for row in self._unjudged():
-            self._tell(f"{row['prompt']}, judging the draws of {row['method']}")
+        indices = self._item_indices()
+        for row in self._unchecked_samples():
+            self._report_progress(f"{row['prompt']}, judging the draws of {row['method']}")
             judged: dict[str, Any] = {key: row[key] for key in ("session", "prompt", "method", "repeat")}
             try:
-                inputs = self.inputs(places[row["prompt"]])
+                inputs = self.inputs(indices[row["prompt"]])
                 judged |= check_sampling(self.model, inputs, row["token_ids"], **self.options).to_dict()
             except Exception as error:
                 judged["error"] = first_line(error)
             self.folder.append({"kind": "draws", **judged})
             self.done += 1
 
-    def _unjudged(self) -> list[Mapping[str, Any]]:
+    def _unchecked_samples(self) -> list[Mapping[str, Any]]:
         """Sampled calls whose draws are still to be judged."""
         known = {(*_key(row), row["session"]) for row in self.rows if row["kind"] == "draws"}
-        places = self._places()
+        indices = self._item_indices()
         return [
             row
             for row in latest_calls(self.rows)
-            if row["prompt"] in places and (*_key(row), row["session"]) not in known
+            if row["prompt"] in indices and (*_key(row), row["session"]) not in known
         ]
 
-    def _places(self) -> dict[str, int]:
-        return {self.items[index].id: index for index in self._mine()}
+    def _item_indices(self) -> dict[str, int]:
+        return {self.items[index].id: index for index in self._own_items()}
 
     def _measure_margins(self) -> None:
         """How close plain decoding's decision was wherever a text has left its text."""
         known = {_key(row) for row in self.rows if row["kind"] == "difference"}
         calls = finished_calls(self.rows)
         plain = {row["prompt"]: row for row in calls if row["method"] == PLAIN}
-        places = self._places()
+        indices = self._item_indices()
         for row in calls:
             base = plain.get(row["prompt"])
-            if base is None or row["method"] == PLAIN or _key(row) in known or row["prompt"] not in places:
+            if base is None or row["method"] == PLAIN or _key(row) in known or row["prompt"] not in indices:
                 continue
             if first_difference(base["token_ids"], row["token_ids"]) is None:
                 continue
             found: dict[str, Any] = {key: row[key] for key in ("prompt", "method", "repeat")}
             try:
-                inputs = self.inputs(places[row["prompt"]])
+                inputs = self.inputs(indices[row["prompt"]])
                 difference = find_difference(self.model, inputs, base["token_ids"], row["token_ids"], **self.options)
                 assert difference is not None
                 found |= difference.to_dict()
