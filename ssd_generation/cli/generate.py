@@ -62,7 +62,7 @@ class DraftOptions(ConfigOptions):
         bool | None,
         typer.Option(
             "--lookup/--no-lookup",
-            help="Draft by prompt lookup too: find the last words earlier in the text and copy what followed them.",
+            help="Draft by prompt lookup: find the last words earlier in the text and copy what followed them.",
             show_default=False,
         ),
     ] = None

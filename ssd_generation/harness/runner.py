@@ -33,7 +33,7 @@ from .run_folder import PLOT, ROWS, SUMMARY, TABLE, RunFolder
 from .sampling_check import check_sampling
 from .stored import Check, check_rows
 
-__all__ = ["Item", "Observer", "Progress", "RunSettings", "SideBySide", "write_summary"]
+__all__ = ["Item", "Observer", "Progress", "RunSettings", "Share", "SideBySide", "write_summary"]
 
 _MOST_TRIES = 3  # items on which plain decoding may fail before there is nothing to compare with
 
@@ -130,6 +130,22 @@ class Progress:
 Observer = Callable[[Progress], None]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one process does of a run that several share.
+
+    Attributes:
+        part: `(i, n)`: only every n-th item from the i-th on; the others run the rest.
+        earlier: rows of the run that stand in another folder, checked.
+    """
+
+    part: tuple[int, int] = (0, 1)
+    earlier: Sequence[Mapping[str, Any]] = ()
+
+
+WHOLE_RUN = Share()
+
+
 class SideBySide:
     """A run: all methods on all items, going on where an earlier one in this folder ended.
 
@@ -146,8 +162,7 @@ class SideBySide:
         config: of the methods that need one.
         assistant: model of the method "assistant".
         observe: told before each call how far the run is.
-        part: `(i, n)`: only every n-th item from the i-th on, where others run the rest.
-        earlier: rows that stand elsewhere, checked.
+        share: what of the run is done here.
 
     Raises:
         ValueError: the folder holds something that such a run cannot have written.
@@ -165,8 +180,7 @@ class SideBySide:
         config: SelfSpeculativeConfig | None = None,
         assistant: Any = None,
         observe: Observer | None = None,
-        part: tuple[int, int] = (0, 1),
-        earlier: Sequence[Mapping[str, Any]] = (),
+        share: Share = WHOLE_RUN,
     ) -> None:
         known = {item.id for item in items}
         check_rows(folder.rows, folder.path / ROWS, settings.methods, known, self.fields_of_calls)
@@ -176,8 +190,8 @@ class SideBySide:
         self.settings = settings
         self.assistant = assistant
         self.observe = observe
-        self.part = part
-        self.earlier = earlier
+        self.part = share.part
+        self.earlier = share.earlier
         self.caller = Caller(model, assistant)
         self.options = settings.options(getattr(model.generation_config, "pad_token_id", None))
         self.methods = make_methods(settings.methods, model, config, settings.seed)
