@@ -308,7 +308,7 @@ class Evaluation(SideBySide):
             if row["prompt"] in earlier and row["method"] == PLAIN and row["repeat"] == 0
         }
 
-    def _mine(self) -> Sequence[int]:
+    def own_items(self) -> Sequence[int]:
         # A conversation stays in one process, since its turns need the answers to those before.
         number = {name: n for n, name in enumerate(s.id for s in self.task.samples if not s.earlier)}
         mine, of = self.part

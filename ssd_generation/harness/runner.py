@@ -211,6 +211,10 @@ class SideBySide:
         """The model's inputs for an item: `input_ids` of shape `(1, prompt_length)` and `attention_mask`."""
         raise NotImplementedError
 
+    def own_items(self) -> Sequence[int]:
+        """Indices of the items that this process runs, see `Share`."""
+        return range(self.part[0], len(self.items), self.part[1])
+
     def noted(self, index: int, call: TimedCall) -> dict[str, Any]:
         """What else a row holds."""
         return {}
@@ -261,17 +265,14 @@ class SideBySide:
             )
         }
 
-    def _own_items(self) -> Sequence[int]:
-        return range(self.part[0], len(self.items), self.part[1])
-
     def everything(self) -> None:
-        mine = {self.items[index].id for index in self._own_items()}
+        mine = {self.items[index].id for index in self.own_items()}
         finished = {key for key in self._finished() if key[0] in mine}
         measured = {row["method"] for row in self.rows if row["kind"] == "memory"}
         wanted = [
             (repeat, index, method)
             for repeat in range(self.settings.repeats)
-            for index in self._own_items()
+            for index in self.own_items()
             for method in self._rotated_methods(index + repeat)
             if (self.items[index].id, method.name, repeat) not in finished and method.name not in self.failed
         ]
@@ -444,7 +445,7 @@ class SideBySide:
         ]
 
     def _item_indices(self) -> dict[str, int]:
-        return {self.items[index].id: index for index in self._own_items()}
+        return {self.items[index].id: index for index in self.own_items()}
 
     def _measure_margins(self) -> None:
         """How close plain decoding's decision was wherever a text has left its text."""
