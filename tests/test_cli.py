@@ -28,9 +28,10 @@ from transformers.utils import logging as transformers_logging
 
 import ssd_generation
 from ssd_generation import Costs, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.cli import configs as cli_configs
+from ssd_generation.cli import loading as cli_loading
 from ssd_generation.cli import main
-from ssd_generation.cli import options as cli_options
-from ssd_generation.cli.options import describe_layers, parse_layers
+from ssd_generation.cli.layers import describe_layers, parse_layers
 from ssd_generation.forward.sublayers import locate_sublayers
 from tiny_models import CONFIGS, LAYERS, WINDOW, tiny_model
 
@@ -139,13 +140,13 @@ def test_json_is_one_document(ssd: Callable[..., Run], folder: str) -> None:
 def test_what_others_print_does_not_spoil_the_document(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = cli_options.encode
+    real = cli_loading.encode
 
     def chatty(*args: Any) -> Any:
         print("a word from a library")
         return real(*args)
 
-    monkeypatch.setattr(cli_options, "encode", chatty)
+    monkeypatch.setattr(cli_loading, "encode", chatty)
     run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--json")
     assert run.json["text"] and run.err == "a word from a library\n"
 
@@ -219,11 +220,11 @@ def test_config_stored_with_the_model(ssd: Callable[..., Run], folder: str, tmp_
 def test_inspect_shows_the_demo_models_skip_set(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = cli_options.default_config("demo", None)
+    config = cli_configs.default_config("demo", None)
     assert config is not None and len(config.skip) > 0
     monkeypatch.setattr("ssd_generation.models.fetch_demo", lambda: Path(folder))
     small = SelfSpeculativeConfig(skip=SkipConfig(attention=[3]))
-    monkeypatch.setattr(cli_options, "default_config", lambda name, stored: small if name == "demo" else None)
+    monkeypatch.setattr(cli_configs, "default_config", lambda name, stored: small if name == "demo" else None)
     assert ssd("inspect", "--json").json["skip"]["attention"] == [3]
 
 
@@ -637,7 +638,7 @@ def test_ctrl_c_is_quiet(ssd: Callable[..., Run], folder: str, monkeypatch: pyte
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_options, "encode", interrupted)
+    monkeypatch.setattr(cli_loading, "encode", interrupted)
     run = ssd("generate", "x", "-m", folder, *SKIP)
     assert run.status == 130 and run.out + run.err == ""
 
@@ -667,7 +668,7 @@ def test_faults_of_ours_keep_their_traceback(folder: str, monkeypatch: pytest.Mo
     def broken(*args: Any) -> None:
         raise AttributeError("a bug")
 
-    monkeypatch.setattr(cli_options, "encode", broken)
+    monkeypatch.setattr(cli_loading, "encode", broken)
     with pytest.raises(AttributeError, match="a bug"):
         main(["generate", "x", "-m", folder, *SKIP])
 
@@ -678,7 +679,7 @@ def test_memory_that_runs_out_is_told_in_one_line(
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(cli_options, "encode", full)
+    monkeypatch.setattr(cli_loading, "encode", full)
     run = ssd("generate", "x", "-m", folder, *SKIP)
     assert run.status == 2 and run.err == "error: CUDA out of memory.\n"
 
@@ -859,6 +860,6 @@ def test_a_model_that_cannot_draft_answers_all_the_same(ssd: Callable[..., Run],
     compared = ssd("generate", "the river", "-m", folder, *SHORT, "--compare", "--repeats", "1")
     assert compared.status == 0 and plain.out.strip() in compared.out
     assert ssd("generate", "the river", "-m", folder, *SHORT, "--precision", "int8").status == 0
-    refused = ssd("search", folder, "--trials", "1")
+    refused = ssd("search", folder, "--trials", "1", "-o", str(tmp_path / "found"))
     assert refused.status == 2 and "DogeForCausalLM cannot draft for itself" in refused.err
     assert len(refused.err.splitlines()) == 1

@@ -198,7 +198,7 @@ def test_draws_that_cannot_be_judged_cost_nothing_else(model: Any, monkeypatch: 
     def judge(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(comparison, "judge_draws", judge)
+    monkeypatch.setattr(comparison, "check_sampling", judge)
     result = compare(model, INPUTS, CONFIG, repeats=1, max_new_tokens=4, do_sample=True)
     assert [method.draws for method in result.methods] == [None] * 3
     assert result.to_dict()["methods"]["plain"]["draws_error"] == "MemoryError: no room"

@@ -23,7 +23,7 @@ from ssd_generation import Costs, Provenance, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.cli import console
 from ssd_generation.cli.benchmark_view import benchmark_view, live_progress, runs_view
 from ssd_generation.cli.console import Screen, print_error, print_json, styled
-from ssd_generation.cli.generate import _streamer
+from ssd_generation.cli.generate_view import answer_streamer
 from ssd_generation.cli.search_view import View, bar
 from ssd_generation.harness.runner import Progress
 from ssd_generation.support.display import visible
@@ -194,7 +194,7 @@ def test_answers_in_a_terminal_and_in_a_file(monkeypatch: pytest.MonkeyPatch) ->
         stream = io.StringIO()
         monkeypatch.setattr(stream, "isatty", lambda: is_terminal)  # noqa: B023
         monkeypatch.setattr("sys.stdout", stream)
-        _streamer(tiny_tokenizer()).on_finalized_text(answer, stream_end=True)
+        answer_streamer(tiny_tokenizer()).on_finalized_text(answer, stream_end=True)
         said = stream.getvalue()
         assert said == (visible(answer, "\n\t") if is_terminal else answer) + "\n"
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from ..config import SelfSpeculativeConfig
 from ..harness import calls
-from ..harness.calls import load_average
-from ..harness.environment import sessions_of, start_session, where_measured
+from ..harness.environment import load_average, sessions_of, start_session, where_measured
 from ..harness.figures import ratios_so_far, summarise_pairs
 from ..harness.interleaved import rotated
 from ..harness.methods import PLAIN
@@ -198,7 +197,7 @@ class _PairedRun:
         self.done = len(self.finished)
         self.total = self.done + len(self.wanted) + 2
 
-    def _tell(self, step: str) -> None:
+    def _report_progress(self, step: str) -> None:
         if self.observe is not None:
             self.observe(Progress(self.done, self.total, step, ratios_so_far(self.folder.rows)))
 
@@ -207,7 +206,7 @@ class _PairedRun:
         if not self.wanted:
             return
         for peer in self.peers:
-            self._tell(f"loading the model, {peer.name}")
+            self._report_progress(f"loading the model, {peer.name}")
             loaded = peer.must("load", **load)
             package = Path(loaded["package"]).resolve()
             if package != checkouts[peer.name] / "ssd_generation":
@@ -231,7 +230,7 @@ class _PairedRun:
         names = list(dict.fromkeys(name for _, _, name in self.wanted))
         self.total += len(names) * self.settings.warm_up
         for name in names * self.settings.warm_up:
-            self._tell(f"warm-up, {name}")
+            self._report_progress(f"warm-up, {name}")
             if name not in self.failed:
                 row = self._pair(name, 0, 0, self.peers)
                 if "error" in row:
@@ -239,7 +238,7 @@ class _PairedRun:
                     self.folder.append({"kind": "failed", "method": name, "error": row["error"]})
             self.done += 1
         for repeat, index, name in self.wanted:
-            self._tell(f"{self.prompts[index].id}, {name}")
+            self._report_progress(f"{self.prompts[index].id}, {name}")
             if name not in self.failed:
                 # Neither a method nor a prompt starts with the same checkout every time.
                 turn = self.settings.methods.index(name) + index + repeat

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from .options import (
-    DEMO,
-    WHAT_TO_COMPARE,
-    AssistantOption,
-    ConfigNameOption,
-    ConfigToCompareOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    MethodsOption,
-    ModelOption,
-    OutputOption,
-    SkipAttentionOption,
-    SkipMlpOption,
-    ThreadsOption,
-)
+from .option_groups import with_option_groups
+from .options import DEMO, ComparedConfigOptions, MeasuredModelOptions, MethodOptions, ResultOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..benchmark.runner import BenchmarkSettings
+    from ..config import SelfSpeculativeConfig
+    from ..harness.prompts import Prompt
+    from ..harness.run_folder import RunFolder
 
 HELP = """Measure this library beside plain decoding and its peers.
 
@@ -54,169 +46,192 @@ Results go to a folder as they are made; the same command with the same folder g
   early-exit-N     transformers' assisted decoding by the model's own first N layers
 """
 
-_HOW = "How to run"
 
+@dataclass(frozen=True)
+class ComparisonOptions(MethodOptions):
+    """The methods, the prompts that they decode, and another checkout to compare with."""
 
-def benchmark(
-    model: ModelOption = DEMO,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
-    threads: ThreadsOption = None,
-    methods: MethodsOption = None,
-    assistant: AssistantOption = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE",
             help="A .jsonl file (MT-bench, XSum, GSM8K, or prompt and category) or a .txt file of one prompt per line; "
             "may be repeated. `built-in` or none: the mixed set of the package.",
-            rich_help_panel=WHAT_TO_COMPARE,
         ),
-    ] = None,
-    category: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this category; may be repeated.", rich_help_panel=WHAT_TO_COMPARE),
-    ] = None,
+    ] = None
+    category: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this category; may be repeated.")] = (
+        None
+    )
     limit_per_category: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Only the first N prompts of each.", rich_help_panel=WHAT_TO_COMPARE),
-    ] = None,
+        int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts of each category.")
+    ] = None
     paired: Annotated[
         Path | None,
         typer.Option(
             metavar="CHECKOUT",
             help="Compare with another checkout of this library instead: each method by both, in turns.",
-            rich_help_panel=WHAT_TO_COMPARE,
         ),
-    ] = None,
-    config: ConfigToCompareOption = None,
-    config_name: ConfigNameOption = None,
-    skip_attention: SkipAttentionOption = None,
-    skip_mlp: SkipMlpOption = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How every method is called."""
+
+    panel: ClassVar[str] = "How to run"
+
     new_tokens: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Of every call; end of sequence is off.", rich_help_panel=_HOW)
-    ] = 48,
-    repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How often each prompt is run.", rich_help_panel=_HOW)
-    ] = 1,
-    warm_up: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Calls of each method that are not counted.", rich_help_panel=_HOW),
-    ] = 2,
-    do_sample: Annotated[
-        bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.", rich_help_panel=_HOW)
-    ] = False,
+        int, typer.Option(min=2, metavar="N", help="New tokens of every call; end of sequence is off.")
+    ] = 48
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="How often each prompt is run.")] = 1
+    warm_up: Annotated[int, typer.Option(min=0, metavar="N", help="Calls of each method that are not counted.")] = 2
+    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.")] = False
     temperature: Annotated[
-        float | None,
-        typer.Option(metavar="T", help="Of the sampling. Default: the model's.", rich_help_panel=_HOW),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling and of random-half.", rich_help_panel=_HOW)] = 0,
+        float | None, typer.Option(metavar="T", help="Temperature of the sampling. Default: the model's.")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling and of random-half.")] = 0
     no_chat_template: Annotated[
-        bool,
-        typer.Option("--no-chat-template", help="Continue the prompts as they are.", rich_help_panel=_HOW),
-    ] = False,
-    no_memory: Annotated[
-        bool, typer.Option("--no-memory", help="Do not measure the peak memory.", rich_help_panel=_HOW)
-    ] = False,
-    output: OutputOption = None,
-    as_json: JsonOption = False,
+        bool, typer.Option("--no-chat-template", help="Continue the prompts as they are, not as chats.")
+    ] = False
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Do not measure the peak memory.")] = False
+
+
+@with_option_groups
+def benchmark(
+    model: MeasuredModelOptions,
+    compared: ComparisonOptions,
+    draft: ComparedConfigOptions,
+    calls: CallOptions,
+    results: ResultOptions,
 ) -> None:
     """Compare methods, or two checkouts."""
-    from .console import err, out, print_json, quiet_libraries
+    from .console import at_work
 
-    # In a --json run nothing but the document may reach stdout.
-    elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with quiet_libraries(), elsewhere:
-        from ..benchmark.paired import check_checkout, own_methods
-        from ..benchmark.runner import BenchmarkSettings, benchmark_arguments
-        from ..harness.methods import default_methods
-        from ..harness.prompts import load_prompts
-        from ..harness.run_folder import RunFolder
-        from .options import default_config, default_folder, requested_config, requested_methods
-
+    with at_work(results.as_json):
         # What can be refused is refused before anything slow begins.
-        chosen = requested_config(config, config_name, skip_attention, skip_mlp)
-        if chosen is None:
-            chosen = default_config(model, None)
-        names = requested_methods(methods, chosen, assistant, default_methods if paired is None else own_methods)
-        settings = BenchmarkSettings(
-            methods=names,
-            new_tokens=new_tokens,
-            repeats=repeats,
-            warm_up=warm_up,
-            do_sample=do_sample,
-            temperature=temperature,
-            seed=seed,
-            chat_template=not no_chat_template,
-            memory=not no_memory and paired is None,
-        )
-        wanted = load_prompts(prompts or (), category or (), limit_per_category)
-        other = None if paired is None else check_checkout(paired)
-        about: dict[str, Any] = {
-            "model": model,
-            "assistant": assistant,
-            "dtype": dtype,
-            "device": device,
-            "device_map": device_map,
-            "threads": threads,
-            "paired": None if paired is None else str(paired),
-        }
-        path = default_folder("benchmark", model) if output is None else output
-        arguments = benchmark_arguments(settings, wanted, chosen, **about)
-        with RunFolder(path, arguments) as folder:
-            announced = None if as_json else f"Results go to {folder.path}"
-            try:
-                if other is None:
-                    summary = _run(folder, settings, wanted, chosen, about, announced)
-                else:
-                    summary = _run_paired(folder, settings, wanted, chosen, about, other, announced)
-            except KeyboardInterrupt:
-                kept = sum(row["kind"] in ("call", "pair") for row in folder.rows)
-                err().print(
-                    f"Interrupted. {kept} measured {'row is' if kept == 1 else 'rows are'} kept in {folder.path}; the "
-                    f"same command with --output {folder.path} goes on from there.",
-                    soft_wrap=True,
-                )
-                raise typer.Exit(130) from None
-
-    if as_json:
-        print_json(summary)
-        return
-    from .benchmark_view import benchmark_view
-
-    console = out()
-    console.print(benchmark_view(summary, console.width))
-    said = "with a plot" if summary["plot"] == "plot.png" else f"plot {summary['plot']}"
-    err().print(f"\nWritten to {folder.path} ({said})", style="dim", soft_wrap=True)
+        request = parse(model, compared, draft, calls)
+        summary, path = _run(request, model, results)
+    _print_summary(summary, path, results.as_json)
 
 
-def _run(
-    folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str, Any], announced: str | None
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, checked as far as that goes without the model.
+
+    Attributes:
+        settings: the methods, and how they are called.
+        prompts: that they decode.
+        config: for the methods that need one.
+        about: the model and where it runs, as the run's config.json says it.
+        other: root of the other checkout, where two are compared.
+    """
+
+    settings: BenchmarkSettings
+    prompts: Sequence[Prompt]
+    config: SelfSpeculativeConfig | None
+    about: dict[str, Any]
+    other: Path | None
+
+
+def parse(
+    model: MeasuredModelOptions, compared: ComparisonOptions, draft: ComparedConfigOptions, calls: CallOptions
+) -> Request:
+    """What the options ask for.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
+    """
+    from ..benchmark.paired import check_checkout, own_methods
+    from ..benchmark.runner import BenchmarkSettings
+    from ..harness.methods import default_methods
+    from ..harness.prompts import load_prompts
+    from .configs import config_to_compare, requested_methods
+
+    config = config_to_compare(draft, model.model)
+    is_paired = compared.paired is not None
+    settings = BenchmarkSettings(
+        methods=requested_methods(compared, config, own_methods if is_paired else default_methods),
+        new_tokens=calls.new_tokens,
+        repeats=calls.repeats,
+        warm_up=calls.warm_up,
+        do_sample=calls.do_sample,
+        temperature=calls.temperature,
+        seed=calls.seed,
+        chat_template=not calls.no_chat_template,
+        memory=not calls.no_memory and not is_paired,
+    )
+    about: dict[str, Any] = {
+        "model": model.model,
+        "assistant": compared.assistant,
+        "dtype": model.dtype,
+        "device": model.device,
+        "device_map": model.device_map,
+        "threads": model.threads,
+        "paired": None if compared.paired is None else str(compared.paired),
+    }
+    return Request(
+        settings=settings,
+        prompts=load_prompts(compared.prompts or (), compared.category or (), compared.limit_per_category),
+        config=config,
+        about=about,
+        other=None if compared.paired is None else check_checkout(compared.paired),
+    )
+
+
+def _run(request: Request, model: MeasuredModelOptions, results: ResultOptions) -> tuple[dict[str, Any], Path]:
+    """The summary of the run, and its folder."""
+    from ..benchmark.runner import benchmark_arguments
+    from ..harness.run_folder import RunFolder
+    from .console import resumable
+    from .loading import default_folder
+
+    path = default_folder("benchmark", model.model) if results.output is None else results.output
+    arguments = benchmark_arguments(request.settings, request.prompts, request.config, **request.about)
+    with RunFolder(path, arguments) as folder:
+        announced = None if results.as_json else f"Results go to {folder.path}"
+
+        def kept() -> str:
+            count = sum(row["kind"] in ("call", "pair") for row in folder.rows)
+            return f"{count} measured {'row is' if count == 1 else 'rows are'} kept in {folder.path}"
+
+        with resumable(folder.path, kept):
+            if request.other is None:
+                return _run_methods(request, folder, model, announced), folder.path
+            return _run_paired(request, folder, request.other, announced), folder.path
+
+
+def _run_methods(
+    request: Request, folder: RunFolder, model: MeasuredModelOptions, announced: str | None
 ) -> dict[str, Any]:
     from ..benchmark.runner import run_benchmark
     from .benchmark_view import live_progress
-    from .options import load, set_threads
+    from .loading import load, set_threads
 
-    set_threads(about["threads"])
-    where = (about["dtype"], about["device"], about["device_map"])
-    target, tokenizer = load(about["model"], *where)
-    small = None if about["assistant"] is None else load(about["assistant"], *where)[0]
+    set_threads(model.threads)
+    target, tokenizer = load(model)
+    assistant = request.about["assistant"]
+    small = None if assistant is None else load(model, assistant)[0]
     with live_progress(announced) as observe:
         return run_benchmark(
-            target, tokenizer, prompts, folder, settings, config=config, assistant=small, observe=observe
+            target,
+            tokenizer,
+            request.prompts,
+            folder,
+            request.settings,
+            config=request.config,
+            assistant=small,
+            observe=observe,
         )
 
 
-def _run_paired(
-    folder: Any, settings: Any, prompts: Any, config: Any, about: dict[str, Any], other: Path, announced: str | None
-) -> dict[str, Any]:
+def _run_paired(request: Request, folder: RunFolder, other: Path, announced: str | None) -> dict[str, Any]:
     import torch
 
     from ..benchmark.paired import run_paired
     from ..models import fetch_demo
     from .benchmark_view import live_progress
 
+    about = request.about
     if about["model"] == DEMO:
         fetch_demo()  # shows its own progress, and once is enough
     load = {
@@ -225,11 +240,24 @@ def _run_paired(
     }
     with live_progress(announced) as observe:
         return run_paired(
-            prompts,
+            request.prompts,
             folder,
-            settings,
+            request.settings,
             other=other,
             load=load,
-            config=None if config is None else config.to_dict(),
+            config=None if request.config is None else request.config.to_dict(),
             observe=observe,
         )
+
+
+def _print_summary(summary: dict[str, Any], path: Path, as_json: bool) -> None:
+    from .benchmark_view import benchmark_view
+    from .console import err, out, print_json
+
+    if as_json:
+        print_json(summary)
+        return
+    console = out()
+    console.print(benchmark_view(summary, console.width))
+    plot = "with a plot" if summary["plot"] == "plot.png" else f"plot {summary['plot']}"
+    err().print(f"\nWritten to {path} ({plot})", style="dim", soft_wrap=True)

@@ -85,12 +85,12 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
         summary: of the run.
         width: of the terminal; a table by category that is wider is cut into several.
     """
-    from ..harness.report import conditions, draws_notes, problems
+    from ..harness.report import conditions, problems, sampling_notes
 
     parts: list[RenderableType] = [_overview(summary)]
     parts.append(styled("Ratio by category: median, below it the least and the greatest."))
     parts += _category_tables(summary, width)
-    notes = [*draws_notes(summary), *problems(summary)]
+    notes = [*sampling_notes(summary), *problems(summary)]
     parts += [styled(note) for note in notes]
     parts += [styled()] * bool(notes)
     parts += [styled((line, "dim")) for line in conditions(summary)]
@@ -169,7 +169,7 @@ def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     chunks: list[list[str]] = []
     taken = width
     for category in categories_of(summary):
-        needed = max(9, *map(len, _broken(category).split("\n"))) + 1
+        needed = max(9, *map(len, _wrapped(category).split("\n"))) + 1
         if taken + needed > width:
             chunks.append([])
             taken = first
@@ -178,12 +178,12 @@ def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     return [_category_table(summary, chunk) for chunk in chunks]
 
 
-def _broken(category: str) -> str:
+def _wrapped(category: str) -> str:
     return visible(category).replace("-", "-\n").replace(" ", "\n")
 
 
 def _category_table(summary: Mapping[str, Any], categories: list[str]) -> Table:
-    table = _table(["method", *map(_broken, categories)])
+    table = _table(["method", *map(_wrapped, categories)])
     for name, entry in summary["methods"].items():
         if "ratio" not in entry:
             continue

@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from .console import styled
-from .options import describe_skip
+from .layers import describe_skip
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from ..config import Costs, SelfSpeculativeConfig
     from ..harness.comparison import Comparison, MethodResult
-    from ..tuning.automatic import AutomaticChoice
+    from .generate_run import Answer, Draft
 
 _NONE = "–"
-_CHECKS = (2, 4, 8)  # lengths of verify passes that are told
-_SHOWN = 3
+_VERIFY_LENGTHS = (2, 4, 8)  # tokens of the verify passes whose costs are shown
+_MOST_NAMES = 3
 _SMALL = 3e9  # parameters
 _MORE_THAN_ROUNDING = 1.0  # a few steps of bfloat16 at the size that logits have
 _MORE_THAN_CHANCE = 4.0  # standard deviations
 
 
-def comparison_view(
-    comparison: Comparison,
-    config: SelfSpeculativeConfig,
-    choice: AutomaticChoice | None,
-    environment: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_tokens: int,
-) -> RenderableType:
-    """Everything that is printed below the answer."""
+def comparison_view(answer: Answer) -> RenderableType:
+    """Everything that is printed below an answer that was compared.
+
+    Raises:
+        ValueError: it was not.
+    """
+    comparison, draft = answer.comparison, answer.draft
+    if comparison is None:
+        raise ValueError("This answer was not compared with anything. Ask for it with --compare.")
     parts: list[RenderableType] = []
-    result = comparison.self_speculative
-    if result.difference is not None:
-        text = tokenizer.decode(comparison.plain.token_ids[0], skip_special_tokens=True)
+    if comparison.self_speculative.difference is not None:
+        text = answer.tokenizer.decode(comparison.plain.token_ids[0], skip_special_tokens=True)
         parts += [styled(("Plain decoding says:", "dim")), styled(text), styled()]
     parts.append(_table(comparison))
-    parts += [styled(line) for line in _verdict(comparison, config, choice)]
+    parts += [styled(line) for line in _verdict(comparison, draft)]
     parts.append(styled())
-    parts += [styled((line, "dim")) for line in _conditions(comparison, config, choice, environment, prompt_tokens)]
+    parts += [styled((line, "dim")) for line in _conditions(comparison, answer)]
     return Group(*parts)
 
 
@@ -60,7 +57,7 @@ def _table(comparison: Comparison) -> Table:
         "tokens/\nround",
     ):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column()  # some room
+    table.add_column()  # a gap
     table.add_column("drawn as\nplain, z" if comparison.sampling else "identical\nto plain", min_width=13)
     for method in comparison.methods:
         is_result = method is comparison.self_speculative
@@ -94,9 +91,9 @@ def _drafted(method: MethodResult) -> str:
 
 def _identity(comparison: Comparison, method: MethodResult) -> str:
     if comparison.sampling:
-        from ..harness.draws import draws_figure
+        from ..harness.sampling_check import z_figure
 
-        return (method.draws and draws_figure(method.draws.z, method.draws.impossible)) or _NONE
+        return (method.draws and z_figure(method.draws.z, method.draws.impossible)) or _NONE
     if method is comparison.plain:
         return _NONE
     difference = method.difference
@@ -110,37 +107,57 @@ def _identity(comparison: Comparison, method: MethodResult) -> str:
     return where
 
 
-def _verdict(comparison: Comparison, config: SelfSpeculativeConfig, choice: AutomaticChoice | None) -> list[str]:
+def _verdict(comparison: Comparison, draft: Draft) -> list[str]:
     """What the figures mean, a short paragraph each."""
-    result = comparison.self_speculative
+    config, result = draft.config, comparison.self_speculative
+    lines = _text_verdict(comparison) + _sampling_verdict(comparison)
+    if config.drafts_itself and not config.skip and not config.precision:
+        lines.append("The draft leaves out nothing, so it costs what the model costs: no speed-up can come of that.")
+        return lines
+    lines.append(_speed_verdict(comparison, config))
+    if result.ratio < 1 and config.drafting.policy != "none":
+        lines.append(_why_slower(comparison, draft))
+    return lines
+
+
+def _text_verdict(comparison: Comparison) -> list[str]:
+    """Whether the text is plain decoding's, and if not, why."""
+    difference = comparison.self_speculative.difference
+    if difference is None:
+        return []
+    line = f"The text differs from plain decoding at token {difference.token}."
+    if difference.logit_margin is not None and difference.logit_margin > _MORE_THAN_ROUNDING:
+        line += " The logit margin is larger than rounding explains: please report it, with the model's name."
+    elif difference.logit_margin is not None:
+        line += (
+            " Checking several tokens in one pass rounds differently from one at a time, which can turn a near tie "
+            "over: look at the logit margin. In float32 that is rare (--dtype float32)."
+        )
+    return [line]
+
+
+def _sampling_verdict(comparison: Comparison) -> list[str]:
+    """Whether sampled tokens follow the model's distribution."""
     lines = []
-    difference = result.difference
-    if difference is not None:
-        line = f"The text differs from plain decoding at token {difference.token}."
-        if difference.logit_margin is not None and difference.logit_margin > _MORE_THAN_ROUNDING:
-            line += " The logit margin is larger than rounding explains: please report it, with the model's name."
-        elif difference.logit_margin is not None:
-            line += (
-                " Checking several tokens in one pass rounds differently from one at a time, which can turn a near tie "
-                "over: look at the logit margin. In float32 that is rare (--dtype float32)."
-            )
-        lines.append(line)
-    if result.draws is not None:
+    draws = comparison.self_speculative.draws
+    if draws is not None:
         line = (
             "z: how likely the tokens were under the model's own distribution, beside what is to be expected of tokens "
             "drawn from it, in standard deviations; by chance beyond ±2 once in 20."
         )
-        z, impossible = result.draws.z or 0.0, result.draws.impossible
-        if impossible:
+        if draws.impossible:
             line += " Impossible: tokens that the model itself could not have drawn there."
         by_rounding = 0 if comparison.plain.draws is None else 1 + 2 * comparison.plain.draws.impossible
-        if abs(z) > _MORE_THAN_CHANCE or impossible > by_rounding:
+        if abs(draws.z or 0.0) > _MORE_THAN_CHANCE or draws.impossible > by_rounding:
             line += " This is more than chance explains: please report it, with the model's name."
         lines.append(line)
     lines += [f"{m.name}: its draws could not be judged: {m.draws_error}" for m in comparison.methods if m.draws_error]
-    if config.drafts_itself and not config.skip and not config.precision:
-        lines.append("The draft leaves out nothing, so it costs what the model costs: no speed-up can come of that.")
-        return lines
+    return lines
+
+
+def _speed_verdict(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
+    """How much faster it is, and what that comes from."""
+    result = comparison.self_speculative
     if min(result.ratios) > 1:
         line = f"Self-speculative decoding is {result.ratio:.2f} times as fast as plain decoding here."
     elif max(result.ratios) < 1:
@@ -159,15 +176,13 @@ def _verdict(comparison: Comparison, config: SelfSpeculativeConfig, choice: Auto
             f" Of what the model drafted itself {result.self_drafted_acceptance:.0%} was accepted, of what it looked "
             f"up {result.looked_up_acceptance:.0%}."
         )
-    lines.append(line)
-    if result.ratio < 1 and config.drafting.policy != "none":
-        lines.append(_why_slower(comparison, config, choice))
-    return lines
+    return line
 
 
-def _why_slower(comparison: Comparison, config: SelfSpeculativeConfig, choice: AutomaticChoice | None) -> str:
-    """What may be behind a slowdown, and what to try."""
-    if choice is not None:
+def _why_slower(comparison: Comparison, draft: Draft) -> str:
+    """The likely cause of a slowdown, and what to try."""
+    config = draft.config
+    if draft.choice is not None:
         return (
             "`auto` drafts only where the costs that it measured say that drafting pays. A slowdown beyond the spread "
             "means that they do not hold now, most often because other work ran on the machine, then or now."
@@ -182,8 +197,9 @@ def _why_slower(comparison: Comparison, config: SelfSpeculativeConfig, choice: A
     return "Try --config auto, which measures what pays here."
 
 
-def _reasons(config: SelfSpeculativeConfig, choice: AutomaticChoice | None, costs: Costs | None) -> list[str]:
-    """What the draft goes by: what `auto` chose and why, or the costs alone."""
+def _reasons(draft: Draft, costs: Costs | None) -> list[str]:
+    """Why it drafts as it does: what `auto` chose and why, or the measured costs alone."""
+    config, choice = draft.config, draft.choice
     measured = "" if costs is None else _measured(costs, config.drafts_itself)
     if choice is None:
         return [f"Draft length by cost. Measured here beforehand: {measured}."] if measured else []
@@ -215,20 +231,15 @@ def _reasons(config: SelfSpeculativeConfig, choice: AutomaticChoice | None, cost
 
 def _measured(costs: Costs, drafts_itself: bool) -> str:
     """Costs in plain steps, such as "a draft step 0.45 of a plain one, a check of 2, 4, 8 tokens 1.02, 1.10, 1.31"."""
-    lengths = [n for n, _ in costs.verify if n in _CHECKS] or [costs.verify[-1][0]]
+    lengths = [n for n, _ in costs.verify if n in _VERIFY_LENGTHS] or [costs.verify[-1][0]]
     checks = ", ".join(f"{costs.verify_seconds(n) / costs.plain_step:.2f}" for n in lengths)
     draft = f"a draft step costs {costs.draft_step / costs.plain_step:.2f} of a plain one, " if drafts_itself else ""
     return f"{draft}a check of {', '.join(map(str, lengths))} tokens {'' if draft else 'costs '}{checks}"
 
 
-def _conditions(
-    comparison: Comparison,
-    config: SelfSpeculativeConfig,
-    choice: AutomaticChoice | None,
-    environment: dict[str, Any],
-    prompt_tokens: int,
-) -> list[str]:
+def _conditions(comparison: Comparison, answer: Answer) -> list[str]:
     """What was measured, and on what."""
+    config, environment = answer.draft.config, answer.environment
     repeats = len(comparison.plain.seconds)
     count = "one run" if repeats == 1 else f"median of {repeats} interleaved runs"
     versions = environment["versions"]
@@ -238,13 +249,13 @@ def _conditions(
             f"{environment['cpu']}, {environment['threads']} {'thread' if environment['threads'] == 1 else 'threads'}"
         )
     return [
-        *_reasons(config, choice, comparison.costs),
+        *_reasons(answer.draft, comparison.costs),
         f"{_draft(comparison, config)} {_length(config)}".strip(),
-        *_left(comparison),
+        *_without_copies(comparison),
         _memory(comparison, config),
-        f"{'Sampling' if comparison.sampling else 'Greedy'}, prompt of {prompt_tokens} tokens, {count} each after a "
-        f"warm-up{', below the ratio its least and greatest' if repeats > 1 else ''}; speeds include the pass over the "
-        "prompt.",
+        f"{'Sampling' if comparison.sampling else 'Greedy'}, prompt of {answer.prompt_tokens} tokens, {count} each "
+        f"after a warm-up{', below the ratio its least and greatest' if repeats > 1 else ''}; speeds include the pass "
+        "over the prompt.",
         f"{environment['model']} in {environment['dtype']} ({environment['attention_implementation']}) on {place}; "
         f"torch {versions['torch']}, transformers {versions['transformers']}, "
         f"ssd_generation {versions['ssd_generation']}.",
@@ -298,12 +309,12 @@ def _length(config: SelfSpeculativeConfig) -> str:
     return f"It {', and '.join(parts)}."
 
 
-def _left(comparison: Comparison) -> list[str]:
+def _without_copies(comparison: Comparison) -> list[str]:
     left = comparison.left_as_loaded
     if not left:
         return []
-    more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
-    return [f"In the draft as they were loaded, without a copy: {', '.join(left[:_SHOWN])}{more}."]
+    more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
+    return [f"In the draft as they were loaded, without a copy: {', '.join(left[:_MOST_NAMES])}{more}."]
 
 
 def _memory(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
@@ -319,17 +330,17 @@ def _memory(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
     return f"{line} {'Other extra' if config.precision else 'Extra'} memory ({basis}): {memory}."
 
 
-def drafts_from(config: SelfSpeculativeConfig, copies: int, weights: int) -> str:
+def drafts_from(draft: Draft) -> str:
     """What a call drafts from, and its memory, in one line."""
+    config = draft.config
     if config.drafting.policy == "none":
         return "Nothing drafted."
     parts = []
     if config.skip:
         parts.append(f"leaving out {describe_skip(config.skip)}")
     if config.precision:
-        parts.append(
-            f"copies of the weights in {_bits(config)} ({_size(copies)}, {copies / max(weights, 1):.0%} of them)"
-        )
+        share = draft.copy_bytes / max(draft.weight_bytes, 1)
+        parts.append(f"copies of the weights in {_bits(config)} ({_size(draft.copy_bytes)}, {share:.0%} of them)")
     if config.lookup is not None:
         parts.append("prompt lookup")
     return f"Drafted by {' and '.join(parts) if parts else 'the whole model'}."

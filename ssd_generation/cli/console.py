@@ -13,8 +13,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
@@ -152,6 +154,29 @@ def quiet_libraries() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def at_work(as_json: bool) -> Iterator[None]:
+    """Around a command's work: quiet libraries, and with `--json` nothing on stdout but the document printed later."""
+    with quiet_libraries(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def resumable(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
+    """Around a run into a folder: Ctrl-C ends it with status 130, and a line that says how to go on with it.
+
+    Args:
+        folder: of the run.
+        kept: says what has been kept, when it comes to that.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        line = f"Interrupted. {kept()}; the same command with --output {folder} goes on from there."
+        err().print(line, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
 def measuring() -> Iterator[None]:
     """With the library's own bars (transformers' tqdm, on stderr) while costs are measured; in a log file a line."""
     from transformers.utils import logging as transformers_logging
@@ -237,10 +262,10 @@ class LogLines:
 
     def __init__(self, patience: float | None = None) -> None:
         self.patience = _BETWEEN_LINES if patience is None else patience
-        self.said = time.monotonic()
+        self.last_line = time.monotonic()
 
     def say(self, line: str, at_once: bool = False) -> None:
         """Print the line, unless one was printed a moment ago."""
-        if at_once or time.monotonic() - self.said >= self.patience:
-            self.said = time.monotonic()
+        if at_once or time.monotonic() - self.last_line >= self.patience:
+            self.last_line = time.monotonic()
             print(visible(line), file=sys.stderr, flush=True)

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from .options import (
-    DEMO,
-    AssistantOption,
-    ConfigNameOption,
-    ConfigToCompareOption,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    MethodsOption,
-    ModelOption,
-    OutputOption,
-    SkipAttentionOption,
-    SkipMlpOption,
-    ThreadsOption,
-)
+from .option_groups import with_option_groups
+from .options import ComparedConfigOptions, JsonOption, MeasuredModelOptions, MethodOptions, ResultOptions
 
 if TYPE_CHECKING:
-    from ..evaluation.runner import Processes
+    from ..config import SelfSpeculativeConfig
+    from ..evaluation.runner import CodeExecution, EvaluationSettings, Processes
 
 HELP = """Measure the quality of the answers, and the speed, of this library beside plain decoding and its peers.
 
@@ -63,27 +51,27 @@ with --output also as a page and a plot.
   ssd report laptop server -o comparison
 """
 
-_WHAT = "What to ask"
-_HOW = "How to run"
-_CODE = "Generated code"
 
+@dataclass(frozen=True)
+class SharedModelOptions(MeasuredModelOptions):
+    """The same where several processes may take part."""
 
-def evaluate(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="summarisation, code or chat.")],
-    model: ModelOption = DEMO,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
     tensor_parallel: Annotated[
         bool,
         typer.Option(
             "--tensor-parallel",
             help="Spread the model over all processes, which then answer every question together: for models larger "
             "than one device. Under torchrun or accelerate launch.",
-            rich_help_panel="Model",
         ),
-    ] = False,
-    threads: ThreadsOption = None,
+    ] = False
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """The questions, and how they are put."""
+
+    panel: ClassVar[str] = "What to ask"
+
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,204 +80,287 @@ def evaluate(
             "reference, cnn_dailymail, xsum, or another data set of the Hub. Code: a .jsonl file as HumanEval's. Chat: "
             ".jsonl (MT-bench, Spec-Bench, or prompt and category) or .txt. Default: HumanEval for code, else the "
             "package's.",
-            rich_help_panel=_WHAT,
         ),
-    ] = None,
+    ] = None
     limit: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Only the first N questions of each source (chat: of each category).",
-            rich_help_panel=_WHAT,
-        ),
-    ] = None,
+        typer.Option(min=1, metavar="N", help="Only the first N questions of each source (chat: of each category)."),
+    ] = None
     style: Annotated[
         str,
         typer.Option(
-            help="chat: an instruction in the chat template. paper: text to go on with, as in Draft & Verify. auto: "
-            "chat where there is a template.",
-            rich_help_panel=_WHAT,
+            help="chat: an instruction in the chat template. paper: text to continue, as in Draft & Verify. auto: chat "
+            "if there is a template.",
         ),
-    ] = "auto",
+    ] = "auto"
     shots: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="N",
-            help="Articles with summaries before the one that is asked, in the style paper. Default: 1.",
-            rich_help_panel=_WHAT,
+            help="With --style paper: how many articles with summaries come before the one in question. Default: 1.",
         ),
-    ] = None,
-    methods: MethodsOption = None,
-    assistant: AssistantOption = None,
-    config: ConfigToCompareOption = None,
-    config_name: ConfigNameOption = None,
-    skip_attention: SkipAttentionOption = None,
-    skip_mlp: SkipMlpOption = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How every method answers."""
+
+    panel: ClassVar[str] = "How to run"
+
     new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Of an answer, at the most. Default: 128; for code 384.", rich_help_panel=_HOW
-        ),
-    ] = None,
-    answers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="To each question; with --do-sample.", rich_help_panel=_HOW)
-    ] = 1,
-    k: Annotated[
-        str, typer.Option("--k", metavar="NUMBERS", help="Of pass@k, with commas between them.", rich_help_panel=_HOW)
-    ] = "1",
-    do_sample: Annotated[
-        bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.", rich_help_panel=_HOW)
-    ] = False,
+        int | None, typer.Option(min=1, metavar="N", help="The longest answer, in tokens. Default: 128; for code 384.")
+    ] = None
+    answers: Annotated[int, typer.Option(min=1, metavar="N", help="Answers to each question; with --do-sample.")] = 1
+    k: Annotated[str, typer.Option("--k", metavar="NUMBERS", help="The k of pass@k; several separated by commas.")] = (
+        "1"
+    )
+    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample instead of greedy decoding.")] = False
     temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="Of the sampling. Default: the model's.", rich_help_panel=_HOW)
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Of the sampling. Default: the model's.", rich_help_panel=_HOW)
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling and of random-half.", rich_help_panel=_HOW)] = 0,
-    warm_up: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Calls of each method that are not counted.", rich_help_panel=_HOW)
-    ] = 1,
+        float | None, typer.Option(metavar="T", help="Temperature of the sampling. Default: the model's.")
+    ] = None
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Top-p of the sampling. Default: the model's.")] = (
+        None
+    )
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling and of random-half.")] = 0
+    warm_up: Annotated[int, typer.Option(min=0, metavar="N", help="Calls of each method that are not counted.")] = 1
     no_memory: Annotated[
         bool,
         typer.Option(
             "--no-memory",
-            help="Do not measure the peak memory, by a call of its own: 16 tokens of the first answer.",
-            rich_help_panel=_HOW,
+            help="Do not measure the peak memory (in a call of its own: 16 tokens of the first answer).",
         ),
-    ] = False,
+    ] = False
+
+
+@dataclass(frozen=True)
+class CodeOptions:
+    """Whether, and how, programs that the model has written are run."""
+
+    panel: ClassVar[str] = "Generated code"
+
     allow_code_execution: Annotated[
         bool,
         typer.Option(
             "--allow-code-execution",
             help="Run the programs that the model has written, in a sandbox: without network, without your files, "
-            "with limits on time and memory. Without it they are kept, and not judged.",
-            rich_help_panel=_CODE,
+            "with limits on time and memory. Without this option they are stored, and not judged.",
         ),
-    ] = False,
+    ] = False
     allow_weaker_sandbox: Annotated[
         bool,
         typer.Option(
             "--allow-weaker-sandbox",
-            help="Run them also where the kernel does not hold them: outside Linux, or where seccomp or Landlock is "
-            "off. Python's own checks stop accidents then, and no program that means harm.",
-            rich_help_panel=_CODE,
+            help="Run them also where the kernel does not confine them: outside Linux, or where seccomp or Landlock is "
+            "off. Python's own checks then stop accidents, but no program that means harm.",
         ),
-    ] = False,
+    ] = False
     code_seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="That each program may take.", rich_help_panel=_CODE)
-    ] = 10.0,
-    output: OutputOption = None,
-    as_json: JsonOption = False,
+        float, typer.Option(min=0.1, metavar="S", help="The most seconds that a program may run.")
+    ] = 10.0
+
+
+@with_option_groups
+def evaluate(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="summarisation, code or chat.")],
+    model: SharedModelOptions,
+    questions: QuestionOptions,
+    methods: MethodOptions,
+    draft: ComparedConfigOptions,
+    answers: AnswerOptions,
+    code: CodeOptions,
+    results: ResultOptions,
 ) -> None:
     """Let all methods answer the questions of a task."""
-    from .console import err, out, print_json, quiet_libraries
+    from .console import at_work
 
     group = _processes()
-    is_first = group is None or group.process_index == 0
-    if group is not None and output is None:
+    if group is not None and results.output is None:
         raise ValueError("Several processes share a run by its folder: name it with --output.")
-    if tensor_parallel and group is None:
+    if model.tensor_parallel and group is None:
         raise ValueError("--tensor-parallel needs several processes: start it with torchrun or accelerate launch.")
-    # In a --json run nothing but the document may reach stdout.
-    elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with quiet_libraries(), elsewhere:
-        from ..evaluation.runner import CodeExecution, EvaluationSettings, default_methods, run_evaluation
-        from ..evaluation.sandbox import Limits, run_program
-        from ..evaluation.tasks import TASKS, check_data, make_task
-        from .benchmark_view import live_progress
-        from .options import default_config, default_folder, load, requested_config, requested_methods, set_threads
-
+    with at_work(results.as_json):
         # What can be refused is refused before anything slow begins.
-        if task not in TASKS:
-            raise ValueError(f"There is no task {task!r}. Choose from {', '.join(TASKS)}.")
-        chosen = requested_config(config, config_name, skip_attention, skip_mlp)
-        if chosen is None:
-            chosen = default_config(model, None)
-        names = requested_methods(methods, chosen, assistant, default_methods)
-        ks = _numbers(k)
+        request = parse(task, questions, methods, draft, answers, code, model)
+        summary, path = _run(request, results, group)
+    if summary is not None:
+        _print_summary(summary, path, results.as_json)
 
-        def settings_for(length: int) -> EvaluationSettings:
-            return EvaluationSettings(
-                methods=names,
-                repeats=answers,
-                warm_up=warm_up,
-                do_sample=do_sample,
-                temperature=temperature,
-                seed=seed,
-                memory=not no_memory,
-                new_tokens=length,
-                top_p=top_p,
-                ks=ks,
-            )
 
-        settings_for(new_tokens or 1)
-        check_data(task, data or ())
-        code = None
-        if allow_code_execution and task == "code":
-            code = CodeExecution(Limits(seconds=code_seconds), allow_weaker_sandbox)
-            try:
-                run_program("", code.limits, code.allow_weaker)
-            except RuntimeError as error:
-                raise ValueError(f"{error} Here: --allow-weaker-sandbox, or no --allow-code-execution.") from error
-        set_threads(threads)
-        if device is None and device_map is None and group is not None and not tensor_parallel:
-            device = str(getattr(group, "device", "cpu"))
-        target, tokenizer = load(model, dtype, device, device_map, tensor_parallel)
-        asked = make_task(task, tokenizer, data or (), style=style, shots=shots, limit=limit)
-        small = None
-        if assistant is not None:
-            small, other = load(assistant, dtype, device, device_map, tensor_parallel)
-            _check_vocabularies(tokenizer, other, assistant)
-        settings = settings_for(new_tokens or asked.new_tokens)
-        about: dict[str, Any] = {
-            "model": model,
-            "assistant": assistant,
-            "dtype": dtype,
-            "device": device if group is None else None,  # differs from process to process
-            "device_map": device_map,
-            "tensor_parallel": tensor_parallel,
-            "threads": threads,
-        }
-        path = Path(os.path.expanduser(default_folder("evaluate", model) if output is None else output))
-        announced = None if as_json else f"Results go to {path}"
-        try:
-            with live_progress(announced) if is_first else contextlib.nullcontext() as observe:
-                summary = run_evaluation(
-                    target,
-                    tokenizer,
-                    asked,
-                    path,
-                    settings,
-                    about=about,
-                    config=chosen,
-                    assistant=small,
-                    code=code,
-                    processes=group,
-                    together=tensor_parallel,
-                    observe=observe,
-                )
-        except KeyboardInterrupt:
-            err().print(
-                f"Interrupted. What was measured is kept in {path}; the same command with --output {path} goes on from "
-                "there.",
-                soft_wrap=True,
-            )
-            raise typer.Exit(130) from None
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, checked as far as that goes without the model.
 
-    if summary is None:
-        return
+    Attributes:
+        task: name of the task.
+        methods: that answer.
+        assistant: of the method `assistant`.
+        config: for the methods that need one.
+        code: how generated programs are run; `None`: they are not.
+        model: the options' groups, from here on.
+        questions: …
+        answers: …
+    """
+
+    task: str
+    methods: tuple[str, ...]
+    assistant: str | None
+    config: SelfSpeculativeConfig | None
+    code: CodeExecution | None
+    model: SharedModelOptions
+    questions: QuestionOptions
+    answers: AnswerOptions
+
+    def settings(self, new_tokens: int) -> EvaluationSettings:
+        """The run's settings.
+
+        Args:
+            new_tokens: the longest answer, where the options do not say.
+
+        Raises:
+            ValueError: the options contradict one another.
+        """
+        from ..evaluation.runner import EvaluationSettings
+
+        answers = self.answers
+        return EvaluationSettings(
+            methods=self.methods,
+            repeats=answers.answers,
+            warm_up=answers.warm_up,
+            do_sample=answers.do_sample,
+            temperature=answers.temperature,
+            seed=answers.seed,
+            memory=not answers.no_memory,
+            new_tokens=answers.new_tokens or new_tokens,
+            top_p=answers.top_p,
+            ks=_numbers(answers.k),
+        )
+
+
+def parse(
+    task: str,
+    questions: QuestionOptions,
+    methods: MethodOptions,
+    draft: ComparedConfigOptions,
+    answers: AnswerOptions,
+    code: CodeOptions,
+    model: SharedModelOptions,
+) -> Request:
+    """What the options ask for.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
+    """
+    from ..evaluation.runner import default_methods
+    from ..evaluation.tasks import TASKS, check_data
+    from .configs import config_to_compare, requested_methods
+
+    if task not in TASKS:
+        raise ValueError(f"There is no task {task!r}. Choose from {', '.join(TASKS)}.")
+    config = config_to_compare(draft, model.model)
+    request = Request(
+        task=task,
+        methods=requested_methods(methods, config, default_methods),
+        assistant=methods.assistant,
+        config=config,
+        code=None,
+        model=model,
+        questions=questions,
+        answers=answers,
+    )
+    request.settings(new_tokens=1)  # raises where they contradict one another
+    check_data(task, questions.data or ())
+    return dataclasses.replace(request, code=_code_execution(code)) if task == "code" else request
+
+
+def _code_execution(options: CodeOptions) -> CodeExecution | None:
+    """How generated programs are run, tried with an empty one.
+
+    Raises:
+        ValueError: they cannot be confined here.
+    """
+    if not options.allow_code_execution:
+        return None
+    from ..evaluation.runner import CodeExecution
+    from ..evaluation.sandbox import Limits, run_program
+
+    code = CodeExecution(Limits(seconds=options.code_seconds), options.allow_weaker_sandbox)
+    try:
+        run_program("", code.limits, code.allow_weaker)
+    except RuntimeError as error:
+        raise ValueError(f"{error} Here: --allow-weaker-sandbox, or no --allow-code-execution.") from error
+    return code
+
+
+def _run(request: Request, results: ResultOptions, group: Processes | None) -> tuple[dict[str, Any] | None, Path]:
+    """The summary of the run (in its first process, else `None`), and its folder."""
+    from ..evaluation.runner import run_evaluation
+    from ..evaluation.tasks import make_task
+    from .benchmark_view import live_progress
+    from .console import resumable
+    from .loading import default_folder, load, set_threads
+
+    model, questions = request.model, request.questions
+    set_threads(model.threads)
+    placed = model
+    if group is not None and model.device is None and model.device_map is None and not model.tensor_parallel:
+        placed = dataclasses.replace(model, device=str(getattr(group, "device", "cpu")))
+    target, tokenizer = load(placed, tensor_parallel=model.tensor_parallel)
+    task = make_task(
+        request.task,
+        tokenizer,
+        questions.data or (),
+        style=questions.style,
+        shots=questions.shots,
+        limit=questions.limit,
+    )
+    assistant = None
+    if request.assistant is not None:
+        assistant, other = load(placed, request.assistant, model.tensor_parallel)
+        _check_vocabularies(tokenizer, other, request.assistant)
+    about: dict[str, Any] = {
+        "model": model.model,
+        "assistant": request.assistant,
+        "dtype": model.dtype,
+        "device": model.device if group is None else None,  # differs from process to process
+        "device_map": model.device_map,
+        "tensor_parallel": model.tensor_parallel,
+        "threads": model.threads,
+    }
+    output = default_folder("evaluate", model.model) if results.output is None else results.output
+    path = Path(os.path.expanduser(output))
+    is_first = group is None or group.process_index == 0
+    view = live_progress(None if results.as_json else f"Results go to {path}") if is_first else contextlib.nullcontext()
+    with resumable(path, lambda: f"What was measured is kept in {path}"), view as observe:
+        summary = run_evaluation(
+            target,
+            tokenizer,
+            task,
+            path,
+            request.settings(task.new_tokens),
+            about=about,
+            config=request.config,
+            assistant=assistant,
+            code=request.code,
+            processes=group,
+            together=model.tensor_parallel,
+            observe=observe,
+        )
+    return summary, path
+
+
+def _print_summary(summary: dict[str, Any], path: Path, as_json: bool) -> None:
+    from .benchmark_view import evaluation_view
+    from .console import err, out, print_json
+
     if as_json:
         print_json(summary)
         return
-    from .benchmark_view import evaluation_view
-
     console = out()
     console.print(evaluation_view(summary, console.width))
-    said = f"with {', '.join(summary['plots'])}" if summary["plots"] else f"plot {summary['plot']}"
-    err().print(f"\nWritten to {path} ({said})", style="dim", soft_wrap=True)
+    plots = f"with {', '.join(summary['plots'])}" if summary["plots"] else f"plot {summary['plot']}"
+    err().print(f"\nWritten to {path} ({plots})", style="dim", soft_wrap=True)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

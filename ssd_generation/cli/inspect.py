@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import DEMO, ConfigNameOption, ConfigOption, JsonOption, SkipAttentionOption, SkipMlpOption
+from .option_groups import with_option_groups
+from .options import DEMO, ConfigOptions, JsonOption, ModelOptions
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
     from transformers import PreTrainedModel
 
-    from ..config import SkipConfig
+    from ..config import SelfSpeculativeConfig, SkipConfig
     from ..forward.sublayers import DecoderLayout, SubLayer
 
 HELP = """List a model's layers and sub-layers, and what a config would leave out.
@@ -31,42 +32,45 @@ Only the model's description is read, not its weights: this works for models tha
 """
 
 
+@with_option_groups
 def inspect(
     model: Annotated[
         str,
         typer.Argument(metavar="MODEL", help="A Hub id, a folder, a .gguf file, or `demo`."),
     ] = DEMO,
-    config: ConfigOption = None,
-    config_name: ConfigNameOption = None,
-    skip_attention: SkipAttentionOption = None,
-    skip_mlp: SkipMlpOption = None,
+    *,
+    draft: ConfigOptions,
     as_json: JsonOption = False,
 ) -> None:
     """List the layers of a model."""
-    from .console import out, print_json, quiet_libraries
-    from .options import default_config, requested_config
+    from .configs import requested_config
+    from .console import at_work, out, print_json
 
-    chosen = requested_config(config, config_name, skip_attention, skip_mlp)
-    elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with quiet_libraries(), elsewhere:
-        from ..config import SkipConfig
-
-        source, gguf_file = _source(model)
-        skeleton, layout = _skeleton(model, source, gguf_file)
-        if chosen is None:
-            chosen = default_config(model, _stored_generation_config(source))
-        model_type = skeleton.config.get_text_config(decoder=True).model_type
-        if chosen is not None:
-            chosen.validate_for(num_layers=len(layout), model_type=model_type)
-            layout.stubs(chosen.skip)  # raises where a sub-layer cannot be skipped
-        skip = chosen.skip if chosen is not None else SkipConfig()
-        document = _describe(skeleton, layout, skip)
-
-    document = {"model": model, "model_type": model_type, **document}
+    config = requested_config(draft)
+    with at_work(as_json):
+        document = _inspected(model, config)
     if as_json:
-        print_json(document)
+        print_json({key: value for key, value in document.items() if key != "has_config"})
     else:
-        out().print(_view(document, has_config=chosen is not None))
+        out().print(_view(document))
+
+
+def _inspected(model: str, config: SelfSpeculativeConfig | None) -> dict[str, Any]:
+    """All that is shown of a model, as plain JSON types; by default with the config that comes with it."""
+    from ..config import SkipConfig
+    from .configs import default_config
+
+    source, gguf_file = _source(model)
+    skeleton, layout = _skeleton(model, source, gguf_file)
+    if config is None:
+        config = default_config(model, _stored_generation_config(source))
+    model_type = skeleton.config.get_text_config(decoder=True).model_type
+    if config is not None:
+        config.validate_for(num_layers=len(layout), model_type=model_type)
+        layout.stubs(config.skip)  # raises where a sub-layer cannot be skipped
+    skip = SkipConfig() if config is None else config.skip
+    about = {"model": model, "model_type": model_type, "has_config": config is not None}
+    return {**about, **_describe(skeleton, layout, skip)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -93,14 +97,14 @@ def _skeleton(name: str, source: str, gguf_file: str | None) -> tuple[PreTrained
     """The model without weights, and its layout; with its weights, where that does not work."""
     from ..forward.sublayers import locate_sublayers
     from .console import progress
-    from .options import load
+    from .loading import load
 
     if not os.path.isfile(os.path.join(source, "adapter_config.json")):
         with progress(f"Reading {name}"):
             found = _without_weights(_read_config(name, source, gguf_file))
         if found is not None:
             return found
-    model, _ = load(name, dtype="auto", device=None, device_map=None)
+    model, _ = load(ModelOptions(model=name))
     return model, locate_sublayers(model)
 
 
@@ -160,7 +164,24 @@ def _stored_generation_config(source: str) -> Any:
 
 
 def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -> dict[str, Any]:
-    """All that is shown, as plain JSON types."""
+    """Layers, parameters, and what of them is skipped."""
+    layers = _describe_layers(model, layout, skip)
+    totals, tied = _count_parameters(model, layout, layers)
+    skipped_parameters = layout.skipped_parameters(skip)
+    return {
+        "class": type(model).__name__,
+        "layers": layers,
+        "parameters": totals,
+        "head_is_the_embedding": tied,
+        "skip": skip.to_dict(),
+        "skipped_sublayers": len(skip),
+        "sublayers": sum(layer[kind] is not None for layer in layers for kind in ("attention", "mlp")),
+        "skipped_parameters": skipped_parameters,
+        "skipped_share": skipped_parameters / max(layout.num_parameters, 1),
+    }
+
+
+def _describe_layers(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -> list[dict[str, Any]]:
     skipped = {"attention": set(skip.attention), "mlp": set(skip.mlp)}
 
     def sublayer(sub: SubLayer | None) -> dict[str, Any] | None:
@@ -177,10 +198,16 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
             data["read_by_other_layers"] = sub.layer in layout.shares_kv
         return data
 
-    layers: list[dict[str, Any]] = [
+    return [
         {"layer": layer.index, "attention": sublayer(layer.attention), "mlp": sublayer(layer.mlp)}
         for layer in layout.layers
     ]
+
+
+def _count_parameters(
+    model: PreTrainedModel, layout: DecoderLayout, layers: list[dict[str, Any]]
+) -> tuple[dict[str, int], bool]:
+    """Parameters by the part of the model, and whether the head is the embedding."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     embedded = sum(p.numel() for p in embedding.parameters())
@@ -193,18 +220,7 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
     }
     totals["other"] = layout.num_parameters - sum(totals.values())
     totals["all"] = layout.num_parameters
-    skipped_parameters = layout.skipped_parameters(skip)
-    return {
-        "class": type(model).__name__,
-        "layers": layers,
-        "parameters": totals,
-        "head_is_the_embedding": tied,
-        "skip": skip.to_dict(),
-        "skipped_sublayers": len(skip),
-        "sublayers": sum(layer[kind] is not None for layer in layers for kind in ("attention", "mlp")),
-        "skipped_parameters": skipped_parameters,
-        "skipped_share": skipped_parameters / max(layout.num_parameters, 1),
-    }
+    return totals, tied
 
 
 def _span(model: PreTrainedModel, sub: SubLayer) -> tuple[str, int | None]:
@@ -225,33 +241,48 @@ def _span(model: PreTrainedModel, sub: SubLayer) -> tuple[str, int | None]:
 # the view
 
 
-def _view(document: dict[str, Any], has_config: bool) -> Any:
-    from rich.box import SIMPLE_HEAD
+def _view(document: dict[str, Any]) -> Any:
+    """A title, the layers, the parameters, and what the draft leaves out."""
     from rich.console import Group
+
+    from .console import styled
+
+    title = styled(
+        (document["model"], "bold"),
+        f"\n{document['class']}, {len(document['layers'])} layers, {_count(document['parameters']['all'])} parameters",
+    )
+    return Group(title, styled(), _layer_table(document), styled(), _totals_table(document), styled(), _draft(document))
+
+
+def _layer_table(document: dict[str, Any]) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ..config import SkipConfig
     from .console import styled
-    from .options import describe_skip
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("layer", justify="right", no_wrap=True)
     for kind in ("attention", "MLP"):
         table.add_column(kind)
         table.add_column("parameters", justify="right", no_wrap=True)
-        if has_config:
+        if document["has_config"]:
             table.add_column("draft", no_wrap=True)
     for layer in document["layers"]:
         cells: list[Any] = [styled(str(layer["layer"]))]
         for kind in ("attention", "mlp"):
-            cells += _cells(layer[kind], has_config)
+            cells += _cells(layer[kind], document["has_config"])
         table.add_row(*cells)
+    return table
+
+
+def _totals_table(document: dict[str, Any]) -> Table:
+    from rich.table import Table
 
     totals, all_parameters = document["parameters"], document["parameters"]["all"]
-    summary = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
-    summary.add_column(no_wrap=True)
-    summary.add_column(justify="right", no_wrap=True)
-    summary.add_column(justify="right", no_wrap=True, style="dim")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, style="dim")
     rows = [
         ("embedding", totals["embedding"]),
         ("attention", totals["attention"]),
@@ -262,31 +293,27 @@ def _view(document: dict[str, Any], has_config: bool) -> Any:
     ]
     for name, value in rows:
         if isinstance(value, str):
-            summary.add_row(name, value, "")
+            table.add_row(name, value, "")
         else:
-            summary.add_row(
-                name, _count(value), f"{value / max(all_parameters, 1):.1%}", style="bold" if name == "all" else None
-            )
+            share = f"{value / max(all_parameters, 1):.1%}"
+            table.add_row(name, _count(value), share, style="bold" if name == "all" else None)
+    return table
 
-    title = styled(
-        (document["model"], "bold"),
-        f"\n{document['class']}, {len(document['layers'])} layers, {_count(all_parameters)} parameters",
+
+def _draft(document: dict[str, Any]) -> Text:
+    """What the draft leaves out, in words."""
+    from ..config import SkipConfig
+    from .console import styled
+    from .layers import describe_skip
+
+    if not document["has_config"]:
+        return styled(("--config or --skip-attention 5,7-9 --skip-mlp 6 shows what a draft would leave out.", "dim"))
+    skip = SkipConfig.from_dict(document["skip"])
+    return styled(
+        f"The draft leaves out {document['skipped_sublayers']} of {document['sublayers']} sub-layers: "
+        f"{describe_skip(skip) or 'none'}. That is {_count(document['skipped_parameters'])} parameters, "
+        f"{document['skipped_share']:.1%} of all."
     )
-    parts: list[Any] = [title, styled(), table, styled(), summary, styled()]
-    if has_config:
-        skip = SkipConfig.from_dict(document["skip"])
-        parts.append(
-            styled(
-                f"The draft leaves out {document['skipped_sublayers']} of {document['sublayers']} sub-layers: "
-                f"{describe_skip(skip) or 'none'}. That is {_count(document['skipped_parameters'])} parameters, "
-                f"{document['skipped_share']:.1%} of all."
-            )
-        )
-    else:
-        parts.append(
-            styled(("--config or --skip-attention 5,7-9 --skip-mlp 6 shows what a draft would leave out.", "dim"))
-        )
-    return Group(*parts)
 
 
 def _cells(sub: dict[str, Any] | None, has_config: bool) -> list[Any]:

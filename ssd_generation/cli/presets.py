@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .options import JsonOption, describe_layers
+from .layers import describe_layers
+from .options import JsonOption
 
 HELP = "List the configs that come with the package, for [bold]--config[/bold]."
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import DEMO, DeviceMapOption, DeviceOption, DtypeOption, JsonOption, ModelArgument, ThreadsOption
+from .option_groups import with_option_groups
+from .options import JsonOption, ModelArgumentOptions
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..search.profile import CostProfile
+
+MS = 1000.0
 
 HELP = """Measure what drafting costs on this machine, part by part.
 
@@ -28,38 +32,32 @@ picks another machine's best draft.
 """
 
 
-def profile(
-    model: ModelArgument = DEMO,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
-    threads: ThreadsOption = None,
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What is measured, and where it goes."""
+
     contexts: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Tokens in the cache at which attention is measured.")
-    ] = "64,512,2048",
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="How often each pass is timed at the least.")] = 5,
+        str,
+        typer.Option(metavar="N,N,…", help="Context lengths, in tokens, at which attention is measured."),
+    ] = "64,512,2048"
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Each pass is timed at least this many times.")] = 5
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profile here.", dir_okay=False)
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure a cost profile."""
-    from .console import err, out, print_json, quiet_libraries
-    from .options import load, set_threads
-    from .search_view import bar
+    ] = None
+    as_json: JsonOption = False
 
-    wanted = parse_contexts(contexts)
+
+@with_option_groups
+def profile(model: ModelArgumentOptions, options: ProfileOptions) -> None:
+    """Measure a cost profile."""
+    from .console import at_work, err, out, print_json
+
+    contexts, output = parse_contexts(options.contexts), options.output
     if output is not None and not Path(os.path.expanduser(output)).absolute().parent.is_dir():
         raise FileNotFoundError(f"There is no folder {str(output.parent)!r} to write the profile in. Make it first.")
-    elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with quiet_libraries(), elsewhere:
-        from ..search.profile import measure_profile
-
-        set_threads(threads)
-        target, _ = load(model, dtype, device, device_map)
-        with bar() as step:
-            measured = measure_profile(target, contexts=wanted, repeats=repeats, progress=step)
-    if as_json:
+    with at_work(options.as_json):
+        measured = _measure(model, contexts, options.repeats)
+    if options.as_json:
         print_json(measured.to_dict())
     else:
         console = out()
@@ -67,11 +65,22 @@ def profile(
             console.print(table)
         for line in warnings_of(measured):
             err().print(line, style="yellow", soft_wrap=True)
-    # Behind the figures: where they cannot be written, they have been seen.
+    # After the figures are shown: they are not lost where they cannot be written.
     if output is not None:
         measured.save(output)
-        if not as_json:
+        if not options.as_json:
             err().print(f"Written to {output}", style="dim", soft_wrap=True)
+
+
+def _measure(model: ModelArgumentOptions, contexts: list[int], repeats: int) -> CostProfile:
+    from ..search.profile import measure_profile
+    from .loading import load, set_threads
+    from .search_view import bar
+
+    set_threads(model.threads)
+    target, _ = load(model)
+    with bar() as step:
+        return measure_profile(target, contexts=contexts, repeats=repeats, progress=step)
 
 
 def parse_contexts(text: str) -> list[int]:
@@ -110,48 +119,68 @@ def warnings_of(profile: CostProfile) -> list[str]:
 
 def profile_view(profile: CostProfile) -> list[Any]:
     """Tables of a profile."""
+    tables = [_draft_step_table(profile)]
+    if len(profile.contexts) > 1:
+        tables.append(_attention_table(profile))
+    return [*tables, _verify_table(profile)]
+
+
+def _draft_step_table(profile: CostProfile) -> Table:
+    """A draft step by its parts, in each precision."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from ..config import PrecisionConfig, SelfSpeculativeConfig
 
-    ms = 1000.0
     plain = profile.plain_step[0]
-    parts = Table(
+    table = Table(
         box=SIMPLE_HEAD,
-        title=f"A plain step takes {plain * ms:.1f} ms behind {profile.contexts[0]} tokens",
+        title=f"A plain step takes {plain * MS:.1f} ms after {profile.contexts[0]} tokens",
         title_justify="left",
         caption=f"{profile.measured_on}; passes took a median of {profile.spread:.2f} times their least",
         caption_justify="left",
     )
     for column in ("of a draft step, in ms", "attention", "MLP", "head", "rest", "in all", "of a plain step"):
-        parts.add_column(column, justify="left" if column.startswith("of a draft") else "right")
+        table.add_column(column, justify="left" if column.startswith("of a draft") else "right")
     for name in profile.mlp:
         precision = None if name == "keep" else PrecisionConfig(default=name, head=name)
         step = profile.draft_step(SelfSpeculativeConfig(precision=precision))
-        parts.add_row(
+        table.add_row(
             "as loaded" if name == "keep" else name,
-            f"{profile.attention[name][0] * ms:.3f}",
-            f"{profile.mlp[name] * ms:.3f}",
-            f"{profile.head[name] * ms:.2f}",
-            f"{profile.overhead[name] * ms:.2f}",
-            f"{step * ms:.1f}",
+            f"{profile.attention[name][0] * MS:.3f}",
+            f"{profile.mlp[name] * MS:.3f}",
+            f"{profile.head[name] * MS:.2f}",
+            f"{profile.overhead[name] * MS:.2f}",
+            f"{step * MS:.1f}",
             f"{step / plain:.2f}",
         )
-    tables = [parts]
-    if len(profile.contexts) > 1:
-        attention = Table(box=SIMPLE_HEAD, title="One attention sub-layer by context", title_justify="left")
-        attention.add_column("tokens")
-        for context in profile.contexts:
-            attention.add_column(str(context), justify="right")
-        attention.add_row("ms", *(f"{seconds * ms:.3f}" for seconds in profile.attention["keep"]))
-        attention.add_row("plain step, ms", *(f"{seconds * ms:.1f}" for seconds in profile.plain_step))
-        tables.append(attention)
-    shown = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n in dict(profile.verify)]
-    verify = Table(box=SIMPLE_HEAD, title="Verifying n tokens, of a plain step", title_justify="left")
-    verify.add_column("n")
+    return table
+
+
+def _attention_table(profile: CostProfile) -> Table:
+    """Attention and a plain step by the length of the context."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, title="One attention sub-layer by context", title_justify="left")
+    table.add_column("tokens")
+    for context in profile.contexts:
+        table.add_column(str(context), justify="right")
+    table.add_row("ms", *(f"{seconds * MS:.3f}" for seconds in profile.attention["keep"]))
+    table.add_row("plain step, ms", *(f"{seconds * MS:.1f}" for seconds in profile.plain_step))
+    return table
+
+
+def _verify_table(profile: CostProfile) -> Table:
+    """The cost of verifying n tokens."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    verify = dict(profile.verify)
+    shown = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n in verify]
+    table = Table(box=SIMPLE_HEAD, title="Verifying n tokens, of a plain step", title_justify="left")
+    table.add_column("n")
     for n in shown:
-        verify.add_column(str(n), justify="right")
-    verify.add_row("v(n)", *(f"{dict(profile.verify)[n] / plain:.2f}" for n in shown))
-    tables.append(verify)
-    return tables
+        table.add_column(str(n), justify="right")
+    table.add_row("v(n)", *(f"{verify[n] / profile.plain_step[0]:.2f}" for n in shown))
+    return table

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from .options import DEMO, DeviceMapOption, DeviceOption, DtypeOption, JsonOption, ModelArgument, ThreadsOption
+from .option_groups import with_option_groups
+from .options import JsonOption, ModelArgumentOptions
+
+if TYPE_CHECKING:
+    from ..config import SelfSpeculativeConfig
+    from ..search.profile import CostProfile
+    from ..search.runner import SearchResult
+    from ..search.study import Tried
 
 HELP = """Find what a model is best to leave out while it drafts, and in which precision to keep the rest.
 
-Drafts are judged on the model's own text in a few forward passes each, by the speed-up that their acceptance and this \
-machine's costs promise; the best is confirmed by timed generation. The study is an Optuna study: the same command \
-with the same folder goes on after an interruption, and several may run at once on one --storage.
+Each draft is judged on the model's own text in a few forward passes: its acceptance rate and this machine's costs \
+give a theoretical speed-up. The best draft is confirmed by timed generation. The study is an Optuna study: the same \
+command with the same folder goes on after an interruption, and several processes can work on one --storage at once.
 
 [bold]Examples[/bold]
 
@@ -26,223 +32,224 @@ with the same folder goes on after an interruption, and several may run at once 
   ssd generate --config FOLDER --compare
 """
 
-_WHAT = "What to search"
-_JUDGE = "What to judge on"
-_HOW = "How to search"
-_RESULTS = "Results"
 
+@dataclass(frozen=True)
+class SpaceOptions:
+    """What drafts there are, and what makes one better than another."""
 
-def search(
-    model: ModelArgument = DEMO,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
-    threads: ThreadsOption = None,
-    trials: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Drafts to judge in all, those of other workers counted.", rich_help_panel=_HOW
-        ),
-    ] = 120,
-    skip_only: Annotated[
-        bool, typer.Option("--skip-only", help="No low-bit copies, as in the paper.", rich_help_panel=_WHAT)
-    ] = False,
+    panel: ClassVar[str] = "What to search"
+
+    skip_only: Annotated[bool, typer.Option("--skip-only", help="No low-bit copies, as in the paper.")] = False
     draft_memory: Annotated[
         float,
         typer.Option(
             min=0.0,
             metavar="SHARE",
-            help="The most that low-bit copies of a draft may take, as a share of the weights' bytes. (While "
-            "searching, those of all precisions are held.)",
-            rich_help_panel=_WHAT,
+            help="The most memory that a draft's low-bit copies may take, as a share of the weights' bytes. (The "
+            "search itself holds the copies of all precisions.)",
         ),
-    ] = 0.3,
+    ] = 0.3
     objective: Annotated[
         str,
         typer.Option(
             metavar="NAME",
             help="speedup (theoretical, at the best draft length), acceptance (of drafts within --budget), "
             "tokens-per-second (measured, as in the paper).",
-            rich_help_panel=_WHAT,
         ),
-    ] = "speedup",
+    ] = "speedup"
     budget: Annotated[
         float,
         typer.Option(
             metavar="SHARE",
-            help="With --objective acceptance: the most a draft step may take, of a plain one.",
-            rich_help_panel=_WHAT,
+            help="With --objective acceptance: the most a draft step may cost, as a share of a plain step.",
         ),
-    ] = 0.6,
+    ] = 0.6
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """The texts and the costs by which drafts are judged."""
+
+    panel: ClassVar[str] = "What to judge on"
+
     prompts: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|ID",
             help="Calibration prompts: a .jsonl or .txt file, or a data set of the Hub as "
             "ID\\[:CONFIG]\\[@SPLIT]\\[#COLUMN]. Default: a small mixed set of the package.",
-            rich_help_panel=_JUDGE,
         ),
-    ] = None,
-    num_prompts: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Prompts that drafts are judged on.", rich_help_panel=_JUDGE)
-    ] = 8,
+    ] = None
+    num_prompts: Annotated[int, typer.Option(min=1, metavar="N", help="How many prompts every draft is judged on.")] = 8
     held_out: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Further prompts that only the best meets.", rich_help_panel=_JUDGE),
-    ] = 6,
-    new_tokens: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Tokens of each text.", rich_help_panel=_JUDGE)
-    ] = 32,
+        int, typer.Option(min=0, metavar="N", help="How many further prompts the best draft alone is tested on.")
+    ] = 6
+    new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of each text.")] = 32
     no_chat_template: Annotated[
-        bool,
-        typer.Option("--no-chat-template", help="Continue the prompts as they are.", rich_help_panel=_JUDGE),
-    ] = False,
+        bool, typer.Option("--no-chat-template", help="Continue the prompts as they are, not as chats.")
+    ] = False
     costs: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A profile of `ssd profile`. Default: measured now.", rich_help_panel=_JUDGE),
-    ] = None,
-    sampler: Annotated[
-        str, typer.Option(metavar="NAME", help="tpe, gp, nsga2, random or forward.", rich_help_panel=_HOW)
-    ] = "tpe",
-    no_warm_start: Annotated[
-        bool, typer.Option("--no-warm-start", help="Leave all proposals to the sampler.", rich_help_panel=_HOW)
-    ] = False,
+        Path | None, typer.Option(metavar="FILE", help="A profile of `ssd profile`. Default: measured now.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """How the search goes."""
+
+    panel: ClassVar[str] = "How to search"
+
+    trials: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="How many drafts to judge in all, other workers' counted."),
+    ] = 120
+    sampler: Annotated[str, typer.Option(metavar="NAME", help="tpe, gp, nsga2, random or forward.")] = "tpe"
+    no_warm_start: Annotated[bool, typer.Option("--no-warm-start", help="Leave all proposals to the sampler.")] = False
     start_from: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="A config to try first (file, folder, preset); may be repeated.",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    no_prune: Annotated[
-        bool, typer.Option("--no-prune", help="Judge every draft to the end.", rich_help_panel=_HOW)
-    ] = False,
-    depth: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Tokens of a round in which drafts are judged.", rich_help_panel=_HOW),
-    ] = 6,
+        typer.Option(metavar="CONFIG", help="A config to try first (file, folder, preset); may be repeated."),
+    ] = None
+    no_prune: Annotated[bool, typer.Option("--no-prune", help="Judge every draft to the end.")] = False
+    depth: Annotated[int, typer.Option(min=1, metavar="N", help="How many drafted tokens of a round are judged.")] = 6
     exact_depth: Annotated[
         int,
         typer.Option(
             min=1,
             metavar="N",
-            help="So many of these are judged behind exactly what generation would have there, in passes so many times "
-            "as long; deeper ones as if they were the last of these.",
-            rich_help_panel=_HOW,
+            help="How many of these are judged exactly, after the same prefix as in generation. The passes take as "
+            "many times longer. Later tokens are judged as if they were the last of these.",
         ),
-    ] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampler.", rich_help_panel=_HOW)] = 0,
+    ] = 1
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler.")] = 0
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Where the study is stored, and what is done with it."""
+
+    panel: ClassVar[str] = "How to search"
+
     storage: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Of the study: sqlite:///FILE, postgresql://…, mysql://…, journal:FILE. Default: a file in --output.",
-            rich_help_panel=_HOW,
+            help="Storage of the study: sqlite:///FILE, postgresql://…, mysql://…, journal:FILE. Default: a file in "
+            "--output.",
         ),
-    ] = None,
-    study: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the study. Default: search.", rich_help_panel=_HOW)
-    ] = None,
+    ] = None
+    study: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the study. Default: search.")] = None
     from_study: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="STUDY",
             help="Pick the best draft of this study (folder, file or URL) for --costs; nothing is searched.",
-            rich_help_panel=_HOW,
         ),
-    ] = None,
+    ] = None
     confirm: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Time so many of the best in generation; 0: none.", rich_help_panel=_HOW),
-    ] = 1,
+        typer.Option(min=0, metavar="N", help="How many of the best drafts are timed in generation; 0: none."),
+    ] = 1
+
+
+@dataclass(frozen=True)
+class FoundOptions:
+    """What is written and printed."""
+
+    panel: ClassVar[str] = "Results"
+
     no_lookup: Annotated[
         bool,
         typer.Option(
             "--no-lookup",
-            help="Leave prompt lookup out of the config that is written. It costs nothing, and is neither searched nor "
-            "timed.",
-            rich_help_panel=_RESULTS,
+            help="Write a config without prompt lookup. (Lookup costs nothing; it is not part of the search, nor of "
+            "what is timed.)",
         ),
-    ] = False,
+    ] = False
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FOLDER", help="Where config, figures and plots go.", rich_help_panel=_RESULTS
-        ),
-    ] = None,
-    as_json: JsonOption = False,
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for config, figures and plots.")
+    ] = None
+    as_json: JsonOption = False
+
+
+@with_option_groups
+def search(
+    model: ModelArgumentOptions,
+    space: SpaceOptions,
+    calibration: CalibrationOptions,
+    sampler: SamplerOptions,
+    study: StudyOptions,
+    results: FoundOptions,
 ) -> None:
     """Search, or pick for another machine."""
-    from .console import err, out, print_json, quiet_libraries
+    from .console import at_work
 
-    if from_study is not None:
-        _retarget(from_study, study, costs, output, not no_lookup, as_json)
+    if study.from_study is not None:
+        if calibration.costs is None:
+            raise ValueError("--from picks a draft for other costs: name them with --costs (see `ssd profile`).")
+        picked = _pick(study.from_study, study.study, calibration.costs, results)
+        _print_picked(picked, results)
         return
-    elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with quiet_libraries(), elsewhere:
-        from ..config import SelfSpeculativeConfig
-        from ..search.profile import CostProfile
-        from ..search.runner import search as run_search
-        from ..search.settings import CalibrationSettings, ResultSettings, SearchSettings
-        from .options import default_folder, load, set_threads
-        from .search_view import View
+    with at_work(results.as_json):
+        result, folder, plotted = _search(model, space, calibration, sampler, study, results)
+    _print_result(result, model, folder, plotted, results.as_json)
 
-        settings = SearchSettings(
-            objective=objective,
-            sampler=sampler,
-            warm_start=not no_warm_start,
-            prune=not no_prune,
-            depth=depth,
-            exact_depth=exact_depth,
-            budget=budget,
-            seed=seed,
-            draft_memory=0.0 if skip_only else draft_memory,
-            start_from=tuple(SelfSpeculativeConfig.from_pretrained(name) for name in start_from or ()),
+
+def _search(
+    model: ModelArgumentOptions,
+    space: SpaceOptions,
+    calibration: CalibrationOptions,
+    sampler: SamplerOptions,
+    study: StudyOptions,
+    results: FoundOptions,
+) -> tuple[SearchResult, Path, str]:
+    """The result, the folder that it was written to, and which plots are in it."""
+    from ..config import SelfSpeculativeConfig
+    from ..search.profile import CostProfile
+    from ..search.runner import search as run_search
+    from ..search.settings import CalibrationSettings, ResultSettings, SearchSettings
+    from .console import resumable
+    from .loading import default_folder, load, set_threads
+    from .search_view import View
+
+    # What can be refused is refused before anything slow begins.
+    settings = SearchSettings(
+        objective=space.objective,
+        sampler=sampler.sampler,
+        warm_start=not sampler.no_warm_start,
+        prune=not sampler.no_prune,
+        depth=sampler.depth,
+        exact_depth=sampler.exact_depth,
+        budget=space.budget,
+        seed=sampler.seed,
+        draft_memory=0.0 if space.skip_only else space.draft_memory,
+        start_from=tuple(SelfSpeculativeConfig.from_pretrained(name) for name in sampler.start_from or ()),
+    )
+    texts = CalibrationSettings(
+        calibration.prompts,
+        calibration.num_prompts,
+        calibration.held_out,
+        calibration.new_tokens,
+        not calibration.no_chat_template,
+    )
+    profile = None if calibration.costs is None else CostProfile.load(calibration.costs)
+    folder = default_folder("search", model.model) if results.output is None else results.output
+    set_threads(model.threads)
+    target, tokenizer = load(model)
+    with resumable(folder, lambda: "What was judged is kept"), View(f"Results go to {folder}") as view:
+        result = run_search(
+            target,
+            tokenizer,
+            sampler.trials,
+            settings=settings,
+            texts=texts,
+            results=ResultSettings(
+                folder, study.storage, study.study or "search", study.confirm, not results.no_lookup
+            ),
+            profile=profile,
+            observer=view,
         )
-        texts = CalibrationSettings(prompts, num_prompts, held_out, new_tokens, not no_chat_template)
-        given = None if costs is None else CostProfile.load(costs)
-        folder = default_folder("search", model) if output is None else output
-        set_threads(threads)
-        target, tokenizer = load(model, dtype, device, device_map)
-        try:
-            with View(f"Results go to {folder}") as view:
-                result = run_search(
-                    target,
-                    tokenizer,
-                    trials,
-                    settings=settings,
-                    texts=texts,
-                    results=ResultSettings(folder, storage, study or "search", confirm, not no_lookup),
-                    profile=given,
-                    observer=view,
-                )
-        except KeyboardInterrupt:
-            err().print(
-                f"Interrupted. What was judged is kept; the same command with --output {folder} goes on from there.",
-                soft_wrap=True,
-            )
-            raise typer.Exit(130) from None
-        plotted = _plot(result, folder)
-    if as_json:
-        print_json({**result.to_dict(), "folder": str(folder)})
-        return
-    from .search_view import result_view
-
-    console = out()
-    for part in result_view(result, result.profile.num_layers):
-        console.print(part, soft_wrap=isinstance(part, str))
-    options = {
-        "dtype": None if dtype == "auto" else dtype,
-        "device": device,
-        "device-map": device_map,
-        "threads": threads,
-    }
-    as_here = "".join(f" --{name} {value}" for name, value in options.items() if value is not None)
-    command = f"ssd generate --model {model}{as_here} --config {folder} --compare"
-    console.print(f"\n  {command}", soft_wrap=True)
-    err().print(f"\nWritten to {folder} ({plotted})", style="dim", soft_wrap=True)
+    return result, folder, _plot(result, folder)
 
 
 def _plot(result: Any, folder: Path) -> str:
@@ -254,13 +261,52 @@ def _plot(result: Any, folder: Path) -> str:
         return f"no plots: {error}"
 
 
-def _retarget(
-    source: str, study: str | None, costs: Path | None, output: Path | None, lookup: bool, as_json: bool
-) -> None:
-    from .console import err, out, print_json, quiet_libraries
+def _print_result(result: SearchResult, model: ModelArgumentOptions, folder: Path, plotted: str, as_json: bool) -> None:
+    from .console import err, out, print_json
+    from .search_view import result_view
 
-    if costs is None:
-        raise ValueError("--from picks a draft for other costs: name them with --costs (see `ssd profile`).")
+    if as_json:
+        print_json({**result.to_dict(), "folder": str(folder)})
+        return
+    console = out()
+    for part in result_view(result, result.profile.num_layers):
+        console.print(part, soft_wrap=isinstance(part, str))
+    options = {
+        "dtype": None if model.dtype == "auto" else model.dtype,
+        "device": model.device,
+        "device-map": model.device_map,
+        "threads": model.threads,
+    }
+    as_here = "".join(f" --{name} {value}" for name, value in options.items() if value is not None)
+    command = f"ssd generate --model {model.model}{as_here} --config {folder} --compare"
+    console.print(f"\n  {command}", soft_wrap=True)
+    err().print(f"\nWritten to {folder} ({plotted})", style="dim", soft_wrap=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# for another machine
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The draft of a study that is best by another machine's costs."""
+
+    profile: CostProfile
+    best: Tried
+    config: SelfSpeculativeConfig
+
+
+def _pick(source: str, name: str | None, costs: Path, results: FoundOptions) -> Picked:
+    """Pick from a study, and write the config where a folder is given for it.
+
+    Args:
+        source: of the study.
+        name: of the study, where the source holds several.
+        costs: file of the other machine's profile.
+        results: where the config goes, and whether with prompt lookup.
+    """
+    from .console import quiet_libraries
+
     with quiet_libraries():
         from ..config import LookupConfig
         from ..search.profile import CostProfile
@@ -268,32 +314,23 @@ def _retarget(
         from ..search.study import found_config
 
         profile = CostProfile.load(costs)
-        found, stored = retarget(source, profile, study)
-        best = found[0]
-        config = found_config(
-            stored.space,
-            best,
-            profile,
-            stored.context,
-            stored.provenance,
-            lookup=LookupConfig() if lookup else None,
-        )
-        if output is not None:
-            config.save_pretrained(output)
-    if as_json:
-        print_json({"trial": best.number, "speedup": best.speedup, "config": config.to_dict()})
-        return
-    from .search_view import describe_draft, describe_tried
+        found, stored = retarget(source, profile, name)
+        lookup = None if results.no_lookup else LookupConfig()
+        config = found_config(stored.space, found[0], profile, stored.context, stored.provenance, lookup=lookup)
+        if results.output is not None:
+            config.save_pretrained(results.output)
+    return Picked(profile, found[0], config)
 
-    console = out()
-    console.print(f"For {profile.measured_on}:", soft_wrap=True)
-    console.print(f"  trial {best.number}, {describe_tried(best)}", soft_wrap=True)
-    if best.pruned:
-        texts = "It was given up early there, so that its acceptance is that of a part of the texts."
-        console.print(f"  {texts}", soft_wrap=True)
-    if best.speedup <= 1:
-        console.print("  No draft of the study pays there: with this one, generate decodes plainly.")
-    for line in describe_draft(config, profile.num_layers):
-        console.print(f"  {line}", soft_wrap=True)
-    if output is not None:
-        err().print(f"Written to {output}", style="dim", soft_wrap=True)
+
+def _print_picked(picked: Picked, results: FoundOptions) -> None:
+    from .console import err, out, print_json
+    from .search_view import picked_view
+
+    if results.as_json:
+        best = picked.best
+        print_json({"trial": best.number, "speedup": best.speedup, "config": picked.config.to_dict()})
+        return
+    for line in picked_view(picked):
+        out().print(line, soft_wrap=True)
+    if results.output is not None:
+        err().print(f"Written to {results.output}", style="dim", soft_wrap=True)

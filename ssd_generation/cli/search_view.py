@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
     from ..search.runner import SearchResult
     from ..search.study import Found, Tried
+    from .search import Picked
 
 
 @contextlib.contextmanager
@@ -46,7 +47,7 @@ class View:
     """How far a search is, for people: a `SearchObserver`. Use it as a context manager.
 
     Args:
-        announced: said as the search begins.
+        announced: printed when the search begins.
     """
 
     def __init__(self, announced: str | None = None) -> None:
@@ -132,7 +133,7 @@ def describe_tried(tried: Tried) -> str:
 
 def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
     """What a draft leaves out and computes in low bits, in lines."""
-    from .options import describe_layers, describe_skip
+    from .layers import describe_layers, describe_skip
 
     lines = []
     if config.skip:
@@ -159,8 +160,38 @@ def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
     return lines
 
 
+def picked_view(picked: Picked) -> list[str]:
+    """The draft that another machine's costs make the best, in lines."""
+    best = picked.best
+    lines = [f"For {picked.profile.measured_on}:", f"  trial {best.number}, {describe_tried(best)}"]
+    if best.pruned:
+        lines.append("  It was given up early there, so that its acceptance is that of a part of the texts.")
+    if best.speedup <= 1:
+        lines.append("  No draft of the study pays there: with this one, generate decodes plainly.")
+    return lines + [f"  {line}" for line in describe_draft(picked.config, picked.profile.num_layers)]
+
+
 def result_view(result: SearchResult, num_layers: int) -> list[Any]:
     """What a search found, for people."""
+    shown: list[Any] = [_figures_table(result)]
+    shown += [f"  {line}" for line in describe_draft(result.config, num_layers)]
+    if result.best.speedup < 1.0:
+        shown.append("  Nothing pays on this machine: with this config, drafting by cost comes to plain steps.")
+    total = sum(result.passes.values())
+    pruned = sum(t.pruned for t in result.found.tried)
+    shown.append(
+        f"  {len(result.found.tried)} drafts judged, {pruned} of them given up early, in {total:,} forward passes of "
+        "the model"
+    )
+    if result.confirmed is not None:
+        same = result.confirmed.identical[f"trial {result.best.number}"]
+        of = len(result.confirmed.ratios[f"trial {result.best.number}"])
+        shown.append(f"  texts identical to plain decoding: {same} of {of}")
+    return shown
+
+
+def _figures_table(result: SearchResult) -> Table:
+    """The best draft's figures: promised, on texts held back, and measured."""
     from ..search.confirm import NOTHING_DRAFTED
     from ..search.study import mean_acceptance
 
@@ -201,18 +232,4 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
                 "–",
             )
             table.add_row("… what the draft adds to it", f"{by_the_draft:.2f}×", "", "")
-    shown: list[Any] = [table]
-    shown += [f"  {line}" for line in describe_draft(result.config, num_layers)]
-    if best.speedup < 1.0:
-        shown.append("  Nothing pays on this machine: with this config, drafting by cost comes to plain steps.")
-    total = sum(result.passes.values())
-    pruned = sum(t.pruned for t in result.found.tried)
-    shown.append(
-        f"  {len(result.found.tried)} drafts judged, {pruned} of them given up early, in {total:,} forward passes of "
-        "the model"
-    )
-    if result.confirmed is not None:
-        same = result.confirmed.identical[f"trial {best.number}"]
-        of = len(result.confirmed.ratios[f"trial {best.number}"])
-        shown.append(f"  texts identical to plain decoding: {same} of {of}")
-    return shown
+    return table

@@ -15,11 +15,11 @@ from ..harness.report import (
     LEAST_JUDGED,
     MARKERS,
     conditions,
-    draws_cell,
     markdown,
     markdown_sentence,
     markdown_table,
     new_figure,
+    sampling_cell,
 )
 from ..harness.run_folder import PLOT, SUMMARY, TABLE, RunFolder
 from ..harness.runner import write_summary
@@ -317,7 +317,7 @@ def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], l
         for name in [PLAIN, *summary["methods"]]:
             own = quality.get(name, {}).get(metric)
             entry = summary.get("plain", {}) if name == PLAIN else summary["methods"][name]
-            ratio, text, cell = entry.get("ratio"), entry.get("text"), draws_cell(entry)
+            ratio, text, cell = entry.get("ratio"), entry.get("text"), sampling_cell(entry)
             if name != PLAIN and ratio is None:
                 continue
             overall = None if ratio is None else ratio["overall"]

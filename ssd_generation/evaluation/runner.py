@@ -20,7 +20,7 @@ from ..harness.environment import own_settings, take_over_sessions
 from ..harness.figures import finished_calls
 from ..harness.methods import PLAIN, of_config
 from ..harness.run_folder import ROWS, RunFolder, read_rows
-from ..harness.runner import Observer, Progress, RunSettings, SideBySide
+from ..harness.runner import Observer, Progress, RunSettings, Share, SideBySide
 from ..harness.stored import check_rows, string
 from .quality import quality_of, verdicts_of
 from .report import write_evaluation
@@ -220,7 +220,7 @@ def run_evaluation(
 
     def part(folder: RunFolder, earlier: Sequence[Mapping[str, Any]] = ()) -> Evaluation:
         turn = (0, 1) if together else (group.process_index, group.num_processes)
-        run = Evaluation(model, task.samples, folder, settings, config, assistant, observe, turn, earlier)
+        run = Evaluation(model, task.samples, folder, settings, config, assistant, observe, Share(turn, earlier))
         run.asks(task, tokenizer, code)
         return run
 
@@ -308,7 +308,7 @@ class Evaluation(SideBySide):
             if row["prompt"] in earlier and row["method"] == PLAIN and row["repeat"] == 0
         }
 
-    def _mine(self) -> Sequence[int]:
+    def own_items(self) -> Sequence[int]:
         # A conversation stays in one process, since its turns need the answers to those before.
         number = {name: n for n, name in enumerate(s.id for s in self.task.samples if not s.earlier)}
         mine, of = self.part

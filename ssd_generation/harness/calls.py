@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Caller", "TimedCall", "first_line", "load_average"]
+__all__ = ["Caller", "TimedCall", "first_line"]
 
 # Where an enabled model keeps what its draft-length policies and the refinement of its drafts have learnt.
 _POLICIES = "_speculation_policies"
@@ -193,11 +193,6 @@ class Caller:
             if learnt and learn:
                 self._learnt[method] = learnt
             state.update(others)
-
-
-def load_average() -> float | None:
-    """Processes that wanted to run during the last minute, on average; `None` where the system does not say."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def first_line(error: BaseException) -> str:

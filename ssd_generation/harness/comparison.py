@@ -18,8 +18,8 @@ from ..forward.skip_mode import draft_mode
 from ..forward.sublayers import locate_sublayers
 from ..support.machine import cpu_name
 from ..tuning.automatic import weight_bytes
-from .draws import Draws, judge_draws
 from .interleaved import Timings, interleaved, timed
+from .sampling_check import SamplingCheck, check_sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,7 +157,7 @@ class MethodResult:
     speculation: tuple[SpeculationStatistics, ...] = ()
     difference: Difference | None = None
     peak_bytes: int | None = None
-    draws: Draws | None = None
+    draws: SamplingCheck | None = None
     draws_error: str | None = None
 
     @property
@@ -391,7 +391,8 @@ def compare(
         if advance is not None:
             advance(f"judging the draws, {name}")
         try:
-            return {"draws": sum((judge_draws(model, inputs, ids, **generate_kwargs) for ids in texts[name]), Draws())}
+            checks = (check_sampling(model, inputs, ids, **generate_kwargs) for ids in texts[name])
+            return {"draws": sum(checks, SamplingCheck())}
         except Exception as error:  # what was measured is worth more
             return {"draws_error": f"{type(error).__name__}: {error}"}
 

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 
 from ..support.reading import RESULT, read_json
-from .calls import load_average
 from .comparison import describe_environment
 from .run_folder import ENVIRONMENT, RunFolder
 from .stored import check_sessions
 
-__all__ = ["own_settings", "run_environment", "sessions_of", "start_session", "take_over_sessions", "where_measured"]
+__all__ = [
+    "load_average",
+    "own_settings",
+    "run_environment",
+    "sessions_of",
+    "start_session",
+    "take_over_sessions",
+    "where_measured",
+]
 
 _OF_SESSION = ("session", "started", "load_average")
 # Of a generation config: what does not choose tokens, or is said with each call.
@@ -96,6 +103,11 @@ def run_environment(model: Any) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "commit": _commit(Path(__file__).resolve().parents[2]),
     }
+
+
+def load_average() -> float | None:
+    """Processes that wanted to run during the last minute, on average; `None` where the system does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def own_settings(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:

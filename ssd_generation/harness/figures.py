@@ -12,9 +12,9 @@ from typing import Any
 from ..config import Costs
 from ..decoding.statistics import SpeculationStatistics
 from .comparison import first_difference
-from .draws import Draws
 from .interleaved import Timing, spread
 from .methods import PLAIN
+from .sampling_check import SamplingCheck
 
 __all__ = [
     "beside_plain",
@@ -251,8 +251,8 @@ def _identity(pairs: Sequence[tuple[Row, Row]], margins: Mapping[tuple[Any, ...]
     }
 
 
-def _draws(rows: Sequence[Row], method: str) -> dict[str, Any] | None:
-    """How a method's sampled tokens compare with the model's distributions, see `Draws`; `None` if none was judged."""
+def _sampling_check(rows: Sequence[Row], method: str) -> dict[str, Any] | None:
+    """The `SamplingCheck` of all of a method's sampled tokens; `None` if none was judged."""
     judged = {
         (r["prompt"], r["repeat"], r["session"]): r for r in finished_calls(rows, "draws") if r["method"] == method
     }
@@ -261,7 +261,7 @@ def _draws(rows: Sequence[Row], method: str) -> dict[str, Any] | None:
     found = [judged[key] for key in sorted(calls & judged.keys())]
     if not found:
         return None
-    total = sum((Draws(*(row[key] for key in asdict(Draws()))) for row in found), Draws())
+    total = sum((SamplingCheck(*(row[key] for key in asdict(SamplingCheck()))) for row in found), SamplingCheck())
     return {**total.to_dict(), "z": total.z, "texts": len(found)}
 
 
@@ -298,7 +298,7 @@ def summarise(
             entry["decode_ratio"] = _ratio_summary(_by_category(of_loop, _decode_ratio, lambda row: row["category"]))
             entry["tokens_per_second"] = spread([_timing(row).tokens_per_second for row, _ in own])
             if arguments["do_sample"]:
-                entry["draws"] = _draws(rows, name)
+                entry["draws"] = _sampling_check(rows, name)
             else:
                 entry["text"] = _identity(own, margins)
             entry["drafting"] = _drafting([row for row, _ in own])
@@ -325,7 +325,7 @@ def summarise(
             "tokens_per_second": spread([_timing(row).tokens_per_second for row in plain_calls]),
             "step_seconds": spread(_known(_step_seconds(row) for row in plain_calls)),
             "prompt_seconds": spread([row["prompt_seconds"] for row in plain_calls]),
-            **({"draws": _draws(rows, PLAIN)} if arguments["do_sample"] else {}),
+            **({"draws": _sampling_check(rows, PLAIN)} if arguments["do_sample"] else {}),
             "errors": _errors(rows, PLAIN),
         },
         "methods": methods,

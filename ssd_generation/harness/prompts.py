@@ -110,10 +110,10 @@ def _parse(entry: Any, stem: str) -> tuple[str, str, tuple[str, ...]]:
         if key not in entry:
             continue
         value = entry[key]
-        said = value if key == "turns" and isinstance(value, list) and value else [value]
-        if not all(isinstance(text, str) and text.strip() for text in said):
+        turns = value if key == "turns" and isinstance(value, list) and value else [value]
+        if not all(isinstance(text, str) and text.strip() for text in turns):
             raise ValueError(f"{key!r} holds no text, but {excerpt(value)}.")
-        first, *later = (text.strip() for text in said)
+        first, *later = (text.strip() for text in turns)
         return str(entry.get("category") or category), before + first, tuple(later)
     raise ValueError(f"there is no prompt in it; its keys are {listed(entry)}.")
 
@@ -236,8 +236,8 @@ def encode_prompt(
     """
     if use_chat_template and getattr(tokenizer, "chat_template", None) is not None:
         messages = [] if system is None else [{"role": "system", "content": system}]
-        for said, answered in before:
-            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
+        for question, answer in before:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
             encoded: Any = tokenizer.apply_chat_template(
                 [*messages, {"role": "user", "content": text}],
@@ -246,8 +246,8 @@ def encode_prompt(
                 return_tensors="pt",
             )
         except Exception as error:  # a template is a program of its own, and may raise what it likes
-            said = str(error)[:300].rstrip(".")
-            raise ValueError(f"The model's chat template refused the prompt: {said}.") from error
+            reason = str(error)[:300].rstrip(".")
+            raise ValueError(f"The model's chat template refused the prompt: {reason}.") from error
     else:
         encoded = tokenizer(text, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:

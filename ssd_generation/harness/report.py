@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..support.display import for_markdown, for_plot
-from .draws import draws_figure
 from .methods import PLAIN
+from .sampling_check import z_figure
 
 __all__ = [
     "COLOURS",
@@ -20,8 +20,6 @@ __all__ = [
     "categories_of",
     "category_cell",
     "conditions",
-    "draws_cell",
-    "draws_notes",
     "markdown",
     "markdown_sentence",
     "markdown_table",
@@ -30,6 +28,8 @@ __all__ = [
     "overview",
     "plot_summary",
     "problems",
+    "sampling_cell",
+    "sampling_notes",
 ]
 
 _NONE = "–"
@@ -105,7 +105,7 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             [
                 *line,
                 _figure(entry["decode_ratio"]["geometric_mean"]),
-                draws_cell(entry) if sampling else _NONE if text is None else _share(text["identical"], text["calls"]),
+                sampling_cell(entry) if sampling else _text_cell(text),
                 _percent(drafting.get("acceptance_rate")),
                 _figure(drafting.get("tokens_per_round")),
                 _NONE if efficiency is None else _figure(efficiency["median"]),
@@ -115,13 +115,17 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
-def draws_cell(entry: Mapping[str, Any]) -> str:
+def _text_cell(text: Mapping[str, Any] | None) -> str:
+    return _NONE if text is None else _share(text["identical"], text["calls"])
+
+
+def sampling_cell(entry: Mapping[str, Any]) -> str:
     """How far a method's draws are from the model's distribution: `+0.6`, and what the model could not have drawn."""
     draws = entry.get("draws")
-    return (draws and draws_figure(draws["z"], draws["impossible"])) or _NONE
+    return (draws and z_figure(draws["z"], draws["impossible"])) or _NONE
 
 
-def draws_notes(summary: Mapping[str, Any]) -> list[str]:
+def sampling_notes(summary: Mapping[str, Any]) -> list[str]:
     """What the draws say of whether sampling is the model's own, a sentence each; nothing under greedy decoding."""
     entries = {PLAIN: summary.get("plain", {}), **summary["methods"]}
     lines = []
@@ -130,7 +134,7 @@ def draws_notes(summary: Mapping[str, Any]) -> list[str]:
         if draws is None:
             continue
         per_token = draws["excess"] / max(draws["tokens"] - draws["impossible"], 1)
-        z = draws_figure(draws["z"], 0) or _NONE
+        z = z_figure(draws["z"], 0) or _NONE
         line = f"{name}: {draws['tokens']:,} tokens, {per_token:+.4f} a token, z = {z}."
         if draws["impossible"]:
             line += f" {draws['impossible']} of them the model itself could not have drawn; z is that of the others."
@@ -266,7 +270,7 @@ def markdown(summary: Mapping[str, Any], title: str) -> str:
             ),
         )
         page.append("")
-    if drawn := [markdown_sentence(note) for note in draws_notes(summary)]:
+    if drawn := [markdown_sentence(note) for note in sampling_notes(summary)]:
         first, *others = drawn
         page += ["## Sampling", "", first, "", *(f"- {line}" for line in others), ""]
     if summary["kind"] == "methods":
@@ -381,7 +385,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     if sums_up:
         axes.axvline(len(categories) - 0.5, color="0.6", linewidth=1, linestyle=":")
     counts = summary["prompts_per_category"]
-    labels = [f"{_broken(for_plot(category))}\n(n = {counts[category]})" for category in categories]
+    labels = [f"{_wrapped(for_plot(category))}\n(n = {counts[category]})" for category in categories]
     axes.set_xticks(range(len(places)), [*labels, *(["geometric\nmean"] if sums_up else [])])
     axes.set_xlim(-0.5, max(1, len(places)) - 0.5)
     axes.set_yscale("log", base=2)
@@ -412,7 +416,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150, format="png")
 
 
-def _broken(category: str) -> str:
+def _wrapped(category: str) -> str:
     """A long label on two lines."""
     for separator in ("-", " ", "_"):
         if separator in category and len(category) > 10:

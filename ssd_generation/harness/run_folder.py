@@ -62,15 +62,15 @@ class RunFolder:
         self._lock = Lock(self.path / _LOCK)
         self._is_new = False
         self._is_done_with = False
-        self._check_whose()  # before anything is written
+        self._check_ownership()  # before anything is written
         self._with_folder(self._check_writable)
 
     def __enter__(self) -> RunFolder:
         if not self._with_folder(self._lock.acquire):
             raise ValueError(f"Another run is going on in {str(self.path)!r}. Wait for it, or choose another folder.")
         try:
-            self._check_whose()  # again: another run may have begun here meanwhile
-            self._sweep()
+            self._check_ownership()  # again: another run may have begun here meanwhile
+            self._remove_temporary_files()
             file = self.path / ROWS
             self.rows, size = _parse_rows(file)
             if file.exists() and size < file.stat().st_size:
@@ -78,14 +78,14 @@ class RunFolder:
             if not (self.path / CONFIG).exists():
                 self.write_json(CONFIG, self.arguments)
         except BaseException:
-            self._leave((_LOCK,) if self._is_new else ())
+            self._release((_LOCK,) if self._is_new else ())
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         # Where nothing was measured, say because the model was not found, no folder is left behind for that.
         nothing = self._is_new and not self.rows
-        self._leave(_FILES if nothing or self._is_done_with else ())
+        self._release(_FILES if nothing or self._is_done_with else ())
 
     def _with_folder(self, do: Callable[[], _Result]) -> _Result:
         """Make the folder if need be, and do something there."""
@@ -120,14 +120,14 @@ class RunFolder:
         with tempfile.TemporaryFile(dir=self.path, prefix=temporary_name(".")):
             pass
 
-    def _sweep(self) -> None:
+    def _remove_temporary_files(self) -> None:
         """Remove what killed runs were writing."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if _is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
                     Path(entry.path).unlink(missing_ok=True)
 
-    def _leave(self, files: tuple[str, ...]) -> None:
+    def _release(self, files: tuple[str, ...]) -> None:
         """Let go of the folder; before, take it away if nothing is in it but some of these files."""
         try:
             with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ class RunFolder:
         reason = error.strerror or str(error)
         return type(error)(f"The results cannot be written to {str(self.path)!r}: {reason}. {_ADVICE}")
 
-    def _check_whose(self) -> None:
+    def _check_ownership(self) -> None:
         """Complain about a folder that is neither empty nor of this very run; nothing is written."""
         try:
             names = os.listdir(self.path)

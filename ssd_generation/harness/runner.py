@@ -15,19 +15,26 @@ from ..generation import enable_self_speculative, why_no_drafts
 from ..support.files import replacing
 from ..tuning.automatic import weight_bytes
 from ..tuning.costs import costs_of
-from .calls import Caller, TimedCall, first_line, load_average
+from .calls import Caller, TimedCall, first_line
 from .comparison import find_difference, first_difference
-from .draws import judge_draws
-from .environment import own_settings, run_environment, sessions_of, start_session, where_measured
+from .environment import (
+    load_average,
+    own_settings,
+    run_environment,
+    sessions_of,
+    start_session,
+    where_measured,
+)
 from .figures import finished_calls, latest_calls, ratios_so_far, summarise
 from .interleaved import interleaved, rotated
 from .memory import peak_bytes
 from .methods import PLAIN, Method, make_methods
 from .report import markdown, plot_summary
 from .run_folder import PLOT, ROWS, SUMMARY, TABLE, RunFolder
+from .sampling_check import check_sampling
 from .stored import Check, check_rows
 
-__all__ = ["Item", "Observer", "Progress", "RunSettings", "SideBySide", "write_summary"]
+__all__ = ["Item", "Observer", "Progress", "RunSettings", "Share", "SideBySide", "write_summary"]
 
 _MOST_TRIES = 3  # items on which plain decoding may fail before there is nothing to compare with
 
@@ -124,6 +131,22 @@ class Progress:
 Observer = Callable[[Progress], None]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one process does of a run that several share.
+
+    Attributes:
+        part: `(i, n)`: only every n-th item from the i-th on; the others run the rest.
+        earlier: rows of the run that stand in another folder, checked.
+    """
+
+    part: tuple[int, int] = (0, 1)
+    earlier: Sequence[Mapping[str, Any]] = ()
+
+
+WHOLE_RUN = Share()
+
+
 class SideBySide:
     """A run: all methods on all items, going on where an earlier one in this folder ended.
 
@@ -139,8 +162,7 @@ class SideBySide:
         config: of the methods that need one.
         assistant: model of the method "assistant".
         observe: told before each call how far the run is.
-        part: `(i, n)`: only every n-th item from the i-th on, where others run the rest.
-        earlier: rows that stand elsewhere, checked.
+        share: what of the run is done here.
 
     Raises:
         ValueError: the folder holds something that such a run cannot have written.
@@ -158,8 +180,7 @@ class SideBySide:
         config: SelfSpeculativeConfig | None = None,
         assistant: Any = None,
         observe: Observer | None = None,
-        part: tuple[int, int] = (0, 1),
-        earlier: Sequence[Mapping[str, Any]] = (),
+        share: Share = WHOLE_RUN,
     ) -> None:
         known = {item.id for item in items}
         check_rows(folder.rows, folder.path / ROWS, settings.methods, known, self.fields_of_calls)
@@ -169,8 +190,8 @@ class SideBySide:
         self.settings = settings
         self.assistant = assistant
         self.observe = observe
-        self.part = part
-        self.earlier = earlier
+        self.part = share.part
+        self.earlier = share.earlier
         self.caller = Caller(model, assistant)
         self.options = settings.options(getattr(model.generation_config, "pad_token_id", None))
         self.methods = make_methods(settings.methods, model, config, settings.seed)
@@ -189,6 +210,10 @@ class SideBySide:
     def inputs(self, index: int) -> dict[str, torch.Tensor]:
         """The model's inputs for an item: `input_ids` of shape `(1, prompt_length)` and `attention_mask`."""
         raise NotImplementedError
+
+    def own_items(self) -> Sequence[int]:
+        """Indices of the items that this process runs, see `Share`."""
+        return range(self.part[0], len(self.items), self.part[1])
 
     def noted(self, index: int, call: TimedCall) -> dict[str, Any]:
         """What else a row holds."""
@@ -240,31 +265,29 @@ class SideBySide:
             )
         }
 
-    def _mine(self) -> Sequence[int]:
-        return range(self.part[0], len(self.items), self.part[1])
-
     def everything(self) -> None:
-        mine = {self.items[index].id for index in self._mine()}
+        mine = {self.items[index].id for index in self.own_items()}
         finished = {key for key in self._finished() if key[0] in mine}
         measured = {row["method"] for row in self.rows if row["kind"] == "memory"}
         wanted = [
             (repeat, index, method)
             for repeat in range(self.settings.repeats)
-            for index in self._mine()
+            for index in self.own_items()
             for method in rotated(self.methods, index + repeat)
             if (self.items[index].id, method.name, repeat) not in finished and method.name not in self.failed
         ]
         weighs = self.settings.memory and self.part[0] == 0
         weighed = [m for m in self.methods if weighs and m.name not in measured | self.failed]
         to_warm = [m for m in self.methods if m in weighed or any(m is method for _, _, method in wanted)]
-        judged = len(wanted) + len(self._unjudged()) if self.settings.do_sample else 0
+        judged = len(wanted) + len(self._unchecked_samples()) if self.settings.do_sample else 0
         self.total = len(finished) + len(wanted) + len(weighed) + len(to_warm) * self.settings.warm_up + judged
         self.done = len(finished)
         if not wanted and not weighed:
             self._compare_texts()
             return
+        # In rounds: what a method's first call makes for itself may cost others what they had made.
         for turn in interleaved(to_warm, 0, self.settings.warm_up):
-            self._tell(f"warm-up, {turn.method.name}")
+            self._report_progress(f"warm-up, {turn.method.name}")
             if turn.method.name not in self.failed:
                 self._warm_up(turn.method)
             self.done += 1
@@ -277,18 +300,18 @@ class SideBySide:
                 methods = [self.methods[0], *methods]
                 self.total += 1
             for position, method in enumerate(methods):
-                self._tell(f"{self.items[index].id}, {method.name}")
+                self._report_progress(f"{self.items[index].id}, {method.name}")
                 if method.name not in self.failed:
                     self._measure(method, index, repeat, position)
                 self.done += 1
         for method in weighed:
-            self._tell(f"memory, {method.name}")
+            self._report_progress(f"memory, {method.name}")
             if method.name not in self.failed:
                 self._measure_memory(method)
             self.done += 1
         self._compare_texts()
 
-    def _tell(self, step: str) -> None:
+    def _report_progress(self, step: str) -> None:
         if self.observe is not None:
             self.observe(Progress(self.done, self.total, step, ratios_so_far(self.rows)))
 
@@ -388,52 +411,52 @@ class SideBySide:
     def _compare_texts(self) -> None:
         """What the texts say of whether each method is still exactly the model."""
         if self.settings.do_sample:
-            self._judge_draws()
+            self._check_sampling()
         else:
             self._measure_margins()
 
-    def _judge_draws(self) -> None:
+    def _check_sampling(self) -> None:
         """Whether tokens were drawn from the model's distribution."""
-        places = self._places()
-        for row in self._unjudged():
-            self._tell(f"{row['prompt']}, judging the draws of {row['method']}")
+        indices = self._item_indices()
+        for row in self._unchecked_samples():
+            self._report_progress(f"{row['prompt']}, judging the draws of {row['method']}")
             judged: dict[str, Any] = {key: row[key] for key in ("session", "prompt", "method", "repeat")}
             try:
-                inputs = self.inputs(places[row["prompt"]])
-                judged |= judge_draws(self.model, inputs, row["token_ids"], **self.options).to_dict()
+                inputs = self.inputs(indices[row["prompt"]])
+                judged |= check_sampling(self.model, inputs, row["token_ids"], **self.options).to_dict()
             except Exception as error:
                 judged["error"] = first_line(error)
             self.folder.append({"kind": "draws", **judged})
             self.done += 1
 
-    def _unjudged(self) -> list[Mapping[str, Any]]:
+    def _unchecked_samples(self) -> list[Mapping[str, Any]]:
         """Sampled calls whose draws are still to be judged."""
         known = {(*_key(row), row["session"]) for row in self.rows if row["kind"] == "draws"}
-        places = self._places()
+        indices = self._item_indices()
         return [
             row
             for row in latest_calls(self.rows)
-            if row["prompt"] in places and (*_key(row), row["session"]) not in known
+            if row["prompt"] in indices and (*_key(row), row["session"]) not in known
         ]
 
-    def _places(self) -> dict[str, int]:
-        return {self.items[index].id: index for index in self._mine()}
+    def _item_indices(self) -> dict[str, int]:
+        return {self.items[index].id: index for index in self.own_items()}
 
     def _measure_margins(self) -> None:
         """How close plain decoding's decision was wherever a text has left its text."""
         known = {_key(row) for row in self.rows if row["kind"] == "difference"}
         calls = finished_calls(self.rows)
         plain = {row["prompt"]: row for row in calls if row["method"] == PLAIN}
-        places = self._places()
+        indices = self._item_indices()
         for row in calls:
             base = plain.get(row["prompt"])
-            if base is None or row["method"] == PLAIN or _key(row) in known or row["prompt"] not in places:
+            if base is None or row["method"] == PLAIN or _key(row) in known or row["prompt"] not in indices:
                 continue
             if first_difference(base["token_ids"], row["token_ids"]) is None:
                 continue
             found: dict[str, Any] = {key: row[key] for key in ("prompt", "method", "repeat")}
             try:
-                inputs = self.inputs(places[row["prompt"]])
+                inputs = self.inputs(indices[row["prompt"]])
                 difference = find_difference(self.model, inputs, base["token_ids"], row["token_ids"], **self.options)
                 assert difference is not None
                 found |= difference.to_dict()

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.harness import draws
 from ssd_generation.harness import runner as side_by_side
-from ssd_generation.harness.draws import Draws, judge_draws
-from ssd_generation.harness.report import draws_cell, draws_notes, problems
+from ssd_generation.harness import sampling_check
+from ssd_generation.harness.report import problems, sampling_cell, sampling_notes
 from ssd_generation.harness.run_folder import read_rows
+from ssd_generation.harness.sampling_check import SamplingCheck, check_sampling
 from test_evaluation import METHODS, TEXTS, own_place, run  # noqa: F401
 from test_evaluation import model as model  # the fixture
 from tiny_models import tiny_model
@@ -26,13 +26,13 @@ CONFIG = SelfSpeculativeConfig(SkipConfig([1], [2]), DraftingConfig(policy="fixe
 
 def drawn(
     model: Any, texts: int, new_tokens: int = 40, judged_as: dict[str, Any] | None = None, **changes: Any
-) -> Draws:
+) -> SamplingCheck:
     """Texts sampled one way, judged as if sampled another."""
-    total = Draws()
+    total = SamplingCheck()
     for seed in range(texts):
         torch.manual_seed(seed)
         out = model.generate(**PROMPT, **{**SAMPLING, "max_new_tokens": new_tokens, **changes})
-        total += judge_draws(model, PROMPT, out[0, 4:].tolist(), **(judged_as or SAMPLING))
+        total += check_sampling(model, PROMPT, out[0, 4:].tolist(), **(judged_as or SAMPLING))
     return total
 
 
@@ -46,7 +46,7 @@ def test_one_token_by_hand(target: Any) -> None:
     p = logits.softmax(-1)
     entropy = -float((p * p.log()).sum())
     token = int(p.argmax())
-    found = judge_draws(target, PROMPT, [token], do_sample=True, temperature=0.5, top_k=0, pad_token_id=0)
+    found = check_sampling(target, PROMPT, [token], do_sample=True, temperature=0.5, top_k=0, pad_token_id=0)
     assert found.tokens == 1 and found.impossible == 0
     assert found.excess == pytest.approx(float(p[token].log()) + entropy, abs=1e-4)
     assert found.variance == pytest.approx(float((p * (p.log() + entropy) ** 2).sum()), abs=1e-4)
@@ -54,11 +54,11 @@ def test_one_token_by_hand(target: Any) -> None:
 
 def test_each_token_is_judged_behind_those_before_it(target: Any) -> None:
     ids = [9, 3, 3, 11]
-    whole = judge_draws(target, PROMPT, ids, **SAMPLING, repetition_penalty=1.3)
-    parts = Draws()
+    whole = check_sampling(target, PROMPT, ids, **SAMPLING, repetition_penalty=1.3)
+    parts = SamplingCheck()
     for n, token in enumerate(ids):
         before = torch.tensor([[5, 6, 7, 8, *ids[:n]]])
-        parts += judge_draws(
+        parts += check_sampling(
             target, {"input_ids": before, "attention_mask": torch.ones_like(before)}, [token], **SAMPLING,
             repetition_penalty=1.3,
         )  # fmt: skip
@@ -102,9 +102,9 @@ def test_a_text_may_end(target: Any) -> None:
     torch.manual_seed(4)
     ended = target.generate(**PROMPT, **{**ends, "max_new_tokens": 12})[0, 4:].tolist()
     assert ended == ids[:6]
-    assert judge_draws(target, PROMPT, ended, **ends) == judge_draws(target, PROMPT, ids[:6], **SAMPLING)
+    assert check_sampling(target, PROMPT, ended, **ends) == check_sampling(target, PROMPT, ids[:6], **SAMPLING)
     # Where the end is not allowed yet, it cannot have been drawn.
-    assert judge_draws(target, PROMPT, ended, **ends, min_new_tokens=8, max_new_tokens=12).impossible == 1
+    assert check_sampling(target, PROMPT, ended, **ends, min_new_tokens=8, max_new_tokens=12).impossible == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -115,17 +115,17 @@ def test_padding_at_the_left_changes_nothing(family: str) -> None:
         "input_ids": torch.tensor([[0, 0, 0, 5, 6, 7, 8]]),
         "attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
     }
-    bare, beside = judge_draws(model, PROMPT, ids, **SAMPLING), judge_draws(model, padded, ids, **SAMPLING)
+    bare, beside = check_sampling(model, PROMPT, ids, **SAMPLING), check_sampling(model, padded, ids, **SAMPLING)
     assert beside.impossible == bare.impossible
     assert beside.excess == pytest.approx(bare.excess, abs=1e-4)
-    assert judge_draws(model, {"input_ids": PROMPT["input_ids"]}, ids, **SAMPLING) == bare
+    assert check_sampling(model, {"input_ids": PROMPT["input_ids"]}, ids, **SAMPLING) == bare
 
 
 def test_long_texts_are_judged_in_pieces(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [9, 3, 3, 11, 12, 4, 4]
-    whole = judge_draws(target, PROMPT, ids, **SAMPLING)
-    monkeypatch.setattr(draws, "_AT_ONCE", 3)
-    pieces = judge_draws(target, PROMPT, ids, **SAMPLING)
+    whole = check_sampling(target, PROMPT, ids, **SAMPLING)
+    monkeypatch.setattr(sampling_check, "_CHUNK", 3)
+    pieces = check_sampling(target, PROMPT, ids, **SAMPLING)
     assert (pieces.tokens, pieces.impossible) == (7, whole.impossible)
     assert pieces.excess == pytest.approx(whole.excess, abs=1e-4)
     assert pieces.variance == pytest.approx(whole.variance, abs=1e-4)
@@ -136,25 +136,25 @@ def test_logits_that_are_not_numbers(target: Any) -> None:
     with torch.no_grad():
         broken.lm_head.weight.fill_(math.nan)
     with pytest.raises(ValueError, match="not numbers"):
-        judge_draws(broken, PROMPT, [3], **SAMPLING)
+        check_sampling(broken, PROMPT, [3], **SAMPLING)
 
 
 def test_tokens_outside_are_counted(target: Any) -> None:
     unlikely = int(target(**PROMPT).logits[0, -1].detach().argmin())
-    found = judge_draws(target, PROMPT, [unlikely], **SAMPLING)
-    assert found == Draws(tokens=1, impossible=1) and found.z is None
+    found = check_sampling(target, PROMPT, [unlikely], **SAMPLING)
+    assert found == SamplingCheck(tokens=1, impossible=1) and found.z is None
 
 
 def test_nothing_is_nothing(target: Any) -> None:
-    assert judge_draws(target, PROMPT, [], **SAMPLING) == Draws()
-    assert (Draws(2, 1.0, 4.0) + Draws(1, -0.5, 5.0)).z == pytest.approx(0.5 / 3)
+    assert check_sampling(target, PROMPT, [], **SAMPLING) == SamplingCheck()
+    assert (SamplingCheck(2, 1.0, 4.0) + SamplingCheck(1, -0.5, 5.0)).z == pytest.approx(0.5 / 3)
 
 
 def test_what_cannot_be_judged(target: Any) -> None:
     with pytest.raises(ValueError, match="draws nothing"):
-        judge_draws(target, PROMPT, [3], do_sample=False)
+        check_sampling(target, PROMPT, [3], do_sample=False)
     with pytest.raises(ValueError, match="got 2 prompts"):
-        judge_draws(target, {"input_ids": torch.ones(2, 3, dtype=torch.long)}, [3], do_sample=True)
+        check_sampling(target, {"input_ids": torch.ones(2, 3, dtype=torch.long)}, [3], do_sample=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -192,27 +192,27 @@ def test_progress_counts_what_is_judged(model: Any, tmp_path: Path) -> None:
 def test_a_greedy_run_has_no_draws(model: Any, tmp_path: Path) -> None:
     summary = run(model, tmp_path / "r")
     assert "draws" not in summary["plain"] and "draws" not in summary["methods"]["config"]
-    assert draws_notes(summary) == []
+    assert sampling_notes(summary) == []
     assert "Drawn as" not in (tmp_path / "r" / "summary.md").read_text()
 
 
 def test_what_cannot_be_judged_ends_no_run(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def judge(*_: Any, **__: Any) -> Draws:
+    def judge(*_: Any, **__: Any) -> SamplingCheck:
         raise MemoryError("no room for these logits")
 
-    monkeypatch.setattr(side_by_side, "judge_draws", judge)
+    monkeypatch.setattr(side_by_side, "check_sampling", judge)
     summary = run(model, tmp_path / "r", do_sample=True)
     assert summary["complete"] and summary["methods"]["config"]["draws"] is None
     assert any("no room for these logits" in line for line in problems(summary))
 
 
 def test_impossible_draws_are_told(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "judge_draws", lambda *_, **__: Draws(4, 2.0, 1.0, 1))
+    monkeypatch.setattr(side_by_side, "check_sampling", lambda *_, **__: SamplingCheck(4, 2.0, 1.0, 1))
     summary = run(model, tmp_path / "r", do_sample=True)
-    notes = draws_notes(summary)
+    notes = sampling_notes(summary)
     assert len(notes) == 1 + len(METHODS)
     said = "config: 20 tokens, +0.6667 a token, z = +4.5. 5 of them the model itself could not have drawn"
     assert any(note.startswith(said) for note in notes)
     assert summary["methods"]["config"]["draws"]["z"] == pytest.approx(10 / math.sqrt(5))
     assert "| +4.5, 5 impossible |" in (tmp_path / "r" / "summary.md").read_text()
-    assert draws_cell({"draws": {"z": None, "impossible": 3}}) == "3 impossible"
+    assert sampling_cell({"draws": {"z": None, "impossible": 3}}) == "3 impossible"

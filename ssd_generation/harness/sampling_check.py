@@ -13,13 +13,13 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Draws", "draws_figure", "judge_draws"]
+__all__ = ["SamplingCheck", "check_sampling", "z_figure"]
 
-_AT_ONCE = 256  # tokens of a text whose logits are kept at a time
+_CHUNK = 256  # tokens of a text whose logits are kept at a time
 
 
 @dataclass(frozen=True)
-class Draws:
+class SamplingCheck:
     """How tokens that were drawn compare with the distributions that they should have been drawn from.
 
     Token x_t should come from p_t, the model's distribution behind the tokens before it, after all logits processors.
@@ -41,8 +41,8 @@ class Draws:
     variance: float = 0.0
     impossible: int = 0
 
-    def __add__(self, other: Draws) -> Draws:
-        return Draws(
+    def __add__(self, other: SamplingCheck) -> SamplingCheck:
+        return SamplingCheck(
             self.tokens + other.tokens,
             self.excess + other.excess,
             self.variance + other.variance,
@@ -62,17 +62,17 @@ class Draws:
         return asdict(self)
 
 
-def draws_figure(z: float | None, impossible: int) -> str:
-    """`Draws` in a cell of a table: `+0.6`, or `+4.5, 3 impossible`; empty where there is nothing to say."""
+def z_figure(z: float | None, impossible: int) -> str:
+    """`SamplingCheck` in a cell of a table: `+0.6`, or `+4.5, 3 impossible`; empty where there is nothing to say."""
     parts = [] if z is None else [f"{z:+.1f}"]
     return ", ".join(parts + [f"{impossible} impossible"] * bool(impossible))
 
 
 @torch.no_grad()
-def judge_draws(
+def check_sampling(
     model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], new_ids: Sequence[int], **generate_kwargs: Any
-) -> Draws:
-    """Judge the tokens of one sampled text by the model's own distributions, see `Draws`.
+) -> SamplingCheck:
+    """Judge the tokens of one sampled text by the model's own distributions, see `SamplingCheck`.
 
     One pass of the model over prompt and text, by its own `forward`, and the logits processors that transformers makes
     of the arguments: nothing that drafted or verified has a part in it.
@@ -97,7 +97,7 @@ def judge_draws(
         processors.append(logits_processor)
         return input_ids
 
-    judged = Draws()
+    judged = SamplingCheck()
     if not new_ids:
         return judged
     length = {} if "max_length" in generate_kwargs else {"max_new_tokens": len(new_ids)}
@@ -108,8 +108,8 @@ def judge_draws(
     takes = inspect.signature(model.forward).parameters
     cache, done = None, 0
     # The logits of a long text by a large vocabulary are many bytes.
-    for start in range(0, len(new_ids), _AT_ONCE):
-        tokens = new_ids[start : start + _AT_ONCE]
+    for start in range(0, len(new_ids), _CHUNK):
+        tokens = new_ids[start : start + _CHUNK]
         end = prompt.shape[1] + start + len(tokens) - 1
         arguments: dict[str, Any] = {"input_ids": text[:, done:end], "past_key_values": cache, "use_cache": True}
         arguments["attention_mask"] = mask[:, :end]
@@ -122,19 +122,19 @@ def judge_draws(
         for n, token in enumerate(tokens):
             seen = text[:, : prompt.shape[1] + start + n]
             logits = out.logits[:, n - len(tokens)]
-            judged += _judge(processors[0](seen, logits.to(torch.float32, copy=True))[0].double(), token)
+            judged += _check_token(processors[0](seen, logits.to(torch.float32, copy=True))[0].double(), token)
     return judged
 
 
-def _judge(scores: torch.Tensor, token: int) -> Draws:
+def _check_token(scores: torch.Tensor, token: int) -> SamplingCheck:
     """One token, by the scores of shape `(V,)` whose softmax it should have been drawn from."""
     log_p = scores.log_softmax(dim=-1)
     own = float(log_p[token])
     if math.isnan(own):
         raise ValueError("The model's logits are not numbers here, so that nothing can be drawn from them.")
     if own == -math.inf:
-        return Draws(1, impossible=1)
+        return SamplingCheck(1, impossible=1)
     possible = log_p[log_p > -math.inf]
     p = possible.exp()
     mean = float((p * possible).sum())
-    return Draws(1, own - mean, float((p * (possible - mean) ** 2).sum()))
+    return SamplingCheck(1, own - mean, float((p * (possible - mean) ** 2).sum()))

@@ -1,0 +1,84 @@
+"""What `ssd generate` shows: the answer as it comes, what it took, and where its tokens came from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.rule import Rule
+
+from ..support.display import visible
+from .compare_view import comparison_view, drafts_from
+from .console import err, out, print_json, styled
+from .options import DEMO
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TextStreamer
+
+    from .generate_run import Answer, Request
+
+
+def begin(request: Request, tokenizer: PreTrainedTokenizerBase) -> TextStreamer | None:
+    """Say what is answered, where the user has not asked it, and show the answer from here on; with `--json` neither.
+
+    Returns:
+        What `generate` hands the tokens to.
+    """
+    if request.show.as_json:
+        return None
+    if request.is_example:
+        err().print(styled(("Prompt:", "dim"), f" {request.prompt}\n"))
+    return answer_streamer(tokenizer)
+
+
+def answer_streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
+    """Prints the answer as it comes, without the prompt."""
+    from transformers import TextStreamer
+
+    def write(text: str, stream_end: bool = False) -> None:
+        # To a file or a pipe goes what the model says, as it is.
+        sys.stdout.write(visible(text, keep="\n\t") if sys.stdout.isatty() else text)
+        if stream_end:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.on_finalized_text = write
+    return streamer
+
+
+def print_answer(answer: Answer) -> None:
+    """Everything that follows the text of an answer, or all of it as one JSON document; and the file of `--html`."""
+    request, show = answer.request, answer.request.show
+    if show.html is not None:
+        title = f"{_short_name(request.model.model)}: where each token came from"
+        answer.origins.save_html(show.html, title=title, prompt=request.prompt)
+    if show.as_json:
+        print_json(answer.to_dict())
+        return
+    if answer.comparison is not None:
+        out().print()
+        out().print(comparison_view(answer))
+    else:
+        err().print(_summary(answer), style="dim")
+    if show.show_draft:
+        out().print()
+        out().print(Rule("Where each token came from", align="left", style="dim"))
+        out().print(answer.origins)
+    if show.html is not None:
+        err().print(f"Written to {show.html}", style="dim", soft_wrap=True)
+
+
+def _summary(answer: Answer) -> str:
+    tokens, seconds, speculation = len(answer.token_ids), answer.seconds, answer.speculation
+    parts = [f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} per second)"]
+    if speculation.acceptance_rate is not None:
+        parts.append(f"{speculation.acceptance_rate:.0%} of the drafted tokens accepted")
+    if speculation.tokens_per_round is not None:
+        parts.append(f"{speculation.tokens_per_round:.2f} tokens per round")
+    return "\n" + ", ".join(parts) + f".\n{drafts_from(answer.draft)}"
+
+
+def _short_name(model: str) -> str:
+    return "SmolLM2-135M-Instruct" if model == DEMO else Path(model).name

@@ -1,0 +1,129 @@
+"""Models, prompts and the folders of results, as the options name them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .options import DEMO
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .options import ModelOptions
+
+
+def default_folder(kind: str, model: str) -> Path:
+    """Where results go unless asked otherwise: a new folder, named by the model and the time."""
+    name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name) or "model"
+    return Path(f"{kind}-{name}-{datetime.now():%Y%m%d-%H%M%S}")
+
+
+def set_threads(threads: int | None) -> None:
+    """The number of CPU threads, where one was asked for."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def load(
+    options: ModelOptions, name: str | None = None, tensor_parallel: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model onto its device, and show meanwhile that something happens.
+
+    Args:
+        options: the model, its type and where it goes.
+        name: load this model instead, such as an assistant.
+        tensor_parallel: spread it over all processes.
+
+    Raises:
+        ValueError, FileNotFoundError, …: as `load_model`; an unknown device.
+    """
+    from ..models import fetch_demo, load_model
+    from .console import progress
+
+    name = options.model if name is None else name
+    dtype, device_map = options.dtype, options.device_map
+    if options.device is not None and device_map is not None:
+        raise ValueError("--device and --device-map both say where the model goes. Leave one of them out.")
+    if tensor_parallel:
+        if options.device is not None or device_map is not None:
+            raise ValueError(
+                "--tensor-parallel says where the model goes: over all processes. Leave --device and --device-map out."
+            )
+        return load_model(name, dtype=dtype, tp_plan="auto")
+    device = _device(options.device) if device_map is None else None
+    if name == DEMO:
+        fetch_demo()  # shows its own progress
+    if name == DEMO or os.path.exists(os.path.expanduser(name)):
+        with progress(f"Loading {name}"):
+            model, tokenizer = load_model(name, dtype=dtype, device_map=device_map)
+    else:
+        # The Hub shows how far a download is; a bar of ours would come between its own.
+        model, tokenizer = load_model(name, dtype=dtype, device_map=device_map)
+    return (model if device is None else model.to(device)), tokenizer
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of `--device`, tried; by default the GPU, if there is one."""
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name}: {reason} Write cpu, cuda, cuda:1, mps, …") from error
+    return device
+
+
+def read_prompt(prompt: str | None, default: str) -> str:
+    """The prompt: as given, from stdin for `-`, or the default.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    if prompt is None:
+        return default
+    if prompt == "-":
+        prompt = sys.stdin.read().rstrip("\n")
+        if not prompt.strip():
+            raise ValueError("The prompt from stdin is empty.")
+    if not prompt.strip():
+        raise ValueError(
+            "The prompt is empty. Give some text, `-` to read it from stdin, or leave it out for an example."
+        )
+    return prompt
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None, use_template: bool
+) -> dict[str, torch.Tensor]:
+    """The model's inputs: the prompt in the tokenizer's chat template, or as it is where there is none.
+
+    Returns:
+        `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
+
+    Raises:
+        ValueError: `system` without a chat template, the template refuses, or nothing is left of the prompt.
+    """
+    from ..harness.prompts import encode_prompt
+
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if system is not None and not (has_template and use_template):
+        missing = "--no-chat-template leaves it out" if has_template else "this model's tokenizer has none"
+        raise ValueError(f"--system needs a chat template, but {missing}. Put it into the prompt itself.")
+    try:
+        return encode_prompt(tokenizer, prompt, use_template, system=system)
+    except ValueError as error:
+        instead = "Write another one"
+        if has_template and use_template:
+            instead = f"Write another one, or try {'without --system' if system is not None else '--no-chat-template'}"
+        raise ValueError(f"{error} {instead}.") from error
