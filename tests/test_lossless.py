@@ -46,13 +46,16 @@ def generate(
 def test_every_family_gives_the_targets_text(family: str) -> None:
     model = enabled(family)
     long = WINDOW * 3 + 2  # longer than a sliding window
-    for padded, inputs in enumerate(({"input_ids": prompt(long)}, left_padded([5, long, 11]))):
-        expected = generate(model, None, inputs)
-        for number, skip in enumerate(SKIPS):
-            drafting = (FIXED, CONFIDENT)[(number + padded) % 2]
-            got = generate(model, SelfSpeculativeConfig(skip, drafting), inputs)
-            assert torch.equal(got, expected), (skip, drafting)
-            assert model.last_speculation.drafted_tokens > 0
+    layouts: list[dict[str, Any]] = [{"input_ids": prompt(long)}, left_padded([5, long, 11])]
+    expected = [generate(model, None, inputs) for inputs in layouts]
+    # Each skip set, both layouts and both policies with every family; the families share out what goes with what.
+    turn = FAMILIES.index(family)
+    for number, skip in enumerate(SKIPS):
+        padded = (number + turn) % 2
+        drafting = (FIXED, CONFIDENT)[(number // 2 + turn // 2) % 2]
+        got = generate(model, SelfSpeculativeConfig(skip, drafting), layouts[padded])
+        assert torch.equal(got, expected[padded]), (skip, drafting, padded)
+        assert model.last_speculation.drafted_tokens > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,8 +65,10 @@ def test_a_single_row_run_as_it_is_gives_the_targets_text(family: str, monkeypat
     model = enabled(family)
     inputs = {"input_ids": prompt(WINDOW * 3 + 2)}
     expected = generate(model, None, inputs)
-    for number, skip in enumerate(SKIPS):
-        got = generate(model, SelfSpeculativeConfig(skip, (FIXED, CONFIDENT)[number % 2]), inputs)
+    turn = FAMILIES.index(family)
+    for number, drafting in enumerate((FIXED, CONFIDENT)):
+        skip = SKIPS[(turn + 2 * number) % len(SKIPS)]
+        got = generate(model, SelfSpeculativeConfig(skip, drafting), inputs)
         assert torch.equal(got, expected), skip
         assert model.last_speculation.drafted_tokens > 0
 
@@ -98,11 +103,10 @@ def test_a_continued_cache_gives_the_targets_text(family: str) -> None:
         wanted = generate(
             model, None, {"input_ids": second}, past_key_values=expected.past_key_values, max_new_tokens=8
         )
-        for again in (None, config):
-            # Made anew, since each continuation writes into its cache.
-            turn = generate(model, config, {"input_ids": first}, return_dict_in_generate=True, max_new_tokens=8)
-            text = generate(model, again, {"input_ids": second}, past_key_values=turn.past_key_values, max_new_tokens=8)
-            assert torch.equal(text, wanted), (rows, again)
+        # Drafted behind a drafted turn, and plain behind one: with either number of rows, in half of the families.
+        again = (None, config)[(rows + FAMILIES.index(family)) % 2]
+        text = generate(model, again, {"input_ids": second}, past_key_values=got.past_key_values, max_new_tokens=8)
+        assert torch.equal(text, wanted), (rows, again)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])

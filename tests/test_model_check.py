@@ -33,6 +33,7 @@ DRAFTS = {
 # Text that repeats itself, so that lookup has something to offer.
 SINGLE = {"input_ids": prompt(7).repeat(1, 2)}
 RAGGED = left_padded([12, 7, 10])
+GREEDY = {"do_sample": False}
 
 
 def checked(model: PreTrainedModel, is_batch: bool = False) -> ModelCheck:
@@ -53,31 +54,43 @@ def assert_text_of_plain(
 # --- families
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", COUNT_FROM_THE_CACHE)
-def test_positions_counted_from_the_cache(name: str, draft: str) -> None:
-    model = odd_model(COUNT_FROM_THE_CACHE[name])
-    statistics = assert_text_of_plain(model, DRAFTS[draft], SINGLE)
-    assert statistics.drafted_tokens > 0 and statistics.refusal is None
-    statistics = assert_text_of_plain(model, DRAFTS[draft], RAGGED)
-    assert statistics.drafted_tokens > 0 and statistics.refusal is None
-    for accepted in statistics.round_accepted[1:]:  # in step
-        assert accepted == statistics.round_accepted[0][: len(accepted)]
+@pytest.mark.parametrize("number", range(len(COUNT_FROM_THE_CACHE)), ids=list(COUNT_FROM_THE_CACHE))
+def test_positions_counted_from_the_cache(number: int) -> None:
+    model = enable_self_speculative(odd_model(list(COUNT_FROM_THE_CACHE.values())[number]))
+    single, ragged = (model.generate(**inputs, **GREEDY, max_new_tokens=24) for inputs in (SINGLE, RAGGED))
+    # Every draft with every family, and both layouts with every family and every draft.
+    for place, draft in enumerate(DRAFTS.values()):
+        is_single = (number + place) % 2 == 0
+        inputs, plain = (SINGLE, single) if is_single else (RAGGED, ragged)
+        drafted = model.generate(**inputs, **GREEDY, max_new_tokens=24, self_speculative=draft)
+        assert torch.equal(plain, drafted)
+        statistics = model.last_speculation
+        assert statistics.drafted_tokens > 0 and statistics.refusal is None
+        for accepted in statistics.round_accepted[1:]:  # in step
+            assert accepted == statistics.round_accepted[0][: len(accepted)]
     assert checked(model, is_batch=True).uneven_refusal is not None
 
 
-@pytest.mark.parametrize("name", NOT_SEVERAL_AT_ONCE)
-def test_not_several_at_once(name: str) -> None:
-    model = odd_model(NOT_SEVERAL_AT_ONCE[name])
-    for number, draft in enumerate(DRAFTS.values()):
+@pytest.mark.parametrize("number", range(len(NOT_SEVERAL_AT_ONCE)), ids=list(NOT_SEVERAL_AT_ONCE))
+def test_not_several_at_once(number: int) -> None:
+    model = enable_self_speculative(odd_model(list(NOT_SEVERAL_AT_ONCE.values())[number]))
+    # Longer than the windows.
+    single = model.generate(**SINGLE, **GREEDY, max_new_tokens=90)
+    ragged = model.generate(**RAGGED, **GREEDY, max_new_tokens=24)
+    for place, draft in enumerate(DRAFTS.values()):
+        length = 90 if place == number % len(DRAFTS) else 12
         # Once per model and reason.
-        with pytest.warns(UserWarning, match="without drafts.* as transformers") if not number else nullcontext():
-            statistics = assert_text_of_plain(model, draft, SINGLE, new_tokens=90)
+        with pytest.warns(UserWarning, match="without drafts.* as transformers") if not place else nullcontext():
+            text = model.generate(**SINGLE, **GREEDY, max_new_tokens=length, self_speculative=draft)
+        assert torch.equal(text, single[:, : SINGLE["input_ids"].shape[1] + length])
+        statistics = model.last_speculation
         assert statistics.refusal and statistics.drafted_tokens == 0
-        assert (statistics.generated_tokens, statistics.new_tokens) == (90, [90])
+        assert (statistics.generated_tokens, statistics.new_tokens) == (length, [length])
         assert f"nothing was drafted: {statistics.refusal}" in str(statistics)
-        statistics = assert_text_of_plain(model, draft, RAGGED)
-        assert statistics.refusal and statistics.new_tokens == [24, 24, 24]
+        if length == 90:
+            assert torch.equal(ragged, model.generate(**RAGGED, **GREEDY, max_new_tokens=24, self_speculative=draft))
+            statistics = model.last_speculation
+            assert statistics.refusal and statistics.new_tokens == [24, 24, 24]
 
 
 def test_refused_where_nothing_but_drafting_was_asked_for() -> None:
@@ -120,11 +133,11 @@ def test_rows_in_step_end_at_different_places() -> None:
     assert drafted.speculation.new_tokens == lengths
 
 
-@pytest.mark.parametrize("is_batch", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_draft(family: str, is_batch: bool) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert checked(tiny_model(family).to(dtype), is_batch) == ModelCheck()
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=FAMILIES)
+def test_families_that_draft(number: int) -> None:
+    # Every family in every type and in both layouts, and every type in both layouts.
+    for place, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        assert checked(tiny_model(FAMILIES[number]).to(dtype), (number + place) % 2 == 1) == ModelCheck()
 
 
 # --- faults put in on purpose

@@ -550,7 +550,7 @@ class Index:
         program = (
             "import dataclasses, sys, time, warnings\n"
             "warnings.simplefilter('error')\n"
-            "from ssd_generation import models\n"
+            "from ssd_generation.models import loading as models\n"
             f"models._DEMO = dataclasses.replace(models._DEMO, wheel_bytes={self.demo.wheel_bytes}, "
             f"gguf_bytes={self.demo.gguf_bytes}, sha256={self.demo.sha256!r})\n"
             f"{before}\n"
