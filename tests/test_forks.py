@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ssd_generation import SkipConfig, enable_self_speculative
-from ssd_generation.forward.recording import record_pass
+from ssd_generation.forward.capture import capture_pass
 from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.models.loading import _quiet_transformers
 from ssd_generation.support.forks import ForkSafeRLock, undone_in_child
@@ -127,7 +127,7 @@ def test_child_records_while_another_thread_was_recording(monkeypatch: pytest.Mo
 
     def record() -> None:
         recorder.append(threading.get_ident())
-        record_pass(model, 1, 7)
+        capture_pass(model, 1, 7)
 
     thread = threading.Thread(target=record)
     thread.start()
@@ -140,7 +140,7 @@ def test_child_records_while_another_thread_was_recording(monkeypatch: pytest.Mo
 
             recorder.clear()
             own = modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"].__module__.startswith("transformers")
-            return own and recorder_of_parent != [] and record_pass(model, 1, 7) is not None
+            return own and recorder_of_parent != [] and capture_pass(model, 1, 7) is not None
 
         assert in_child(works) == "True"
     finally:

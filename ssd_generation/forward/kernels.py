@@ -49,7 +49,11 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     kernel = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: kernel(x, weight, bias, "none", [], "")
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        return kernel(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+    return linear
 
 
 def _turned(weight: torch.Tensor, bias: torch.Tensor | None, least: int, block: int, product: _Product) -> Linear:

@@ -1,7 +1,7 @@
-"""Passes of a model over a few tokens behind its cache, played back from a recording where that is possible.
+"""Passes of a model over a few tokens behind its cache, captured and played back where that is possible.
 
-The recording (recording.py) is made from the model's own code and used as long as the model is the one recorded: same
-modules, same weights, no hooks, nothing patched. Where a pass cannot be recorded, the caller runs the model itself.
+A pass is captured (capture.py) from the model's own code and used as long as the model is the one captured: same
+modules, same weights, no hooks, nothing patched. Where a pass cannot be captured, the caller runs the model itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..cache.layers import SpareRoomLayer, add_spare_room
 from ..config import SkipConfig
 from ..support.machine import is_intel
+from .capture import CannotCapture, capture_pass
+from .captured import CapturedPass, Program, at_length, compile_pass, of_any_length, same_pass
 from .kernels import fastest_kernels, linear_of_few_rows
 from .low_bit import LowBitCopies, LowBitCopy, copies_of, is_plain
-from .program import (
-    Program,
-    compile_recording,
+from .rewrites import (
     fuse_norms,
     fuse_rotary,
     linear_weight,
@@ -38,7 +38,6 @@ from .program import (
     swap_linears,
     use_bfloat16,
 )
-from .recording import CannotRecord, Recording, at_length, of_any_length, record_pass, same_recording
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -182,8 +181,8 @@ def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any
 class _RoomAttention:
     """Writes keys and values into the spare slots of a cache and attends to all before them.
 
-    One row; shapes as in `recording.attend`. Query heads that share a key head are treated as further queries, so that
-    no key is repeated.
+    One row; shapes as in `captured.Attention`. Query heads that share a key head are treated as further queries, so
+    that no key is repeated.
     """
 
     __slots__ = ("at", "count", "key_rooms", "mask", "value_rooms")
@@ -214,7 +213,7 @@ class _RoomAttention:
             known = self.mask[groups, dtype] = known.repeat(groups, 1)
         return known
 
-    def __call__(
+    def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
     ) -> torch.Tensor:
         at, count = self.at, self.count
@@ -271,11 +270,11 @@ class FlatPasses:
         # Not held: the copies hold their passes, and are to go when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
-        self._longer: Recording | None = None
+        self._longer: CapturedPass | None = None
         self._longer_known = False
         self._attention = threading.local()
         self._fingerprint = _fingerprint(model)
-        self._folded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: str | None = None
 
     @property
@@ -286,7 +285,7 @@ class FlatPasses:
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is still what was recorded."""
         return self._fingerprint == _fingerprint(model) and all(
-            torch.equal(tensor, then) for tensor, then in self._folded.values()
+            torch.equal(tensor, then) for tensor, then in self._copied.values()
         )
 
     def program(self, length: int) -> Program | None:
@@ -302,7 +301,7 @@ class FlatPasses:
                 # Whatever a model's code does that the recorder does not know: its passes are then run as they are.
                 self.refusal = f"{type(error).__name__}: {error}"
                 self._programs[length] = None
-                level = logging.DEBUG if isinstance(error, CannotRecord) else logging.INFO
+                level = logging.DEBUG if isinstance(error, CannotCapture) else logging.INFO
                 logger.log(level, "Passes of %s are not recorded: %s", type(model).__name__, error)
         return self._programs[length]
 
@@ -363,72 +362,70 @@ class FlatPasses:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _make(self, model: PreTrainedModel, length: int) -> Program:
-        recording = self._recording(model, length)
+        captured = self._captured(model, length)
+        copies = None
+        if self._copies is not None:
+            copies = self._copies()
+            if copies is None:
+                raise CannotCapture("the low-bit copies were dropped")
+            _use_copies(captured, copies)
+        elif model.dtype == torch.float32:
+            layers = [layer for node in captured.nodes if (layer := linear_weight(captured, node)) is not None]
+            swap_linears(captured, fastest_kernels(model, layers, length))
+        program = compile_pass(captured)
+        for tensor in program.copied_weights:  # unlike others, these would not be seen to change in place
+            self._copied.setdefault(id(tensor), (tensor, tensor.detach().clone()))
         if self.is_draft:
-            program = self._draft_program(model, recording)
             _try_out(model, program)
-            return program
-        if model.dtype == torch.float32:
-            recording = fuse_rotary(fuse_norms(recording))
-            recording = _faster(model, recording)
-        program = compile_recording(recording)
-        self._remember(program)
-        if not any(self._programs.values()):
+        elif not any(self._programs.values()):
             _compare(model, program, length)
         return program
 
-    def _recording(self, model: PreTrainedModel, length: int) -> Recording:
+    def _captured(self, model: PreTrainedModel, length: int) -> CapturedPass:
         with nullcontext() if self._skip_mode is None else self._skip_mode:
             if length > 1 and not self._longer_known:
                 self._longer_known = True
                 # A single token is a case of its own in many models; beyond that, one is like another.
                 with contextlib.suppress(Exception):  # such as a context that is shorter
-                    common = of_any_length([record_pass(model, n, at) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))])
-                    self._longer = None if common is None else share_results(common)
+                    self._longer = of_any_length(
+                        [capture_pass(model, n, at) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))]
+                    )
+                    if self._longer is not None:
+                        self._simplify(model, self._longer)
             if length > 1 and self._longer is not None:
                 return at_length(self._longer, length)
-            one, other = (record_pass(model, length, behind) for behind in (7, 19))
-        if not same_recording(one, other):
-            raise CannotRecord("the pass depends on the length of the text")
-        return share_results(one)
+            one, other = (capture_pass(model, length, behind) for behind in (7, 19))
+        if not same_pass(one, other):
+            raise CannotCapture("the pass depends on the length of the text")
+        self._simplify(model, one)
+        return one
 
-    def _remember(self, program: Program) -> Program:
-        """Note the weights that a program has copies of: unlike others, it would not see them change in place."""
-        for tensor in program.folded:
-            self._folded.setdefault(id(tensor), (tensor, tensor.detach().clone()))
-        return program
-
-    def _draft_program(self, model: PreTrainedModel, recording: Recording) -> Program:
-        recording = fuse_rotary(fuse_norms(recording))
-        if self._copies is None:
-            if model.dtype == torch.float32:
-                recording = _faster(model, recording)
-            return self._remember(compile_recording(recording))
-        held = self._copies()
-        if held is None:
-            raise CannotRecord("the low-bit copies were dropped")
-        copies = held.by_weight
-
-        def group_of(weight: torch.Tensor) -> LowBitCopy | None:
-            return copies[id(weight)][0] if id(weight) in copies else None
-
-        def kernel_of(
-            group: LowBitCopy, weights: Sequence[torch.Tensor]
-        ) -> tuple[Callable[..., Any], Callable[[torch.Tensor], int] | None]:
-            if len(group.sizes) == 1:
-                return group.whole, None
-            return group.apart, lambda weight: copies[id(weight)][1]
-
-        recording = use_bfloat16(merge_linears(recording, group_of, kernel_of))
-        if recording.length == 1:
-            recording = rotate_together(recording, lambda o: getattr(o.target, "__func__", None) is LowBitCopy.apart)
-        return self._remember(compile_recording(swap_linears(recording, _mixed)))
+    def _simplify(self, model: PreTrainedModel, captured: CapturedPass) -> None:
+        share_results(captured)
+        if self.is_draft or model.dtype == torch.float32:
+            fuse_norms(captured)
+            fuse_rotary(captured)
 
 
-def _faster(model: PreTrainedModel, recording: Recording) -> Recording:
-    """The same with the linear layers' fastest kernels."""
-    layers = [layer for operation in recording.operations if (layer := linear_weight(operation)) is not None]
-    return swap_linears(recording, fastest_kernels(model, layers, recording.length))
+def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:
+    """Let a draft's linear layers compute from their low-bit copies."""
+    copies = held.by_weight
+
+    def group_of(weight: torch.Tensor) -> LowBitCopy | None:
+        return copies[id(weight)][0] if id(weight) in copies else None
+
+    def kernel_of(
+        group: LowBitCopy, weights: Sequence[torch.Tensor]
+    ) -> tuple[Callable[..., Any], Callable[[torch.Tensor], int] | None]:
+        if len(group.sizes) == 1:
+            return group.whole, None
+        return group.apart, lambda weight: copies[id(weight)][1]
+
+    merge_linears(captured, group_of, kernel_of)
+    use_bfloat16(captured)
+    if captured.length == 1:
+        rotate_together(captured, lambda node: getattr(node.target, "__func__", None) is LowBitCopy.apart)
+    swap_linears(captured, _mixed)
 
 
 def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
@@ -448,20 +445,23 @@ def _try_out(model: PreTrainedModel, program: Program) -> None:
     A model may mix what a draft computes in bfloat16 with weights of its own in a way that torch refuses.
     """
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-        shape = (1, query.shape[1], program.length, value.shape[3])
-        return query.new_zeros(shape, dtype=model.dtype).transpose(1, 2)
+    class Nothing:
+        def attend(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+        ) -> torch.Tensor:
+            shape = (1, query.shape[1], program.length, value.shape[3])
+            return query.new_zeros(shape, dtype=model.dtype).transpose(1, 2)
 
     ids = torch.zeros((1, program.length), dtype=torch.long)
     with torch.inference_mode():
-        program.run(ids, torch.arange(9, 9 + program.length)[None], attend)
+        program.run(ids, torch.arange(9, 9 + program.length)[None], Nothing())
 
 
 def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
     """Play a pass back on a small cache beside the model's own: a wrong recording must never decide a token.
 
     Raises:
-        CannotRecord: the logits differ by more than rounding.
+        CannotCapture: the logits differ by more than rounding.
     """
     with torch.inference_mode():
         vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -475,7 +475,7 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         expected = model(input_ids=ids, position_ids=positions, past_key_values=own, use_cache=True).logits.float()
         live = _live_layers(room, frozenset())
         if not live:
-            raise CannotRecord("its cache has layers of a kind of their own")
+            raise CannotCapture("its cache has layers of a kind of their own")
         for layer in live:
             layer.reserve(length)
         attention = _RoomAttention()
@@ -483,7 +483,7 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         got = program.run(ids, positions, attention).float()
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     if got.shape != expected.shape or not (got - expected).abs().max() <= tolerance * expected.std():
-        raise CannotRecord("the recorded pass gives other logits than the model")
+        raise CannotCapture("the recorded pass gives other logits than the model")
 
 
 _DRAFTS: weakref.WeakKeyDictionary[nn.Module, dict[SkipConfig, FlatPasses]] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Recorded passes: which models have them, what stands in the way, and that they follow the model wherever it goes."""
+"""Captured passes: which models have them, what stands in the way, and that they follow the model wherever it goes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ from transformers.models.llama import modeling_llama
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache import layers as cache
-from ssd_generation.forward import recording
+from ssd_generation.forward import capture
+from ssd_generation.forward.capture import CannotCapture, capture_pass
+from ssd_generation.forward.captured import CapturedPass, at_length, compile_pass, of_any_length, same_pass
 from ssd_generation.forward.passes import FlatPasses, flat_passes, why_not_recorded
-from ssd_generation.forward.program import compile_recording
-from ssd_generation.forward.recording import (
-    CannotRecord,
-    Recording,
-    at_length,
-    of_any_length,
-    record_pass,
-    same_recording,
-)
 from tiny_models import FAMILIES, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
@@ -91,15 +84,16 @@ def test_which_families_are_recorded(family: str) -> None:
         assert reason is None
     else:
         assert reason is not None
-        with pytest.raises(CannotRecord, match=expected):
-            raise CannotRecord(reason)
+        with pytest.raises(CannotCapture, match=expected):
+            raise CannotCapture(reason)
 
 
 def test_recording_runs_no_large_product_and_leaves_no_trace(model: PreTrainedModel) -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    made = record_pass(model, 3, 7)
-    assert made.length == 3 and len([o for o in made.operations if o.target is recording.attend]) == 2
-    assert made.operations[-1].shape == (1, 3, 64)
+    made = capture_pass(model, 3, 7)
+    assert made.length == 3 and len([node for node in made.nodes if node.target == "attend"]) == 2
+    assert made.nodes[-1].op == "output" and made.nodes[-1].args[0].meta["shape"] == (1, 3, 64)
+    made.graph.lint()
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert not any("forward" in module.__dict__ for module in model.modules())
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -174,8 +168,8 @@ def test_what_a_recording_could_not_follow_is_refused(
 ) -> None:
     OUTSIDE.zero_()
     changed_mlp(monkeypatch, change)
-    with pytest.raises(CannotRecord, match=message):
-        record_pass(tiny_model("llama", num_hidden_layers=2), 1, 7)
+    with pytest.raises(CannotCapture, match=message):
+        capture_pass(tiny_model("llama", num_hidden_layers=2), 1, 7)
     assert OUTSIDE == 0, "something outside was written to"
 
 
@@ -213,8 +207,8 @@ def test_harmless_calls_are_recorded(monkeypatch: pytest.MonkeyPatch, model: Pre
 
 
 def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    assert same_recording(record_pass(model, 2, 7), record_pass(model, 2, 19))
-    assert not same_recording(record_pass(model, 2, 7), record_pass(model, 3, 7))  # other shapes
+    assert same_pass(capture_pass(model, 2, 7), capture_pass(model, 2, 19))
+    assert not same_pass(capture_pass(model, 2, 7), capture_pass(model, 3, 7))  # other shapes
     original = modeling_llama.LlamaAttention.forward
 
     def by_length(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,13 +216,13 @@ def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch
         return output * (1 + kwargs["past_key_values"].get_seq_length() / 10), weights
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", by_length)
-    assert not same_recording(record_pass(model, 2, 7), record_pass(model, 2, 19))
-    assert same_recording(record_pass(model, 2, 7), record_pass(model, 2, 7))
+    assert not same_pass(capture_pass(model, 2, 7), capture_pass(model, 2, 19))
+    assert same_pass(capture_pass(model, 2, 7), capture_pass(model, 2, 7))
     assert BY_LENGTH in str(refusal(model))
 
 
-def longer(model: PreTrainedModel) -> Recording | None:
-    return of_any_length([record_pass(model, length, behind) for length, behind in ((2, 7), (3, 19), (33, 11))])
+def longer(model: PreTrainedModel) -> CapturedPass | None:
+    return of_any_length([capture_pass(model, length, behind) for length, behind in ((2, 7), (3, 19), (33, 11))])
 
 
 @OF_TODAYS_CODE
@@ -238,10 +232,10 @@ def test_a_recording_of_any_length_is_the_one_that_the_model_gives(family: str) 
     common = longer(model)
     assert common is not None
     for length in (2, 4, 7, 13, 32):
-        made, recorded = at_length(common, length), record_pass(model, length, 5)
-        assert made.length == length and same_recording(made, recorded)
+        made, recorded = at_length(common, length), capture_pass(model, length, 5)
+        assert made.length == length and same_pass(made, recorded)
         assert made.constants.keys() == recorded.constants.keys()
-    assert not same_recording(at_length(common, 4), record_pass(model, 5, 5))
+    assert not same_pass(at_length(common, 4), capture_pass(model, 5, 5))
 
 
 @pytest.mark.parametrize(
@@ -285,11 +279,11 @@ def test_a_wrong_recording_is_found_before_it_is_used(monkeypatch: pytest.Monkey
     from ssd_generation.forward import passes
 
     def wrong(made: Any) -> Any:
-        scaled = next(o for o in made.operations if o.target is nn.functional.silu)
+        scaled = next(node for node in made.nodes if node.target is nn.functional.silu)
         scaled.target = nn.functional.relu
-        return compile_recording(made)
+        return compile_pass(made)
 
-    monkeypatch.setattr(passes, "compile_recording", wrong)
+    monkeypatch.setattr(passes, "compile_pass", wrong)
     assert "other logits" in str(refusal(model))
 
 
@@ -297,14 +291,14 @@ def test_attention_is_laid_out_as_when_it_is_played_back(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
 ) -> None:
     # A view that several tokens' attention cannot be given fails while recording, not in the middle of a text.
-    original = recording._own_attention
+    original = capture._own_attention
 
     def viewing(function: Callable[..., Any]) -> Any:
         return original(
             lambda *args, **kwargs: (lambda out, w: (out.view(*out.shape[:2], -1), w))(*function(*args, **kwargs))
         )
 
-    monkeypatch.setattr(recording, "_own_attention", viewing)
+    monkeypatch.setattr(capture, "_own_attention", viewing)
     passes = FlatPasses(model)
     assert passes.program(1) is not None and passes.program(5) is None
 
@@ -510,9 +504,9 @@ def test_an_unchanged_model_is_not_recorded_again(monkeypatch: pytest.MonkeyPatc
 
     def watched(model: Any, length: int, behind: int) -> Any:
         lengths.append(length)
-        return record_pass(model, length, behind)
+        return capture_pass(model, length, behind)
 
-    monkeypatch.setattr(passes, "record_pass", watched)
+    monkeypatch.setattr(passes, "capture_pass", watched)
     texts(model)
     # The draft's step twice, and the target's passes of three lengths, from which all others follow.
     assert lengths[:5] == [1, 1, 2, 3, 33] and set(lengths[5:]) <= {1}
@@ -558,7 +552,7 @@ def test_attention_functions_are_as_before(
 
     changed_mlp(monkeypatch, look)
     try:
-        record_pass(model, 1, 7)
+        capture_pass(model, 1, 7)
     except KeyboardInterrupt:
         assert breaks
     assert mappings() == before
@@ -585,7 +579,7 @@ def test_other_threads_attention_is_their_own(monkeypatch: pytest.MonkeyPatch, m
         return x
 
     changed_mlp(monkeypatch, elsewhere)
-    record_pass(model, 1, 7)
+    capture_pass(model, 1, 7)
     assert len(seen) == 2
     for logits in seen:
         assert isinstance(logits, torch.Tensor) and torch.equal(logits, expected)
@@ -599,14 +593,14 @@ def test_two_threads_that_record() -> None:
     found: list[Any] = []
 
     def second() -> None:
-        with recording._own_attention(lambda *args: "the second one's"):
+        with capture._own_attention(lambda *args: "the second one's"):
             first_left.wait(60)
             found.append(functions["sdpa"]())
             done.set()
             leave.wait(60)
 
     # The first runs in this thread, so that this thread's attention can be asked for afterwards.
-    with recording._own_attention(lambda *args: "the first one's"):
+    with capture._own_attention(lambda *args: "the first one's"):
         other_thread = threading.Thread(target=second)
         other_thread.start()
         other_thread.join(0.1)  # it has come as far as it can
