@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from .decoding.statistics import SpeculationStatistics  # transformers evaluates
 from .drafting.draft_length import CostAwarePolicy, DraftPolicy, make_policy
 from .drafting.drafter import CheckedDrafter, Drafter
 from .forward.forward import Forward
-from .forward.low_bit import drop_copies
 from .forward.sublayers import input_device, locate_sublayers
 from .support.bounds import clipped, shown
 from .support.display import visible
+from .support.model_state import state_of
 from .tuning.automatic import DRAFT_MEMORY, automatic_config, check_budget
 from .tuning.costs import costs_of, describe_machine
 from .tuning.model_check import CannotDraft, ForcedText, ModelCheck, ScriptedDrafts, check_model
@@ -306,14 +305,11 @@ class SelfSpeculativeMixin:
         return _rebuild, (_original_class(type(self)),), state
 
 
-_WARNED: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
-
-
 def _warn_of_refusal(model: PreTrainedModel, refusal: str) -> None:
     """Once per model and reason."""
-    said = _WARNED.setdefault(model, set())
-    if refusal not in said:
-        said.add(refusal)
+    given = state_of(model).warnings
+    if refusal not in given:
+        given.add(refusal)
         warnings.warn(
             f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.", stacklevel=6
         )
@@ -405,9 +401,8 @@ def disable_self_speculative(model: _ModelT) -> _ModelT:
     target = _target_of(model)
     if isinstance(target, SelfSpeculativeMixin):
         target.__class__ = _original_class(type(target))
-        for name in ("last_speculation", "_speculation_policies", "_speculation_refinements"):
-            target.__dict__.pop(name, None)
-        drop_copies(cast(torch.nn.Module, target))
+        target.__dict__.pop("last_speculation", None)
+        state_of(cast(torch.nn.Module, target)).drop()
     return model
 
 
@@ -557,7 +552,7 @@ def _model_type(model: PreTrainedModel) -> str:
 
 def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> DraftPolicy:
     """The draft-length policy of this model and config, with what it learnt in earlier calls where that is carried."""
-    policies: dict[SelfSpeculativeConfig, DraftPolicy] = model.__dict__.setdefault("_speculation_policies", {})
+    policies: dict[SelfSpeculativeConfig, DraftPolicy] = state_of(model).policies
     carried = config.drafting.carry_state
     if config not in policies or not (not sampled if carried is None else carried):
         costs = config.costs
@@ -623,7 +618,7 @@ class _Refining:
         before = refinement.config
         if text is None or not refinement.learn(self.model, text):
             return
-        policies: dict[SelfSpeculativeConfig, DraftPolicy] = self.model.__dict__["_speculation_policies"]
+        policies: dict[SelfSpeculativeConfig, DraftPolicy] = state_of(self.model).policies
         policy = _policy_of(self.model, refinement.config, sampled=False)
         old = policies[before] if before == refinement.base else policies.pop(before)
         if isinstance(policy, CostAwarePolicy) and isinstance(old, CostAwarePolicy):
@@ -635,7 +630,7 @@ class _Refining:
 
 def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refinement:
     """The refinement of a config's draft, as far as it has come; where it begins, what it goes by is measured."""
-    refinements: dict[SelfSpeculativeConfig, Refinement] = model.__dict__.setdefault("_speculation_refinements", {})
+    refinements: dict[SelfSpeculativeConfig, Refinement] = state_of(model).refinements
     if config not in refinements or config.drafting.carry_state is False:
         costs = config.costs if config.costs is not None else costs_of(model, config)
         refinements[config] = Refinement(model, config, costs)

@@ -26,12 +26,12 @@ from ssd_generation import (
     generation,
 )
 from ssd_generation.forward.low_bit import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
-from ssd_generation.support import measurements as keeping
+from ssd_generation.support import measurements
 from ssd_generation.support.measurements import cached_measurement
 from ssd_generation.tuning import automatic, costs
 from ssd_generation.tuning.automatic import automatic_choice, automatic_config, check_budget, weight_bytes
 from ssd_generation.tuning.costs import VERIFIED, describe_machine, measure_costs
-from tiny_models import left_padded, prompt, tiny_model
+from tiny_models import forget_measurements, left_padded, prompt, tiny_model
 
 NEW = 12
 
@@ -89,7 +89,7 @@ def test_the_cheapest_draft_is_chosen(model: Any, monkeypatch: pytest.MonkeyPatc
     for name, expected in (("int8", "int8"), ("int4", "int4"), ("both", "int4, head int4")):
         price(monkeypatch, by_precision(**{name: 0.1}))
         drop_copies(model)
-        keeping._MEMORY.clear()
+        forget_measurements()
         monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
         choice = automatic_choice(model, prompt(30), draft_memory=1.0)
         assert choice.precision == expected and choice.config.lookup == LookupConfig()
@@ -126,13 +126,13 @@ def test_agreement_with_the_prompt_counts(model: Any, monkeypatch: pytest.Monkey
     chosen = automatic_choice(model, prompt(90), draft_memory=1.0)
     # 0.98 where nothing was seen; the prompt moves it.
     assert chosen.acceptance is not None and chosen.acceptance != automatic._USUAL_AGREEMENT["int8"]
-    keeping._MEMORY.clear()
+    forget_measurements()
     monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
     without = automatic_choice(model, None, draft_memory=1.0)
     assert without.acceptance == pytest.approx(automatic._USUAL_AGREEMENT["int8"])
     original = LowBitCopy.whole
     monkeypatch.setattr(LowBitCopy, "whole", lambda self, x: torch.randn_like(original(self, x)))
-    keeping._MEMORY.clear()
+    forget_measurements()
     monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
     assert automatic_choice(model, prompt(90), draft_memory=1.0).expected["int8"] < chosen.expected["int8"]
 
@@ -253,7 +253,7 @@ def test_a_choice_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch, cache: Pa
     first = automatic_config(model, prompt(20))
     assert automatic_config(model, prompt(20)) == first and len(chosen) == 1
     assert [file.suffix for file in files(cache)] == [".json"]
-    keeping._MEMORY.clear()  # a new process
+    forget_measurements()  # a new process
     assert automatic_config(made(), prompt(30)) == first and len(chosen) == 1
     # What the answer depends on: budget, dtype, threads.
     automatic_config(model, prompt(20), 0.2)
@@ -300,7 +300,7 @@ def test_a_ruined_choice_is_made_again(
     (file,) = files(cache)
     sound = file.read_text()
     file.write_bytes(content)
-    keeping._MEMORY.clear()
+    forget_measurements()
     with caplog.at_level(logging.WARNING):
         assert automatic_config(model, prompt(20)) == first
     assert file.read_text() == sound
@@ -328,7 +328,7 @@ def test_a_cache_of_other_things_than_files(
     else:
         file.parent.rmdir()
         os.mkfifo(file.parent)
-    keeping._MEMORY.clear()
+    forget_measurements()
     with caplog.at_level(logging.WARNING):
         assert automatic_config(made(), prompt(20)) == first
     assert any(str(file) in record.message for record in caplog.records)
@@ -345,7 +345,7 @@ def test_without_a_home_folder(
     monkeypatch.setenv("SSD_GENERATION_CACHE", own)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is neither $HOME nor an entry
-    keeping._MEMORY.clear()
+    forget_measurements()
     with caplog.at_level(logging.WARNING):
         assert automatic_config(made(), prompt(20)) == expected
     said = [record.message for record in caplog.records]
@@ -363,7 +363,7 @@ def test_whatever_the_use_of_an_answer_stumbles_over_it_is_measured_again(
         def stumble(answer: Any, error: Exception = error) -> None:
             raise error
 
-        keeping._MEMORY.clear()
+        forget_measurements()
         with caplog.at_level(logging.WARNING):
             assert cached_measurement(model, {"a": 1}, lambda: next(answers), use=stumble) > 0
     assert len(caplog.records) == 4
@@ -389,7 +389,7 @@ def test_ruined_costs_are_measured_again(
     assert measured == ["verification", "drafting"] and first.draft_step == pytest.approx(0.25)
     for file in files(cache):
         file.write_text(f'{{"result": {content}}}')
-    keeping._MEMORY.clear()
+    forget_measurements()
     with caplog.at_level(logging.WARNING):
         assert costs.costs_of(model, config) == first
     # A number may well be a ratio, but is no times.
@@ -450,7 +450,7 @@ def test_measured_costs_are_sensible(model: Any) -> None:
 @pytest.mark.measures
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # played back, and run as it is
 def test_auto_with_costs_measured_here(family: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_STEADY", float("inf"))  # a test runs beside whatever else runs
+    monkeypatch.setattr(measurements, "_STEADY", float("inf"))  # a test runs beside whatever else runs
     model: Any = enable_self_speculative(tiny_model(family, num_hidden_layers=2, hidden_size=64))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, ours = texts(model)
@@ -556,8 +556,8 @@ def test_a_machine_that_slows_down_makes_no_pass_dearer(model: Any, monkeypatch:
 
 @pytest.mark.measures
 def test_what_a_busy_machine_measured_is_not_kept(model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_STEADY", 0.0)  # as if no pass ever took the same time twice
+    monkeypatch.setattr(measurements, "_STEADY", 0.0)  # as if no pass ever took the same time twice
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]))
     found = costs.costs_of(model, config)
-    assert files(cache) == [] and keeping.was_noisy(model)
+    assert files(cache) == [] and measurements.was_noisy(model)
     assert costs.costs_of(model, config) == found, "remembered as long as the model lives"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from ssd_generation.forward.passes import why_not_recorded
 from ssd_generation.generation import require_drafts
 from ssd_generation.tuning import model_check
 from ssd_generation.tuning.model_check import ModelCheck
-from tiny_models import FAMILIES, left_padded, prompt, tiny_model
+from tiny_models import FAMILIES, forget_measurements, left_padded, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
 DRAFTS = {
@@ -328,26 +327,22 @@ SPOILT: list[Any] = [{"refusal": 3}, {"surprise": None}, [], None, "no"]
 
 @pytest.mark.parametrize("answer", SPOILT, ids=str)
 def test_a_spoilt_answer_on_the_disk_is_found_anew(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    from ssd_generation.support import measurements as keeping
-
-    def forget() -> None:
-        for module in (model_check, keeping):
-            monkeypatch.setattr(module, "_MEMORY", weakref.WeakKeyDictionary())
+    from ssd_generation.support import measurements
 
     written: list[Path] = []
-    write = keeping._write
+    write = measurements._write
 
     def spoil(key: str, content: Any) -> None:
-        written.append(keeping._file(key))
+        written.append(measurements._file(key))
         write(key, {**content, "result": answer})
 
     model = enable_self_speculative(tiny_model(rms_norm_eps=12e-6))
     calls = counted(model, monkeypatch)
-    forget()
+    forget_measurements()
     with monkeypatch.context() as patched:
-        patched.setattr(keeping, "_write", spoil)
+        patched.setattr(measurements, "_write", spoil)
         checked(model)
-    forget()
+    forget_measurements()
     assert checked(model) == ModelCheck()
     assert calls == [False, False]
     written[0].unlink()

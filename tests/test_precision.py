@@ -37,6 +37,7 @@ from ssd_generation.forward.low_bit import (
     refused_shape,
 )
 from ssd_generation.forward.skip_mode import SkipMode
+from ssd_generation.support.model_state import state_of
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=3)
@@ -352,7 +353,7 @@ def test_copies_are_freed() -> None:
     config = SelfSpeculativeConfig(drafting=FIXED, precision=INT8)
 
     def copies_for(model: Any) -> list[Any]:
-        return [weakref.ref(copy) for copy in precision._STORES[model].values()]
+        return [weakref.ref(copy) for copy in state_of(model).low_bit_copies.values()]
 
     def alive(references: list[Any]) -> int:
         gc.collect()
@@ -381,7 +382,7 @@ def test_new_weights_get_new_copies() -> None:
     config = SelfSpeculativeConfig(drafting=FIXED, precision=INT8)
     texts(model, config)
     assert model.last_speculation.acceptance_rate > 0.6
-    known = [weakref.ref(copy) for copy in precision._STORES[model].values()]
+    known = [weakref.ref(copy) for copy in state_of(model).low_bit_copies.values()]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

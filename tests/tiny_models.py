@@ -9,6 +9,8 @@ import torch
 import transformers as tf
 from transformers import PreTrainedModel
 
+from ssd_generation.support import model_state
+
 VOCAB = 64
 LAYERS = 4
 WINDOW = 8
@@ -237,3 +239,10 @@ def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
         ids[row, : max(lengths) - length] = 0
         mask[row, : max(lengths) - length] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def forget_measurements() -> None:
+    """As in a new process: what was measured is on the disk, if anywhere."""
+    for state in list(model_state._STATES.values()):
+        state.measurements.clear()
+        state.checks.clear()

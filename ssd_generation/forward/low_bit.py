@@ -10,7 +10,6 @@ kernels are ATen's, and take bfloat16 activations.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..support.model_state import state_of
 from ..support.parallel import mesh_of
 from .sublayers import locate_sublayers
 
@@ -286,7 +286,7 @@ class LowBitCopies:
         self.modules: list[nn.Linear] = []
         self.passes: Any = None
         places, self.left = _places(model, skip, precision)
-        store = _STORES.setdefault(model, {})
+        store = state_of(model).low_bit_copies
         for group in _groups(places, precision.group_size):
             key = (tuple(_identity(p.module) for p in group), group[0].precision, precision.group_size)
             reason = refused_shape(
@@ -336,10 +336,6 @@ def _identity(module: nn.Linear) -> tuple[int, int, int]:
     return id(weight), weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
 
-_STORES: weakref.WeakKeyDictionary[nn.Module, dict[Any, LowBitCopy]] = weakref.WeakKeyDictionary()
-
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[Any, LowBitCopies]] = weakref.WeakKeyDictionary()
-
 # Layers that read the same input, by the names that transformers gives them. Only speed hangs on it.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
@@ -373,19 +369,19 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
     Raises:
         ValueError: see `check_precision`.
     """
-    known = _KNOWN.setdefault(model, {})
-    copies = known.get((skip, precision))
+    state = state_of(model)
+    copies: LowBitCopies | None = state.low_bit_drafts.get((skip, precision))
     if copies is not None and not copies.is_current():
-        drop_copies(model)  # of weights that are no more
-        copies, known = None, _KNOWN.setdefault(model, {})
+        state.drop_copies()  # of weights that are no more
+        copies = None
     if copies is None:
-        copies = known[skip, precision] = LowBitCopies(model, skip, precision)
+        copies = state.low_bit_drafts[skip, precision] = LowBitCopies(model, skip, precision)
     return copies
 
 
 def copy_bytes(model: nn.Module) -> int:
     """Bytes of all low-bit copies kept for a model."""
-    return sum(copy.num_bytes() for copy in _STORES.get(model, {}).values())
+    return sum(copy.num_bytes() for copy in state_of(model).low_bit_copies.values())
 
 
 def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:
@@ -394,18 +390,17 @@ def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:
         drop_copies(model)
         return
     wanted = {id(copy) for copy, _ in copies.by_weight.values()}
-    store = _STORES.get(model, {})
+    store = state_of(model).low_bit_copies
     for key in [key for key, copy in store.items() if id(copy) not in wanted]:
         del store[key]
-    known = _KNOWN.get(model, {})
+    known = state_of(model).low_bit_drafts
     for key in [key for key, other in known.items() if other is not copies]:
         del known[key]
 
 
 def drop_copies(model: nn.Module) -> None:
     """Free the low-bit copies of a model."""
-    _STORES.pop(model, None)
-    _KNOWN.pop(model, None)
+    state_of(model).drop_copies()
 
 
 def estimated_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:

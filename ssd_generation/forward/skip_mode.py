@@ -8,7 +8,6 @@ modelling code is never copied.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -18,7 +17,8 @@ import torch
 from torch import nn
 
 from ..cache.layers import keep_length
-from ..support.forks import ForkSafeRLock, forget_undo, note_undo
+from ..support.forks import forget_undo, note_undo
+from ..support.model_state import state_of
 from .sublayers import locate_sublayers
 
 if TYPE_CHECKING:
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["SkipMode", "draft_mode"]
 
 _MISSING: Any = object()
-# One lock per model: only one thread at a time may have the model in skip mode.
-_LOCKS: weakref.WeakKeyDictionary[nn.Module, ForkSafeRLock] = weakref.WeakKeyDictionary()
-_LOCKS_GUARD = ForkSafeRLock()
-
-
-def _lock_of(model: nn.Module) -> ForkSafeRLock:
-    with _LOCKS_GUARD:
-        return _LOCKS.setdefault(model, ForkSafeRLock())
 
 
 class SkipMode:
@@ -60,7 +52,7 @@ class SkipMode:
     def __init__(
         self, model: PreTrainedModel, skip: SkipConfig, others: Iterable[tuple[nn.Module, Callable[..., Any]]] = ()
     ) -> None:
-        self._lock = _lock_of(model)
+        self._lock = state_of(model).lock
         self._owner: int | None = None
         self._originals: list[Any] = []
         self._undo: object = None

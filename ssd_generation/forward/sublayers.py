@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+
+from ..support.model_state import state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,9 +170,6 @@ class DecoderLayout:
         return sum(sub.num_parameters() for sub in subs)
 
 
-_LAYOUTS: weakref.WeakKeyDictionary[nn.Module, DecoderLayout] = weakref.WeakKeyDictionary()
-
-
 def input_device(model: nn.Module) -> torch.device:
     """Where token ids go: the device of the embedding, or, of one that is offloaded, that on which it runs."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
@@ -199,9 +197,10 @@ def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
     Raises:
         ValueError: a part that skipping needs is missing or unknown; the message says which.
     """
-    layout = _LAYOUTS.get(model)
+    state = state_of(model)
+    layout: DecoderLayout | None = state.layout
     if layout is None or not layout.is_current():
-        layout = _LAYOUTS[model] = _locate(model)
+        layout = state.layout = _locate(model)
     return layout
 
 

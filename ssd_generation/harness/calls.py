@@ -22,8 +22,15 @@ import torch
 __all__ = ["Caller", "TimedCall", "first_line"]
 
 # Where an enabled model keeps what its draft-length policies and the refinement of its drafts have learnt.
-_POLICIES = "_speculation_policies"
-_LEARNT = (_POLICIES, "_speculation_refinements")
+
+
+def _learnt_entries(model: Any) -> tuple[dict[str, Any], str, str]:
+    """Where a model's draft-length policies and refinements are kept, by config: the namespace and the two names."""
+    try:
+        from ssd_generation.support.model_state import state_of
+    except ImportError:  # a checkout from before there was one
+        return vars(model), "_speculation_policies", "_speculation_refinements"
+    return vars(state_of(model)), "policies", "refinements"
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,8 @@ class Caller:
     def config_of(self, method: str) -> Any:
         """The config that this method last drafted by, also where it was left to the library; `None` for the others."""
         # The newest key of what its policies are kept under.
-        return next(reversed(self._learnt.get(method, {}).get(_POLICIES, {})), None)
+        _, policies, _ = _learnt_entries(self.model)
+        return next(reversed(self._learnt.get(method, {}).get(policies, {})), None)
 
     @contextlib.contextmanager
     def alone(self, method: str, learn: bool = True) -> Iterator[None]:
@@ -176,10 +184,10 @@ class Caller:
             method: whose policies to put in place.
             learn: whether they keep what they learn meanwhile.
         """
-        state = self.model.__dict__
-        others = {name: state.pop(name) for name in _LEARNT if name in state}
-        if method in self._learnt:
-            state.update(self._learnt[method] if learn else copy.deepcopy(self._learnt[method]))
+        state, *names = _learnt_entries(self.model)
+        others = {name: state.pop(name) for name in names if name in state}
+        known = self._learnt.get(method, {})
+        state.update({name: {} for name in names} | (known if learn else copy.deepcopy(known)))
         self.model.last_speculation = None
         # transformers' early exit lowers the number of layers while it drafts and, if that fails, leaves it so.
         config = getattr(self.model, self.model.base_model_prefix, self.model).config
@@ -189,8 +197,8 @@ class Caller:
         finally:
             if layers is not None:
                 config.num_hidden_layers = layers
-            learnt = {name: state.pop(name) for name in _LEARNT if name in state}
-            if learnt and learn:
+            learnt = {name: state.pop(name) for name in names}
+            if learn:
                 self._learnt[method] = learnt
             state.update(others)
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import statistics
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 
 from .bounds import clipped
 from .files import default_cache_dir, write_whole
+from .model_state import state_of
 from .parallel import broadcast
 from .reading import MEASUREMENT, read_json
 
@@ -50,13 +50,9 @@ def value_of(measured: Any) -> Any:
     return measured.result if isinstance(measured, NoisyMeasurement) else measured
 
 
-_MEMORY: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-_NOISY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
 def was_noisy(model: nn.Module) -> bool:
     """Whether something was measured for this model while the machine was busy."""
-    return model in _NOISY
+    return state_of(model).has_noisy_measurements
 
 
 def cached_measurement(
@@ -75,7 +71,7 @@ def cached_measurement(
         again: call it in any case.
         use: does with an answer what the caller will; where that fails, what was on the disk is measured again.
     """
-    memory = _MEMORY.setdefault(model, {})
+    memory = state_of(model).measurements
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
     if not again and key in memory:
         return memory[key]
@@ -84,7 +80,7 @@ def cached_measurement(
         measured = measure()
         result, is_noisy = broadcast(model, (value_of(measured), isinstance(measured, NoisyMeasurement)))
         if is_noisy:
-            _NOISY.add(model)
+            state_of(model).has_noisy_measurements = True
             logger.info("The machine is busy: what was measured holds for this process only.")
         else:
             _write(key, {"described": described, "result": result})

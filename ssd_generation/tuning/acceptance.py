@@ -21,13 +21,11 @@ round as long as the text.)
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import SkipConfig
@@ -35,6 +33,7 @@ from ..decoding.verified_text import VerifiedText
 from ..forward.passes import prompt_mode, skip_mode_of
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device
+from ..support.model_state import state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -354,17 +353,15 @@ def judge_all(
     return total
 
 
-_REASONS: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
-
-
 def why_not_judged(model: PreTrainedModel) -> str | None:
     """Why drafts of this model cannot be judged in one pass; `None` where they can. Tried out once.
 
     The whole model, laid out in rounds like a draft, must say what it says in a row.
     """
-    if model not in _REASONS:
-        _REASONS[model] = _try_out(model)
-    return _REASONS[model]
+    state = state_of(model)
+    if not state.judging_refusal:
+        state.judging_refusal = (_try_out(model),)
+    return state.judging_refusal[0]
 
 
 def _try_out(model: PreTrainedModel) -> str | None:

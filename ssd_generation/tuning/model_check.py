@@ -16,7 +16,6 @@ import json
 import logging
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.passes import does_something, forbid_recording, why_not_recorded
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
+from ..support.model_state import state_of
 from .costs import describe_adapters, describe_model
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
     if model.training:
         return ModelCheck()  # dropout: no two passes agree, and none is recorded
     fingerprint, installed = _seen(model)
-    memory = _MEMORY.setdefault(model, {})
+    memory: dict[Any, ModelCheck] = state_of(model).checks
     seen = (is_batch, installed, fingerprint)
     found = memory.get(seen)
     if found is None:
@@ -210,9 +210,6 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
     if not is_batch:
         forbid_recording(model, found.recording_refusal)
     return found
-
-
-_MEMORY: weakref.WeakKeyDictionary[nn.Module, dict[Any, ModelCheck]] = weakref.WeakKeyDictionary()
 
 
 def _read(answer: Any) -> ModelCheck:

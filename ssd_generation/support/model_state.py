@@ -1,0 +1,73 @@
+"""All that the library knows about one model, in one place."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from .forks import ForkSafeRLock
+
+__all__ = ["ModelState", "state_of"]
+
+
+class ModelState:
+    """What the library knows about one model, for as long as the model lives. Nothing of it is on the model itself.
+
+    The packages that fill an entry are named beside it; none of them holds the model.
+
+    Attributes:
+        lock: held while the model's modules are patched (forward/skip_mode.py).
+        layout: its attention and MLP sub-layers (forward/sublayers.py).
+        low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
+        low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
+        captured_target: captured passes of the whole model (forward/passes.py).
+        captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
+        capture_refusal: why no pass may be captured, as the check of the model found (forward/passes.py).
+        measurements: what was measured of it, by a fingerprint (support/measurements.py).
+        has_noisy_measurements: whether some of that was measured while the machine was busy.
+        checks: what the check of the model found, by layout (tuning/model_check.py).
+        judging_refusal: a reason why drafts cannot be judged on a text, or `None`, in a tuple; empty while not tried
+            (tuning/acceptance.py).
+        policies: draft-length policies with what they have learnt, by config (generation.py).
+        refinements: drafts that better themselves, by config (generation.py).
+        warnings: warnings that were given once (generation.py).
+    """
+
+    def __init__(self) -> None:
+        self.lock = ForkSafeRLock()
+        self.measurements: dict[str, Any] = {}
+        self.has_noisy_measurements = False
+        self.checks: dict[Any, Any] = {}
+        self.judging_refusal: tuple[str | None, ...] = ()
+        self.capture_refusal: str | None = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Free what takes memory, and forget what was learnt; what was measured and found out stays."""
+        self.layout: Any = None
+        self.drop_copies()
+        self.captured_target: Any = None
+        self.captured_drafts: dict[Any, Any] = {}
+        self.policies: dict[Any, Any] = {}
+        self.refinements: dict[Any, Any] = {}
+        self.warnings: set[str] = set()
+
+    def drop_copies(self) -> None:
+        """Free the low-bit copies."""
+        self.low_bit_copies: dict[Any, Any] = {}
+        self.low_bit_drafts: dict[Any, Any] = {}
+
+
+_STATES: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()
+_GUARD = ForkSafeRLock()
+
+
+def state_of(model: nn.Module) -> ModelState:
+    """What is known about a model; empty at first."""
+    state = _STATES.get(model)
+    if state is None:
+        with _GUARD:
+            state = _STATES.setdefault(model, ModelState())
+    return state
