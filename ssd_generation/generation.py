@@ -23,8 +23,10 @@ from .decoding.loop import DecodingLoop, Request, end_tokens
 from .decoding.outputs import SelfSpeculativeOutput
 from .decoding.rows import Rows
 from .decoding.statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
-from .drafting.draft_length import CostAwarePolicy, DraftPolicy, make_policy
+from .drafting.cost_aware import CostAwarePolicy
+from .drafting.draft_length import DraftPolicy
 from .drafting.drafter import CheckedDrafter, Drafter
+from .drafting.policies import make_policy
 from .forward.forward import Forward
 from .forward.sublayers import input_device, locate_sublayers
 from .support.bounds import clipped, shown
@@ -622,9 +624,7 @@ class _Refining:
         policy = _policy_of(self.model, refinement.config, sampled=False)
         old = policies[before] if before == refinement.base else policies.pop(before)
         if isinstance(policy, CostAwarePolicy) and isinstance(old, CostAwarePolicy):
-            # What was learnt of lookup, and what the accounts hold, stays; of the draft nothing is known.
-            fresh = policy.snapshot()
-            policy.load_state({**old.snapshot(), "depths": fresh["depths"], "bins": fresh["bins"]})
+            policy.take_over(old)  # of the new draft nothing is known
         self.draft_by(refinement.config, policy)
 
 

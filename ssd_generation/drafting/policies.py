@@ -1,0 +1,59 @@
+"""The draft-length policy that a config asks for."""
+
+from __future__ import annotations
+
+from ..config import Costs, DraftingConfig
+from .cost_aware import DEFAULT_PRIOR, CostAwarePolicy
+from .draft_length import ConfidencePolicy, DraftPolicy, FixedPolicy, NoDraftPolicy
+
+__all__ = ["make_policy"]
+
+
+def make_policy(
+    drafting: DraftingConfig,
+    costs: Costs | None = None,
+    *,
+    self_drafts: bool = True,
+    lookup: bool = False,
+    use_confidence: bool = True,
+) -> DraftPolicy:
+    """The policy that a `DraftingConfig` describes.
+
+    Args:
+        drafting: policy and its parameters.
+        costs: a `Costs`, for the policy "cost".
+        self_drafts: whether there is a draft besides lookup; of the policy "cost", as the next two.
+        lookup: whether there is prompt lookup.
+        use_confidence: whether the policy may ask for the draft's probabilities.
+
+    Raises:
+        ValueError: "cost" without costs.
+    """
+    if drafting.policy == "cost":
+        if costs is None:
+            raise ValueError(
+                "The draft-length policy 'cost' needs the costs of a draft step and of verification on this machine, "
+                "but there are none. Measure them (`ssd profile`), or choose the policy 'confidence' or 'fixed'."
+            )
+        return CostAwarePolicy(
+            costs,
+            max_length=drafting.max_draft_length,
+            prior=drafting.acceptance or DEFAULT_PRIOR,
+            exploration=drafting.exploration,
+            self_drafts=self_drafts,
+            lookup=lookup,
+            use_confidence=use_confidence,
+            prior_is_measured=bool(drafting.acceptance),
+        )
+    if drafting.policy == "confidence":
+        return ConfidencePolicy(
+            max_length=drafting.max_draft_length,
+            threshold=drafting.threshold,
+            target_acceptance=drafting.target_acceptance,
+            acceptance_smoothing=drafting.acceptance_smoothing,
+            threshold_smoothing=drafting.threshold_smoothing,
+            step=drafting.threshold_step,
+        )
+    if drafting.policy == "fixed":
+        return FixedPolicy(drafting.max_draft_length)
+    return NoDraftPolicy()
