@@ -12,6 +12,7 @@ import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draft_mode, enable_self_speculative
 from ssd_generation.forward.low_bit import copies_of, copy_bytes
+from ssd_generation.forward.skip_mode import draft_mode_with
 from ssd_generation.harness import comparison, interleaved
 from ssd_generation.harness.comparison import (
     METHODS,
@@ -138,7 +139,7 @@ def test_a_draft_in_low_bits(model: Any) -> None:
     config = SelfSpeculativeConfig(SkipConfig(attention=[1]), fixed, precision="int8")
     result = compare(model, INPUTS, config, repeats=1, max_new_tokens=16)
     copies = copies_of(model, config.skip, config.precision)  # type: ignore[arg-type]
-    with draft_mode(model, config.skip, copies.forwards()):
+    with draft_mode_with(model, config.skip, copies.forwards()):
         draft = new_tokens(model, max_new_tokens=16)
     assert result.draft is not None and list(result.draft.token_ids[0]) == draft
     assert list(result.self_speculative.token_ids[0]) == new_tokens(model, max_new_tokens=16)

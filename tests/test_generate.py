@@ -323,7 +323,7 @@ def test_statistics_are_in_the_output_and_on_the_model(model: PreTrainedModel) -
     assert 0 < statistics.draft_seconds < statistics.total_seconds and statistics.verify_seconds > 0
     assert statistics.draft_seconds + statistics.verify_seconds + statistics.prompt_seconds <= statistics.total_seconds
     # Origins: rebuilt from the draft's own words they give the same text.
-    assert len(statistics.token_origins[0]) == NEW and statistics.token_origins[0][0] is False
+    assert len(statistics.token_sources[0]) == NEW and statistics.token_sources[0][0] == "target"
     model.generate(prompt(9), max_new_tokens=3, do_sample=False)
     assert model.last_speculation is statistics, "a plain call leaves the last statistics alone"
 

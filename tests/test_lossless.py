@@ -175,7 +175,7 @@ def test_any_skip_set_and_draft_length(
     assert torch.equal(generate(model, config, inputs, max_new_tokens=new_tokens), expected)
     statistics = model.last_speculation
     assert statistics.new_tokens == [new_tokens] * rows
-    assert all(len(row) == new_tokens for row in statistics.token_origins)
+    assert all(len(row) == new_tokens for row in statistics.token_sources)
     assert statistics.accepted_tokens <= statistics.drafted_tokens
 
 

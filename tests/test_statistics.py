@@ -53,7 +53,9 @@ def test_origins() -> None:
     statistics = recorded(([3], [2]), ([3], [0]), ([3], [3]))
     statistics.new_tokens = [8]  # the text ended inside the last round
     # The prompt's pass; two drafted and one of the target's; the target's; three drafted, and the target's cut off.
-    assert statistics.token_origins == [[False, True, True, False, False, True, True, True]]
+    assert [[source != "target" for source in row] for row in statistics.token_sources] == [
+        [False, True, True, False, False, True, True, True]
+    ]
 
 
 def test_sources() -> None:
@@ -63,7 +65,6 @@ def test_sources() -> None:
     statistics.record_round([2], [2], [0], self_drafted=[0])  # the text ended in this round
     own, copied, target = "drafted", "looked up", "target"
     assert statistics.token_sources == [[target, own, own, copied, target, own, target, copied, copied]]
-    assert [[source != target for source in row] for row in statistics.token_sources] == statistics.token_origins
     assert (statistics.looked_up_tokens, statistics.accepted_looked_up_tokens) == (5, 3)
     assert SpeculationStatistics(round_accepted=[[]], new_tokens=[1]).token_sources == [[target]]
 

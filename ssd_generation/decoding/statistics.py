@@ -173,17 +173,6 @@ class SpeculationStatistics:
         return dict(sorted(Counter(n + 1 for row in self.round_accepted for n in row).items()))
 
     @property
-    def token_origins(self) -> list[list[bool]]:
-        """Per row and new token: whether it was drafted and accepted (True) or decided by the target (False)."""
-        origins = []
-        for row, tokens in enumerate(self.new_tokens):
-            flags = [False]  # the prompt's pass gives the first token
-            for accepted in self.round_accepted[row]:
-                flags += [True] * accepted + [False]
-            origins.append(flags[:tokens])
-        return origins
-
-    @property
     def token_sources(self) -> list[list[str]]:
         """Per row and new token: "drafted" by the model itself, "looked up", or decided by the "target"."""
         sources = []

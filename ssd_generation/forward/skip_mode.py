@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..config import SkipConfig
 
-__all__ = ["SkipMode", "draft_mode"]
+__all__ = ["SkipMode", "draft_mode", "draft_mode_with"]
 
 _MISSING: Any = object()
 
@@ -132,10 +132,7 @@ class SkipMode:
         self._owner = threading.get_ident()
 
 
-@contextmanager
-def draft_mode(
-    model: PreTrainedModel, skip: SkipConfig, others: Iterable[tuple[nn.Module, Callable[..., Any]]] = ()
-) -> Iterator[PreTrainedModel]:
+def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> AbstractContextManager[PreTrainedModel]:
     """Run a model as its own draft: inside this context it leaves out the sub-layers of `skip`.
 
     To see what the draft alone would say, or to time it:
@@ -152,14 +149,21 @@ def draft_mode(
     Args:
         model: a decoder-only transformers model, enabled or not.
         skip: the sub-layers to leave out.
-        others: as in `SkipMode`: further `(module, forward)` pairs to put in place.
 
-    Yields:
-        The same model.
+    Returns:
+        A context manager that gives the same model.
 
     Raises:
         ValueError: `skip` names a sub-layer that this model does not have or that cannot be skipped.
     """
+    return draft_mode_with(model, skip)
+
+
+@contextmanager
+def draft_mode_with(
+    model: PreTrainedModel, skip: SkipConfig, others: Iterable[tuple[nn.Module, Callable[..., Any]]] = ()
+) -> Iterator[PreTrainedModel]:
+    """`draft_mode` with further `(module, forward)` pairs in place, as in `SkipMode`."""
     layout = locate_sublayers(model)
     mode = SkipMode(model, skip, others)
     skipped = frozenset(skip.attention)

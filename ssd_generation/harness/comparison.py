@@ -14,7 +14,7 @@ from ..cache.layers import spare_slots
 from ..config import Costs, Provenance, SelfSpeculativeConfig
 from ..decoding.statistics import SpeculationStatistics
 from ..forward.low_bit import copies_of, copy_bytes
-from ..forward.skip_mode import draft_mode
+from ..forward.skip_mode import draft_mode_with
 from ..forward.sublayers import locate_sublayers
 from ..support.machine import cpu_name
 from ..tuning.automatic import weight_bytes
@@ -455,7 +455,7 @@ def _run(
     mode: AbstractContextManager[Any] = nullcontext()
     if method == DRAFT:
         copies = copies_of(model, config.skip, config.precision) if config.precision else None
-        mode = draft_mode(model, config.skip, () if copies is None else copies.forwards())
+        mode = draft_mode_with(model, config.skip, () if copies is None else copies.forwards())
     extra = {"self_speculative": config} if method == SELF_SPECULATIVE else {}
     with mode:
         sequences = model.generate(**inputs, **generate_kwargs, **extra)
