@@ -25,8 +25,8 @@ from .decoding.statistics import SpeculationStatistics  # transformers evaluates
 from .drafting.draft_length import CostAwarePolicy, DraftPolicy, make_policy
 from .forward.low_bit import drop_copies
 from .forward.sublayers import input_device, locate_sublayers
-from .support.bounds import clipped, shown
 from .support.display import visible
+from .support.messages import clipped, shown
 from .tuning.automatic import DRAFT_MEMORY, automatic_config, check_budget
 from .tuning.costs import costs_of, describe_machine
 from .tuning.model_check import CannotDraft, ForcedText, ModelCheck, ScriptedDrafts, check_model

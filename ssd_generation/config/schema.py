@@ -25,15 +25,11 @@ from ..support.bounds import (
     Number,
     Text,
     checked_fields,
-    clipped,
-    close,
-    either,
     index_of,
-    listed,
-    shown,
 )
 from ..support.display import path_shown
 from ..support.files import write_whole
+from ..support.messages import clipped, did_you_mean, either, listed, shown
 from ..support.reading import CONFIG, read_json
 
 if TYPE_CHECKING:
@@ -324,7 +320,9 @@ class PrecisionConfig:
         if not isinstance(name, str):
             raise TypeError(f"The name of a precision is {either(PRECISIONS)}, but got {shown(name)}.")
         if name not in PRECISIONS:
-            raise ValueError(f"There is no precision {shown(name)}; use {either(PRECISIONS)}.{close(name, PRECISIONS)}")
+            raise ValueError(
+                f"There is no precision {shown(name)}; use {either(PRECISIONS)}.{did_you_mean(name, PRECISIONS)}"
+            )
         return cls(default=name, head="int8")
 
     def to_dict(self) -> dict[str, Any]:
@@ -455,7 +453,7 @@ class DraftingConfig:
         if self.policy not in POLICIES:
             raise ValueError(
                 f"Unknown draft-length policy {shown(self.policy)}; use {either(POLICIES)}."
-                f"{close(self.policy, POLICIES)}"
+                f"{did_you_mean(self.policy, POLICIES)}"
             )
         checked_fields(self)
         # Not a set: the order says which token is meant.
@@ -996,7 +994,7 @@ class SelfSpeculativeConfig:
         if unknown:
             raise TypeError(
                 f"from_pretrained got an unknown keyword {shown(unknown[0])}; allowed are name, revision, "
-                f"{', '.join(_HUB_KEYWORDS)}.{close(unknown[0], ('name', 'revision', *_HUB_KEYWORDS))}"
+                f"{', '.join(_HUB_KEYWORDS)}.{did_you_mean(unknown[0], ('name', 'revision', *_HUB_KEYWORDS))}"
             )
         if not isinstance(pretrained, (str, os.PathLike)) or not isinstance(os.fspath(pretrained), str):
             raise TypeError(
@@ -1234,7 +1232,7 @@ def _choose(data: Any, name: str | None) -> Mapping[str, Any]:
     elif name in data:
         entry = data[name]
     else:
-        raise ValueError(f"There is no config named {shown(name)}; there are {listed(data)}.{close(name, data)}")
+        raise ValueError(f"There is no config named {shown(name)}; there are {listed(data)}.{did_you_mean(name, data)}")
     chosen: Mapping[str, Any] = entry
     return chosen
 
@@ -1271,7 +1269,7 @@ def _check_keys(data: Mapping[str, Any], allowed: Sequence[str], what: str, alia
         if key not in allowed and key not in aliases:
             raise ValueError(
                 f"Unknown key {shown(key)} in {what}; allowed are {listed(allowed, most=20)}."
-                f"{close(key, (*allowed, *aliases))}"
+                f"{did_you_mean(key, (*allowed, *aliases))}"
             )
 
 
@@ -1322,7 +1320,7 @@ def _check_precision(name: str, value: Any) -> None:
     message = f"{name} must be {either(PRECISIONS)}, or None for the weights as loaded, but got {shown(value)}."
     if not isinstance(value, str):
         raise TypeError(message)
-    raise ValueError(message + close(value, PRECISIONS))
+    raise ValueError(message + did_you_mean(value, PRECISIONS))
 
 
 def _exceptions(kind: str, value: Any) -> _FrozenMapping[int, str | None]:
@@ -1415,5 +1413,5 @@ PRESETS: Mapping[str, SelfSpeculativeConfig] = MappingProxyType(
 
 def _preset(name: str) -> SelfSpeculativeConfig:
     if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(f"There is no preset {shown(name)}; there are {listed(PRESETS)}.{close(name, PRESETS)}")
+        raise ValueError(f"There is no preset {shown(name)}; there are {listed(PRESETS)}.{did_you_mean(name, PRESETS)}")
     return PRESETS[name]

@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..support.bounds import DRAFT_LENGTH, SHARE, Number, shown
+from ..support.bounds import DRAFT_LENGTH, SHARE, Number
+from ..support.messages import shown
 
 __all__ = [
     "NO_MATCH",

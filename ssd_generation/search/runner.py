@@ -18,7 +18,7 @@ from ..forward.low_bit import drop_copies
 from ..generation import require_drafts
 from ..support.bounds import Integer
 from ..support.files import write_whole
-from ..support.reading import listed
+from ..support.messages import listed
 from ..tuning.acceptance import Acceptance, judge_all
 from ..tuning.speedup import theoretical_speedup
 from .calibration import calibrate, calibration_prompts, describe_weights, digest_of, encode_all

@@ -22,7 +22,8 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileSymlinkLock
 
-from ..support.reading import DATABASE, JOURNAL, check_file, excerpt, listed, parse_json, read_bytes
+from ..support.messages import listed, shown
+from ..support.reading import DATABASE, JOURNAL, check_file, parse_json, read_bytes
 
 __all__ = ["quiet", "storage_errors", "storage_of", "storage_to_read"]
 
@@ -183,10 +184,10 @@ def _lines_of(path: Path) -> tuple[list[dict[str, Any]], bytes]:
             raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal ({error})") from error
         # What Optuna writes in any line.
         if not (isinstance(log, dict) and type(log.get("op_code")) is int and isinstance(log.get("worker_id"), str)):
-            raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal, but {excerpt(log)}")
+            raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal, but {shown(log)}")
         lines.append(log)
     if rest and not (rest.startswith(_LINE_BEGINS) or (lines and _LINE_BEGINS.startswith(rest))):
-        raise _NoStudyError(repr(str(path)), f"its end is no line of a journal, but {excerpt(rest)}")
+        raise _NoStudyError(repr(str(path)), f"its end is no line of a journal, but {shown(rest)}")
     return lines, rest
 
 
@@ -229,7 +230,7 @@ def _replaying(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # Optuna trusts every line to be one of its own
         raise _NoStudyError(
-            repr(str(path)), f"its lines are not those of a journal ({type(error).__name__}: {excerpt(str(error))})"
+            repr(str(path)), f"its lines are not those of a journal ({type(error).__name__}: {shown(str(error))})"
         ) from error
 
 

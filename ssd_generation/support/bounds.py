@@ -6,18 +6,16 @@ no time and little memory; whatever lies beyond them is refused in a message tha
 
 from __future__ import annotations
 
-import difflib
 import numbers
 import operator
 import re
-import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, TypeVar
 
-from .display import visible
+from .messages import shown
 
 __all__ = [
     "DRAFT_LENGTH",
@@ -29,12 +27,7 @@ __all__ = [
     "Number",
     "Text",
     "checked_fields",
-    "clipped",
-    "close",
-    "either",
     "index_of",
-    "listed",
-    "shown",
 ]
 
 _Entry = TypeVar("_Entry")
@@ -200,83 +193,6 @@ def index_of(value: Any) -> int | None:
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # torch: of a tensor without data
         return None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# values in messages, which stay short whatever they are
-
-
-class _Short(reprlib.Repr):
-    """`repr` of the first entries: that of a long list takes long, and only its beginning is shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 8
-        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 40
-        self.maxlong = self.maxother = self.maxarray = 400
-
-    def repr_str(self, x: str, level: int) -> str:
-        return repr(x[:100])
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        entries = (f"{self.repr1(k, level - 1)}: {self.repr1(x[k], level - 1)}" for k in islice(x, self.maxdict))
-        return "{" + ", ".join(entries) + "}"
-
-    def repr_instance(self, x: Any, level: int) -> str:
-        return repr(x)
-
-
-_SHORT = _Short()
-
-
-def shown(value: Any, most: int = 80) -> str:
-    """A value as a message shows it: short, on one line.
-
-    Args:
-        value: anything.
-        most: characters.
-    """
-    try:
-        text = _SHORT.repr(value)
-    except Exception:  # such as an integer with more digits than Python prints, or a class whose `repr` fails
-        text = f"a value of type {type(value).__name__}"
-    return clipped(text[: most + 1], most)
-
-
-def clipped(text: object, most: int = 200) -> str:
-    """Somebody else's words, in a message of ours.
-
-    Args:
-        text: such as another library's error.
-        most: characters.
-    """
-    words = visible(str(text))
-    return words if len(words) <= most else f"{words[: most - 1]}…"
-
-
-def listed(values: Iterable[Any], most: int = 6) -> str:
-    """Values as a message names them, the first few of many.
-
-    Args:
-        values: the values.
-        most: how many of them are named.
-    """
-    entries = list(values)
-    text = ", ".join(shown(value, most=40 if len(entries) > 1 else 80) for value in entries[:most])
-    return text if len(entries) <= most else f"{text} and {len(entries) - most:,} more"
-
-
-def either(values: Sequence[Any]) -> str:
-    """`a, b or c`."""
-    return f"{listed(values[:-1])} or {shown(values[-1])}"
-
-
-def close(word: Any, allowed: Iterable[Any]) -> str:
-    """A question whether one of the words that are allowed was meant, where one looks alike."""
-    if not isinstance(word, str) or len(word) > 100:
-        return ""
-    matches = difflib.get_close_matches(word, [a for a in islice(allowed, 200) if isinstance(a, str)], n=1)
-    return f" Did you mean {shown(matches[0])}?" if matches else ""
 
 
 def _plain(number: float) -> str:

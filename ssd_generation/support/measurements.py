@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from .bounds import clipped
 from .files import default_cache_dir, write_whole
+from .messages import clipped
 from .parallel import agreed
 from .reading import MEASUREMENT, read_json
 
