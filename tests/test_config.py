@@ -1263,10 +1263,10 @@ def test_a_hub_id_is_downloaded(hub: mock.Mock, tmp_path: Path, repo_id: str) ->
 
 def test_the_keywords_for_the_hub_are_those_it_takes() -> None:
     # autospec refuses a call that the real function would refuse
-    from ssd_generation.config.schema import _HUB_KEYWORDS
+    from ssd_generation.support.hub import HUB_KEYWORDS
 
     with mock.patch.object(huggingface_hub, "hf_hub_download", autospec=True) as download:
-        download("a/b", CONFIG_NAME, revision=None, **dict.fromkeys(_HUB_KEYWORDS))
+        download("a/b", CONFIG_NAME, revision=None, **dict.fromkeys(HUB_KEYWORDS))
 
 
 def test_an_unknown_keyword_is_refused_for_local_paths_too(tmp_path: Path) -> None:

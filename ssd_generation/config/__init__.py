@@ -1,31 +1,9 @@
 """What to draft with."""
 
-from .schema import (
-    CONFIG_NAME,
-    FORMAT_VERSION,
-    POLICIES,
-    PRECISIONS,
-    PRESETS,
-    Costs,
-    DraftingConfig,
-    LookupConfig,
-    PrecisionConfig,
-    Provenance,
-    SelfSpeculativeConfig,
-    SkipConfig,
-)
+from .files import CONFIG_NAME, FORMAT_VERSION
+from .provenance import Provenance
+from .schema import PRESETS, Costs, DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
+from .values import POLICIES, PRECISIONS
 
-__all__ = [
-    "CONFIG_NAME",
-    "FORMAT_VERSION",
-    "POLICIES",
-    "PRECISIONS",
-    "PRESETS",
-    "Costs",
-    "DraftingConfig",
-    "LookupConfig",
-    "PrecisionConfig",
-    "Provenance",
-    "SelfSpeculativeConfig",
-    "SkipConfig",
-]
+__all__ = ["CONFIG_NAME", "FORMAT_VERSION", "POLICIES", "PRECISIONS", "PRESETS", "Costs", "DraftingConfig"]
+__all__ += ["LookupConfig", "PrecisionConfig", "Provenance", "SelfSpeculativeConfig", "SkipConfig"]

@@ -10,27 +10,28 @@ import numbers
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from .messages import shown
+from .messages import did_you_mean, either, shown
 
 __all__ = [
     "DRAFT_LENGTH",
     "NGRAM",
     "SHARE",
     "Bound",
+    "Choice",
     "Entries",
     "Integer",
+    "Items",
     "Number",
     "Text",
     "checked_fields",
+    "first_entries",
     "index_of",
 ]
-
-_Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Bound(ABC):
             ValueError: a value out of bounds.
         """
 
-    def _refuse(self, kind: type[Exception], name: str, value: Any) -> Exception:
+    def refusal(self, kind: type[Exception], name: str, value: Any) -> Exception:
+        """The error that says what the value must be, and what came."""
         return kind(f"{name} must be {self}, but got {shown(value)}.")
 
 
@@ -72,9 +74,9 @@ class Integer(Bound):
     def check(self, name: str, value: Any) -> int:
         number = index_of(value)
         if number is None:
-            raise self._refuse(TypeError, name, value)
+            raise self.refusal(TypeError, name, value)
         if not self.least <= number <= self.most:
-            raise self._refuse(ValueError, name, number)
+            raise self.refusal(ValueError, name, number)
         return number
 
 
@@ -97,13 +99,13 @@ class Number(Bound):
 
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise self._refuse(TypeError, name, value)
+            raise self.refusal(TypeError, name, value)
         try:
             number = float(value)
         except OverflowError:
             number = float("inf")
         if not self.least <= number <= self.most:  # nor is NaN
-            error = self._refuse(ValueError, name, value)
+            error = self.refusal(ValueError, name, value)
             raise ValueError(f"{error} {self.advice}") if self.advice else error
         return number
 
@@ -119,7 +121,7 @@ class Text(Bound):
 
     def check(self, name: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise self._refuse(TypeError, name, value)
+            raise self.refusal(TypeError, name, value)
         if len(value) > self.most:
             raise ValueError(f"{name} must be {self}, but got one of {len(value):,}: {shown(value)}.")
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -128,37 +130,86 @@ class Text(Bound):
 
 
 @dataclass(frozen=True)
-class Entries:
-    """A list or mapping of so many entries. `take` counts them; each is checked by `each`.
+class Choice(Bound):
+    """One of a few values of one type: strings, integers, or True and False (beside which None may stand).
 
-    Not a `Bound`: what else makes a good list is for its owner to say.
+    Attributes:
+        values: those that are allowed.
+        none: what None stands for, where it is allowed as well; for the message alone, see `checked_fields`.
+        unknown: how the message about another value begins, such as "There is no precision".
     """
+
+    values: tuple[Any, ...]
+    none: str = ""
+    unknown: str = ""
+
+    def __str__(self) -> str:
+        return f"{either(self.values)}, or None {self.none}" if self.none else either(self.values)
+
+    def check(self, name: str, value: Any) -> Any:
+        kind = type(self.values[0])
+        chosen = index_of(value) if kind is int else value
+        if not isinstance(chosen, kind):
+            raise self.refusal(TypeError, name, value)
+        if chosen in self.values:
+            return chosen
+        told = f"{self.unknown} {shown(value)}; use {self}." if self.unknown else self.refusal(ValueError, name, value)
+        raise ValueError(f"{told}{did_you_mean(value, self.values)}")
+
+
+@dataclass(frozen=True)
+class Entries(Bound):
+    """A sequence of at most so many entries.
+
+    Attributes:
+        most: entries.
+        each: what one of them may be.
+        form: the whole in words, such as "be a sequence of probabilities, such as [0.9, 0.85]".
+        entry: what an entry is called in errors, with its place counted from 1; "" for the name of the whole.
+    """
+
+    _refused: ClassVar[tuple[type, ...]] = (str, bytes, Mapping, Set)  # a set has no order
 
     most: int
     each: Bound
-
-    @property
-    def metadata(self) -> dict[str, Entries]:
-        """For `dataclasses.field(metadata=…)`."""
-        return {"bound": self}
+    form: str = "be a sequence"
+    entry: str = ""
 
     def __str__(self) -> str:
         return f"at most {self.most:,} entries"
 
-    def take(self, name: str, values: Iterable[_Entry]) -> list[_Entry]:
-        """The entries of an iterable, which may go on without end.
+    def refusal(self, kind: type[Exception], name: str, value: Any) -> Exception:
+        return kind(f"{name} must {self.form}, but got {shown(value)}.")
 
-        Args:
-            name: of the list, for the message.
-            values: as they came.
+    def check(self, name: str, value: Any) -> Any:
+        entries = enumerate(self.take(name, value), start=1)
+        of = f"{name} of {self.entry} " if self.entry else ""
+        return tuple(self.each.check(f"{of}{place}" if of else name, entry) for place, entry in entries)
+
+    def take(self, name: str, values: Any) -> list[Any]:
+        """The entries, counted but not looked at, of something iterable that may go on without end.
 
         Raises:
-            ValueError: there are more.
+            TypeError: it is no sequence.
+            ValueError: there are more than `most`.
         """
-        entries = list(islice(values, self.most + 1))
+        entries = first_entries(values, self.most + 1, self._refused)
+        if entries is None:
+            raise self.refusal(TypeError, name, values)
         if len(entries) > self.most:
             raise ValueError(f"{name} must have {self}, but it has more. Leave some out.")
         return entries
+
+
+class Items(Entries):
+    """A mapping of at most so many items, which `take` gives as pairs."""
+
+    _refused = ()
+
+    def take(self, name: str, values: Any) -> list[Any]:
+        if not isinstance(values, Mapping):
+            raise self.refusal(TypeError, name, values)
+        return super().take(name, values.items())
 
 
 DRAFT_LENGTH = Integer(1, 128)
@@ -183,6 +234,14 @@ def checked_fields(instance: Any) -> None:
         if not isinstance(bound, Bound) or (value is None and f.default is None):
             continue
         object.__setattr__(instance, f.name, bound.check(f.name, value))
+
+
+def first_entries(values: Any, most: int, refused: tuple[type, ...] = (str, bytes, Mapping, Set)) -> list[Any] | None:
+    """The first entries of something iterable; None of what is of a refused type or cannot be iterated over."""
+    try:
+        return None if isinstance(values, refused) else list(islice(values, most))
+    except TypeError:  # an array of no dimensions is one of those
+        return None
 
 
 def index_of(value: Any) -> int | None:
