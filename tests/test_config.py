@@ -564,7 +564,7 @@ def test_the_largest_config_is_made_saved_and_read_in_no_time(tmp_path: Path) ->
         (lambda: Costs(5e-324, 1, [(1, 1)]), "between 1e-9 and 1e6, but got 5e-324"),
         (lambda: Costs(1, 1, ((n, 1) for n in itertools.count(1))), "verify must have at most 1,000 entries"),
         (lambda: Costs(1, 1, [(10**6 + 1, 1)]), "an integer from 1 to 1,000,000, but got 1000001"),
-        (lambda: Costs(1, 1, [range(10**9)]), "(tokens, seconds) pairs"),
+        (lambda: Costs(1, 1, [range(10**9)]), "(tokens, seconds) pairs"),  # type: ignore[list-item]
         (lambda: Costs(1, 1, [(1, 1)], "x" * 301), "measured_on must be a string of at most 300 characters"),
         (lambda: Provenance(num_layers=10_001), "num_layers must be an integer from 1 to 10,000"),
         (lambda: Provenance(model_id="x" * 301), "model_id must be a string of at most 300 characters"),

@@ -1,8 +1,16 @@
 """What to draft with."""
 
 from .files import CONFIG_NAME, FORMAT_VERSION
-from .provenance import Provenance
-from .schema import PRESETS, Costs, DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
+from .schema import (
+    PRESETS,
+    Costs,
+    DraftingConfig,
+    LookupConfig,
+    PrecisionConfig,
+    Provenance,
+    SelfSpeculativeConfig,
+    SkipConfig,
+)
 from .values import POLICIES, PRECISIONS
 
 __all__ = ["CONFIG_NAME", "FORMAT_VERSION", "POLICIES", "PRECISIONS", "PRESETS", "Costs", "DraftingConfig"]

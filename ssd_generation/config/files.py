@@ -23,8 +23,7 @@ FORMAT_VERSION = 1
 SKIP_KEYS = ("attention", "attn", "mlp")
 PARTS = ("skip", "drafting", "precision", "lookup", "costs", "provenance", "adapt")
 
-# Published configs by name, as the dicts that `from_dict` reads. The demo model (SmolLM2) has little to spare: it skips
-# the attention sub-layers whose absence changes its choices least.
+# By name, what `from_dict` reads. SmolLM2 has little to spare: the attention sub-layers whose absence changes it least.
 PUBLISHED: Mapping[str, Any] = parse_json(resources.files(__package__).joinpath("presets.json").read_text("utf-8"))
 
 _Stored = TypeVar("_Stored", bound="StoredParameters")
@@ -141,9 +140,8 @@ class StoredParameters(Parameters):
 def single(data: Any, name: str | None) -> dict[str, Any]:
     """The one config that is meant, out of a dict that may hold several keyed by model name; without its version."""
     if not isinstance(data, Mapping):
-        raise TypeError(
-            f"A config is a JSON object (a dict), such as {{'attention': [3, 5], 'mlp': [6]}}, but got {shown(data)}."
-        )
+        told = "A config is a JSON object (a dict), such as {'attention': [3, 5], 'mlp': [6]}"
+        raise TypeError(f"{told}, but got {shown(data)}.")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be the name of a model in the config, but got {shown(name)}.")
     if len(data) > MOST_MODELS:
@@ -153,7 +151,10 @@ def single(data: Any, name: str | None) -> dict[str, Any]:
     several = (
         not data.keys() & {"format_version", *SKIP_KEYS, *PARTS}
         and all(isinstance(entry, Mapping) for entry in data.values())
-        and any("skip" in entry or _has_layers(entry) for entry in data.values())
+        and any(
+            "skip" in entry or any(key in entry and not isinstance(entry[key], Mapping) for key in SKIP_KEYS)
+            for entry in data.values()
+        )
     )
     if not several and name is not None:
         raise ValueError(f"This is a single config, not several keyed by model name. Leave out name={shown(name)}.")
@@ -166,12 +167,6 @@ def single(data: Any, name: str | None) -> dict[str, Any]:
         data = data[name] if name is not None else next(iter(data.values()))
     version = FORMAT.check("format_version", data.get("format_version", FORMAT_VERSION))
     if version > FORMAT_VERSION:
-        raise ValueError(
-            f"The config is in format_version {version}, but this ssd_generation reads up to {FORMAT_VERSION}. Update "
-            "the package, or save the config with the version installed here."
-        )
+        told = f"The config is in format_version {version}, but this ssd_generation reads up to {FORMAT_VERSION}."
+        raise ValueError(f"{told} Update the package, or save the config with the version installed here.")
     return {key: value for key, value in data.items() if key != "format_version"}
-
-
-def _has_layers(entry: Mapping[str, Any]) -> bool:
-    return any(key in entry and not isinstance(entry[key], Mapping) for key in SKIP_KEYS)

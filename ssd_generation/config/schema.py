@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import bisect
+import platform
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import date, datetime, timezone
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..support.bounds import DRAFT_LENGTH, NGRAM, SHARE
+from ..support.hub import identity_of
 from ..support.messages import did_you_mean, listed, shown
 from ..support.parameters import Parameters, Part, check_keys
 from . import values
 from .files import FORMAT_VERSION, PARTS, PUBLISHED, SKIP_KEYS, StoredParameters, single
-from .provenance import Provenance
-from .values import LAYERS, NUM_LAYERS, PRECISION, SECONDS
+from .values import LAYERS, NAME, NUM_LAYERS, PRECISION, SECONDS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class _BySublayer(Parameters):
@@ -25,10 +31,7 @@ class _BySublayer(Parameters):
     mlp: Collection[int]
 
     def validate_for(self, num_layers: int) -> None:
-        """Check the layers against a model.
-
-        Args:
-            num_layers: decoder layers of the model, 1 to 10,000.
+        """Check the layers against a model of so many (1 to 10,000).
 
         Raises:
             ValueError: a layer that the model does not have; of a skip set, also that no attention sub-layer is left.
@@ -36,10 +39,8 @@ class _BySublayer(Parameters):
         num_layers = NUM_LAYERS.check("num_layers", num_layers)
         for kind, layers in (("attention", self.attention), ("mlp", self.mlp)):
             if outside := [layer for layer in layers if layer >= num_layers]:
-                raise ValueError(
-                    f"{self._who} names {kind} {listed(outside)}, but the model has {num_layers} layers (0 to "
-                    f"{num_layers - 1}). Use one that was made for this model."
-                )
+                has = f"but the model has {num_layers} layers (0 to {num_layers - 1})"
+                raise ValueError(f"{self._who} names {kind} {listed(outside)}, {has}. Use one made for this model.")
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,8 @@ class SkipConfig(_BySublayer, title="a skip set"):
     def validate_for(self, num_layers: int) -> None:
         super().validate_for(num_layers)
         if len(self.attention) == num_layers:
-            raise ValueError(
-                f"The skip set leaves out all {num_layers} attention sub-layers: the draft would not see the context. "
-                "Keep at least one."
-            )
+            told = f"The skip set leaves out all {num_layers} attention sub-layers: the draft would see no context."
+            raise ValueError(f"{told} Keep at least one.")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], name: str | None = None) -> SkipConfig:
@@ -89,10 +88,8 @@ class SkipConfig(_BySublayer, title="a skip set"):
         """
         data = single(data, name)
         if data.keys() & set(PARTS):
-            raise ValueError(
-                f"This is a whole config (keys {listed(data)}), not a skip set. Read it with "
-                "SelfSpeculativeConfig.from_dict and take its `.skip`."
-            )
+            told = f"This is a whole config (keys {listed(data)}), not a skip set."
+            raise ValueError(f"{told} Read it with SelfSpeculativeConfig.from_dict and take its `.skip`.")
         check_keys(data, ("attention", "mlp"), cls._title, aliases=("attn",))
         if "attention" in data and "attn" in data:
             raise ValueError("The skip set has both 'attention' and 'attn', two names of one thing. Keep 'attention'.")
@@ -146,16 +143,13 @@ class PrecisionConfig(_BySublayer, title="'precision'"):
             ValueError: another kind of sub-layer.
         """
         if kind not in ("attention", "mlp"):
-            raise ValueError(f"There are sub-layers of kind 'attention' and 'mlp', but got {shown(kind)}.")
+            told = f"There are sub-layers of kind 'attention' and 'mlp', but got {shown(kind)}."
+            raise ValueError(f"{told} Choose one of them.")
         return {"attention": self.attention, "mlp": self.mlp}[kind].get(layer, self.default)
 
     @classmethod
     def named(cls, name: str) -> PrecisionConfig:
-        """Every kept sub-layer in "int8" or "int4", and the LM head in int8 under either name.
-
-        Raises:
-            TypeError, ValueError: no such precision.
-        """
+        """Every kept sub-layer in "int8" or "int4", and the LM head in int8. TypeError, ValueError: another name."""
         return cls(default=values.PRECISION_NAME.check("The name of a precision", name), head="int8")
 
 
@@ -246,19 +240,13 @@ class Costs(Parameters, title="'costs'", omits_defaults=True):
     plain_step: float = field(metadata=SECONDS.metadata)
     draft_step: float = field(metadata=SECONDS.metadata)
     verify: Sequence[tuple[int, float]] = field(metadata=values.VERIFY.metadata)
-    measured_on: str | None = field(default=None, metadata=values.NAME.metadata)
+    measured_on: str | None = field(default=None, metadata=NAME.metadata)
 
     def verify_seconds(self, tokens: int) -> float:
-        """How long a verify pass over so many tokens takes.
+        """How long a verify pass over so many tokens (1 to 1,000,000) takes.
 
         Linear between the measured counts, where a plain step stands for one token unless that was measured too. Beyond
         the last count it goes on as between the last two, but never falls; with a single count it stays.
-
-        Args:
-            tokens: in the verify pass, 1 to 1,000,000.
-
-        Raises:
-            TypeError, ValueError: `tokens` is not an integer, or out of range.
         """
         tokens = values.VERIFIED_TOKENS.check("tokens", tokens)
         points = self.verify if self.verify[0][0] == 1 else ((1, self.plain_step), *self.verify)
@@ -273,20 +261,96 @@ class Costs(Parameters, title="'costs'", omits_defaults=True):
         return early + (late - early) * ((tokens - start) / (end - start))
 
 
-def _part(kind: type[Parameters], form: str = "", *readers: tuple[type, Any]) -> dict[str, Any]:
-    return dict(Part(kind, form, readers, "To read dicts, use SelfSpeculativeConfig.from_dict.").metadata)
+@dataclass(frozen=True)
+class Provenance(Parameters, title="'provenance'", omits_defaults=True):
+    """Where a config came from: on which model, with what, and when. All of it is optional.
+
+    Strings have at most 300 characters, `source` at most 10,000.
+
+    Args:
+        model_id: Hub id of the model, or the name of its folder.
+        model_type: its architecture, such as "llama", as in the config of its text model.
+        num_layers: its number of decoder layers, 1 to 10,000.
+        revision: commit of its weights on the Hub.
+        dtype: of its weights, such as "bfloat16".
+        attention_implementation: such as "sdpa".
+        device: such as "cpu" or "cuda (NVIDIA H200)".
+        versions: library to version, of at most 50.
+        date: day in UTC, YYYY-MM-DD.
+        source: free text, such as a citation.
+
+    Raises:
+        TypeError, ValueError: a number out of range, a string or `versions` too long, or a date that is none.
+    """
+
+    model_id: str | None = field(default=None, metadata=NAME.metadata)
+    model_type: str | None = field(default=None, metadata=NAME.metadata)
+    num_layers: int | None = field(default=None, metadata=NUM_LAYERS.metadata)
+    revision: str | None = field(default=None, metadata=NAME.metadata)
+    dtype: str | None = field(default=None, metadata=NAME.metadata)
+    attention_implementation: str | None = field(default=None, metadata=NAME.metadata)
+    device: str | None = field(default=None, metadata=NAME.metadata)
+    versions: Mapping[str, str] | None = field(default=None, metadata=values.VERSIONS.metadata)
+    date: str | None = field(default=None, metadata=NAME.metadata)
+    source: str | None = field(default=None, metadata=values.FREE_TEXT.metadata)
+
+    def _check_together(self) -> None:
+        try:
+            canonical = self.date if self.date is None else date.fromisoformat(self.date).isoformat()
+        except ValueError:
+            canonical = None
+        if self.date != canonical:
+            told = "date must be a day written YYYY-MM-DD, such as '2025-01-31'"
+            raise ValueError(f"{told}, but got {shown(self.date)}.")
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> Provenance:
+        """Describe a loaded target model and the libraries it runs on.
+
+        A model loaded from a local folder is named by that folder alone (from the Hub's cache: by its Hub id), so that
+        a shared config tells nothing of the machine's directories.
+        """
+        import torch
+        import transformers
+
+        libraries, config = (torch, transformers, sys.modules["ssd_generation"]), model.config
+        text_config = config.get_text_config(decoder=True)
+        model_id, revision = identity_of(getattr(config, "_name_or_path", None) or "")
+        device = torch.device(model.device)
+        return cls(
+            model_id=model_id,
+            model_type=text_config.model_type,
+            num_layers=text_config.num_hidden_layers,
+            revision=getattr(config, "_commit_hash", None) or revision,
+            dtype=str(model.dtype).removeprefix("torch."),
+            attention_implementation=getattr(text_config, "_attn_implementation", None),
+            device=f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type,
+            versions={"python": platform.python_version(), **{m.__name__: str(m.__version__) for m in libraries}},
+            date=datetime.now(timezone.utc).date().isoformat(),
+        )
+
+    def validate_for(self, num_layers: int, model_type: str | None = None) -> None:
+        """Raise ValueError where the config was made for a model of another type (if given) or number of layers."""
+        named = f" ({shown(self.model_id)[1:-1]})" if self.model_id else ""
+        advice = "Use a config made for this model."
+        if model_type is not None and self.model_type not in (None, model_type):
+            told = f"This config was made for a model of type {shown(self.model_type)}{named}"
+            raise ValueError(f"{told}, but the model is of type {shown(model_type)}. {advice}")
+        if self.num_layers not in (None, num_layers):
+            told = f"This config was made for a model with {self.num_layers} layers{named}"
+            raise ValueError(f"{told}, but the model has {num_layers}. {advice}")
+
+    def __repr__(self) -> str:
+        known = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in known if v is not None)})"
 
 
-_PRECISION = _part(
-    PrecisionConfig,
-    ", 'int8' or 'int4', a dict of its fields, or None for the weights as loaded",
-    *((str, PrecisionConfig.named), (Mapping, PrecisionConfig.from_dict)),
-)
-_LOOKUP = _part(
-    LookupConfig,
-    ", True, a dict of its fields, or None for no prompt lookup",
-    *((bool, lambda on: LookupConfig() if on else None), (Mapping, LookupConfig.from_dict)),
-)
+def _part(kind: type[Parameters], form: str = "", short: type | None = None, read: Any = None) -> dict[str, Any]:
+    return dict(Part(kind, form, short, read, "To read dicts, use SelfSpeculativeConfig.from_dict.").metadata)
+
+
+_NAME_OR_DICT = ", 'int8' or 'int4', a dict of its fields, or None for the weights as loaded"
+_TRUE_OR_DICT = ", True, a dict of its fields, or None for no prompt lookup"
 
 
 @dataclass(frozen=True, repr=False)
@@ -317,8 +381,12 @@ class SelfSpeculativeConfig(
 
     skip: SkipConfig = field(default_factory=SkipConfig, metadata=_part(SkipConfig))
     drafting: DraftingConfig = field(default_factory=DraftingConfig, metadata=_part(DraftingConfig))
-    precision: PrecisionConfig | None = field(default=None, metadata=_PRECISION)
-    lookup: LookupConfig | None = field(default=None, metadata=_LOOKUP)
+    precision: PrecisionConfig | None = field(
+        default=None, metadata=_part(PrecisionConfig, _NAME_OR_DICT, str, PrecisionConfig.named)
+    )
+    lookup: LookupConfig | None = field(
+        default=None, metadata=_part(LookupConfig, _TRUE_OR_DICT, bool, lambda on: LookupConfig() if on else None)
+    )
     costs: Costs | None = field(default=None, metadata=_part(Costs))
     provenance: Provenance | None = field(default=None, metadata=_part(Provenance))
     adapt: bool = field(default=False, metadata=values.SWITCH.metadata)
@@ -342,19 +410,14 @@ class SelfSpeculativeConfig(
         for kind in ("attention", "mlp") if self.precision is not None else ():
             exceptions = getattr(self.precision, kind)
             if both := [layer for layer in getattr(self.skip, kind) if layer in exceptions]:
-                raise ValueError(
-                    f"The draft skips {kind} {listed(both)}, and the draft precision names the same. Leave them out of "
-                    "one of the two."
-                )
+                told = f"The draft skips {kind} {listed(both)}, and the draft precision names the same."
+                raise ValueError(f"{told} Leave them out of one of the two.")
         if self.provenance is not None and self.provenance.num_layers is not None:
             self.validate_for(self.provenance.num_layers)
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the model drafts for itself.
-
-        Not so where prompt lookup is all there is (nothing skipped, nothing low-bit), and where nothing is drafted.
-        """
+        """Whether the model drafts for itself: not if prompt lookup is all there is, or if nothing is drafted."""
         return self.drafting.policy != "none" and (self.lookup is None or bool(self.skip) or bool(self.precision))
 
     @property
@@ -373,8 +436,7 @@ class SelfSpeculativeConfig(
                 (in multimodal models it differs from `model.config.model_type`), or None not to check it.
 
         Raises:
-            ValueError: the config was made for a model of another type or number of layers, or its skip set or
-                precision does not fit.
+            ValueError: it was made for a model of another type or size, or its skip set or precision does not fit.
         """
         num_layers = NUM_LAYERS.check("num_layers", num_layers)
         if self.provenance is not None:
@@ -414,13 +476,14 @@ class SelfSpeculativeConfig(
         if flat:
             raise ValueError(f"The config has {listed(flat)} beside its other parts. Put {listed(flat)} under 'skip'.")
         check_keys(parts, ("format_version", *PARTS), cls._title, aliases=SKIP_KEYS)
-        kinds = {"skip": SkipConfig, "drafting": DraftingConfig, "costs": Costs, "provenance": Provenance}
-        for key in parts.keys() & kinds:
-            # Those that need not be there may be null, the others may not: there it is more likely a mistake.
-            if parts[key] is not None or key in ("skip", "drafting"):
-                parts[key] = kinds[key].from_dict(parts[key])
+        # Those that need not be there may be null; a null for the others is more likely a mistake.
+        parts |= {key: kind.from_dict(parts[key]) for key, kind in _NEEDED.items() if key in parts}
+        parts |= {key: kind.from_dict(parts[key]) for key, kind in _OPTIONAL.items() if parts.get(key) is not None}
         return cls(**parts)
 
+
+_NEEDED: dict[str, type[Parameters]] = {"skip": SkipConfig, "drafting": DraftingConfig}
+_OPTIONAL: dict[str, type[Parameters]] = {"costs": Costs, "provenance": Provenance}
 
 #: The skip sets that Draft & Verify published, by the names of its authors, and the demo model's.
 PRESETS: Mapping[str, SelfSpeculativeConfig] = MappingProxyType(

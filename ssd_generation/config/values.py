@@ -36,54 +36,44 @@ _PROBABILITIES = "be a sequence of probabilities, such as [0.9, 0.85] (() for th
 ACCEPTANCE = bounds.Entries(bounds.DRAFT_LENGTH.most, bounds.SHARE, _PROBABILITIES, entry="drafted token")
 
 
-class _Layer(bounds.Bound):
-    """The number of a layer, or as JSON has it as a key; the name is that of the list it stands in."""
-
-    most = NUM_LAYERS.most - 1
-
-    def check(self, name: str, value: Any) -> int:
-        layer = bounds.index_of(value)
-        if layer is None:
-            raise TypeError(
-                f"{name} has {shown(value)}, which is not an integer. Give the numbers of the layers, counted from 0."
-            )
-        if layer < 0:
-            raise ValueError(f"{name} has the negative layer {shown(layer)}. Layers are counted from 0.")
-        if layer > self.most:
-            told = f"{name} has layer {shown(layer)}, but layers are counted from 0 to {self.most:,} at the most."
-            raise ValueError(told)
-        return layer
-
-
-def _distinct(name: str, layers: list[int]) -> list[int]:
-    layers = sorted(layers)
-    for layer, following in pairwise(layers):
-        if layer == following:
-            raise ValueError(f"{name} has layer {layer} more than once. Name each layer once, counted from 0.")
-    return layers
-
-
 class _Layers(bounds.Entries):
     """Numbers of layers, as a sorted tuple."""
 
     _refused = (str, bytes, Mapping)
 
     def check(self, name: str, value: Any) -> tuple[int, ...]:
-        return tuple(_distinct(name, super().check(name, value)))
+        layers = sorted(self._layer(name, entry) for entry in self.take(name, value))
+        for layer, following in pairwise(layers):
+            if layer == following:
+                raise ValueError(f"{name} has layer {layer} more than once. Name each layer once, counted from 0.")
+        return tuple(layers)
+
+    def _layer(self, name: str, value: Any) -> int:
+        layer, last = bounds.index_of(value), self.most - 1
+        if layer is None:
+            told = f"{name} has {shown(value)}, which is not an integer."
+            raise TypeError(f"{told} Give the numbers of the layers, counted from 0.")
+        if layer < 0:
+            told = f"{name} has the negative layer {shown(layer)}."
+            raise ValueError(f"{told} Layers are counted from 0; give the number itself.")
+        if layer > last:
+            told = f"{name} has layer {shown(layer)}, but layers are counted from 0 to {last:,} at the most."
+            raise ValueError(told)
+        return layer
 
 
 class _Precisions(bounds.Items):
     """Precisions by layer, sorted; JSON has the layers as strings."""
 
     def check(self, name: str, value: Any) -> FrozenMapping[int, str | None]:
-        layers, precisions = [], {}
-        for key, precision in self.take(name, value):
-            is_number = isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key)
-            layers.append(_LAYER.check(name, int(key) if is_number else key))
-            if precision is not None:
-                self.each.check(f"The precision of {name} {layers[-1]}", precision)
-            precisions[layers[-1]] = precision
-        return FrozenMapping({layer: precisions[layer] for layer in _distinct(name, layers)})
+        items = self.take(name, value)
+        keys = [int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key) else key for key, _ in items]
+        layers = LAYERS.check(name, keys)
+        precisions = {bounds.index_of(key): precision for key, (_, precision) in zip(keys, items, strict=True)}
+        for layer in layers:
+            if precisions[layer] is not None:
+                self.each.check(f"The precision of {name} {layer}", precisions[layer])
+        return FrozenMapping({layer: precisions[layer] for layer in layers})
 
 
 class _VerifyTimes(bounds.Entries):
@@ -100,10 +90,8 @@ class _VerifyTimes(bounds.Entries):
                 raise kind(f"{name} must {self.form}, but it has {shown(given)}.")
             tokens = VERIFIED_TOKENS.check(f"A token count in {name}", pair[0])
             if pairs and tokens <= pairs[-1][0]:
-                raise ValueError(
-                    f"The token counts in {name} must ascend, each once, but {tokens} comes after {pairs[-1][0]}. "
-                    "Sort the pairs by tokens and keep one per count."
-                )
+                told = f"The token counts in {name} must ascend, each once, but {tokens} comes after {pairs[-1][0]}."
+                raise ValueError(f"{told} Sort the pairs by tokens and keep one per count.")
             pairs.append((tokens, self.each.check(f"The time of verifying {tokens} tokens", pair[1])))
         if not pairs:
             told = f"{name} must {self.form}, but it is empty."
@@ -124,8 +112,7 @@ class _Versions(bounds.Items):
         return FrozenMapping(versions)
 
 
-_LAYER = _Layer()
-LAYERS = _Layers(NUM_LAYERS.most, _LAYER, "be a sequence of layer numbers, such as [3, 5] ([] to skip none)")
+LAYERS = _Layers(NUM_LAYERS.most, NUM_LAYERS, "be a sequence of layer numbers, such as [3, 5] ([] to skip none)")
 _EXCEPTIONS = "map layers to precisions, such as {3: 'int8', 5: None} ({} for no exceptions)"
 EXCEPTIONS = _Precisions(NUM_LAYERS.most, PRECISION, _EXCEPTIONS)
 VERIFY = _VerifyTimes(1_000, SECONDS, "be a sequence of (tokens, seconds) pairs, such as [(1, 0.031), (4, 0.035)]")

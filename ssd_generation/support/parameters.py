@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -74,13 +74,15 @@ class Part(Bound):
     Attributes:
         kind: their class.
         form: what may stand for them besides, in words.
-        readers: what may stand for them besides: types, each with a function that makes the parameters of it.
-        advice: what to do about a dict, where no reader takes it.
+        short: type of a shorter form, such as a name; where there is one, a dict of the fields is taken too.
+        read: makes the parameters of the shorter form.
+        advice: what to do about a dict that is not taken.
     """
 
     kind: type[Parameters]
     form: str = ""
-    readers: tuple[tuple[type, Any], ...] = ()
+    short: type | None = None
+    read: Callable[[Any], Any] | None = None
     advice: str = ""
 
     def __str__(self) -> str:
@@ -89,9 +91,11 @@ class Part(Bound):
     def check(self, name: str, value: Any) -> Any:
         if isinstance(value, self.kind):
             return value
-        for taken, read in self.readers:
-            if isinstance(value, taken):
-                return read(value)
+        if self.short is not None and self.read is not None:
+            if isinstance(value, self.short):
+                return self.read(value)
+            if isinstance(value, Mapping):
+                return self.kind.from_dict(value)
         told = str(self.refusal(TypeError, name, value))
         raise TypeError(f"{told} {self.advice}" if self.advice and isinstance(value, Mapping) else told)
 
