@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +11,7 @@ from ..support.display import path_shown
 from ..support.hub import locate, upload, write_into
 from ..support.messages import did_you_mean, listed, shown
 from ..support.parameters import Parameters, pretty_json
-from ..support.reading import CONFIG, parse_json, read_json
+from ..support.reading import CONFIG, read_json
 from .values import FORMAT, MOST_MODELS
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ SKIP_KEYS = ("attention", "attn", "mlp")
 PARTS = ("skip", "drafting", "precision", "lookup", "costs", "provenance", "adapt")
 
 # By name, what `from_dict` reads. SmolLM2 has little to spare: the attention sub-layers whose absence changes it least.
-PUBLISHED: Mapping[str, Any] = parse_json(resources.files(__package__).joinpath("presets.json").read_text("utf-8"))
+PUBLISHED: Mapping[str, Any] = read_json(Path(__file__).with_name("presets.json"), CONFIG)
 
 _Stored = TypeVar("_Stored", bound="StoredParameters")
 

@@ -30,7 +30,7 @@ class _Short(reprlib.Repr):
         return "{" + ", ".join(entries) + "}"
 
     def repr_instance(self, x: Any, level: int) -> str:
-        return repr(x)
+        return repr(x)[: self.maxother]
 
 
 _SHORT = _Short()
