@@ -29,8 +29,8 @@ from .drafting.drafter import CheckedDrafter, Drafter
 from .drafting.policies import make_policy
 from .forward.forward import Forward
 from .forward.sublayers import input_device, locate_sublayers
-from .support.bounds import clipped, shown
 from .support.display import visible
+from .support.messages import clipped, shown
 from .support.model_state import state_of
 from .tuning.automatic import DRAFT_MEMORY, automatic_config, check_budget
 from .tuning.costs import costs_of, describe_machine

@@ -37,7 +37,7 @@ def test_files_in_all_spellings(tmp_path: Path, text: str, summary: str) -> None
         ("\n \n", "holds no articles"),
         ("{", "line 1: .*Each line is a JSON object"),
         ("[1]", "line 1: a JSON object is needed, but got list"),
-        ('{"article": "x"}', "line 1: there is no reference summary in it; its keys are article"),
+        ('{"article": "x"}', "line 1: there is no reference summary in it; its keys are 'article'"),
         ('{"reference": "x"}', "there is no article in it"),
         ('{"article": "x", "reference": " "}', "'reference' holds no text, but ' '"),
         ('{"article": 3, "reference": "x"}', "'article' holds no text, but 3"),

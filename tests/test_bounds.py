@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_generation.support.bounds import Entries, Integer, Number, Text, clipped, close, listed, shown
+from ssd_generation.support.bounds import Entries, Integer, Number, Text
+from ssd_generation.support.messages import clipped, did_you_mean, listed, shown
 
 FEW = Integer(1, 12_000)
 SOME = Number(1e-9, 0.5, "a number of seconds", "Measure it again.")
@@ -63,7 +64,7 @@ def test_messages_stay_short_and_on_one_line(value: Any) -> None:
         message = str(caught.value)
         assert message.startswith("some_name ") and len(message) < 250 and message.isprintable()
     assert len(shown(value)) <= 80 and len(listed([value] * 1000)) < 300
-    assert len(close(value, [value, "a"])) < 100
+    assert len(did_you_mean(value, [value, "a"])) < 100
     assert time.perf_counter() - begun < 2
 
 

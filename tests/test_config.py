@@ -564,7 +564,7 @@ def test_the_largest_config_is_made_saved_and_read_in_no_time(tmp_path: Path) ->
         (lambda: Costs(5e-324, 1, [(1, 1)]), "between 1e-9 and 1e6, but got 5e-324"),
         (lambda: Costs(1, 1, ((n, 1) for n in itertools.count(1))), "verify must have at most 1,000 entries"),
         (lambda: Costs(1, 1, [(10**6 + 1, 1)]), "an integer from 1 to 1,000,000, but got 1000001"),
-        (lambda: Costs(1, 1, [range(10**9)]), "(tokens, seconds) pairs"),
+        (lambda: Costs(1, 1, [range(10**9)]), "(tokens, seconds) pairs"),  # type: ignore[list-item]
         (lambda: Costs(1, 1, [(1, 1)], "x" * 301), "measured_on must be a string of at most 300 characters"),
         (lambda: Provenance(num_layers=10_001), "num_layers must be an integer from 1 to 10,000"),
         (lambda: Provenance(model_id="x" * 301), "model_id must be a string of at most 300 characters"),
@@ -1263,10 +1263,10 @@ def test_a_hub_id_is_downloaded(hub: mock.Mock, tmp_path: Path, repo_id: str) ->
 
 def test_the_keywords_for_the_hub_are_those_it_takes() -> None:
     # autospec refuses a call that the real function would refuse
-    from ssd_generation.config.schema import _HUB_KEYWORDS
+    from ssd_generation.support.hub import HUB_KEYWORDS
 
     with mock.patch.object(huggingface_hub, "hf_hub_download", autospec=True) as download:
-        download("a/b", CONFIG_NAME, revision=None, **dict.fromkeys(_HUB_KEYWORDS))
+        download("a/b", CONFIG_NAME, revision=None, **dict.fromkeys(HUB_KEYWORDS))
 
 
 def test_an_unknown_keyword_is_refused_for_local_paths_too(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_chat_template() -> None:
         ("p.csv", "a,b", ".jsonl"),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt"', "line 2: .*Each line is a JSON object"),
         ("p.jsonl", '["a"]', "line 1: a JSON object is needed, but got list"),
-        ("p.jsonl", '{"text": "a"}', "its keys are text"),
+        ("p.jsonl", '{"text": "a"}', "its keys are 'text'"),
         ("p.jsonl", '{"prompt": " "}', "'prompt' holds no text, but ' '"),
         ("p.jsonl", '{"turns": []}', r"'turns' holds no text, but \[\]"),
         ("p.jsonl", '{"turns": [3]}', r"'turns' holds no text, but \[3\]"),

@@ -1,10 +1,7 @@
 """What to draft with."""
 
+from .files import CONFIG_NAME, FORMAT_VERSION
 from .schema import (
-    CONFIG_NAME,
-    FORMAT_VERSION,
-    POLICIES,
-    PRECISIONS,
     PRESETS,
     Costs,
     DraftingConfig,
@@ -14,18 +11,7 @@ from .schema import (
     SelfSpeculativeConfig,
     SkipConfig,
 )
+from .values import POLICIES, PRECISIONS
 
-__all__ = [
-    "CONFIG_NAME",
-    "FORMAT_VERSION",
-    "POLICIES",
-    "PRECISIONS",
-    "PRESETS",
-    "Costs",
-    "DraftingConfig",
-    "LookupConfig",
-    "PrecisionConfig",
-    "Provenance",
-    "SelfSpeculativeConfig",
-    "SkipConfig",
-]
+__all__ = ["CONFIG_NAME", "FORMAT_VERSION", "POLICIES", "PRECISIONS", "PRESETS", "Costs", "DraftingConfig"]
+__all__ += ["LookupConfig", "PrecisionConfig", "Provenance", "SelfSpeculativeConfig", "SkipConfig"]

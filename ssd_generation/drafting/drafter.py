@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..forward.forward import Context
-from ..support.bounds import shown
+from ..support.messages import shown
 from .draft_length import NO_MATCH, Match
 
 __all__ = ["CheckedDrafter", "Draft", "Drafter", "Texts"]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.prompts import hub_rows
-from ..support.reading import DATA, excerpt, filled_lines, listed, parse_json
+from ..support.messages import listed, shown
+from ..support.reading import DATA, filled_lines, parse_json
 
 __all__ = ["Article", "articles_of_the_hub", "built_in_articles", "read_articles"]
 
@@ -68,8 +69,9 @@ def read_articles(path: str | os.PathLike[str]) -> list[Article]:
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error} {_FORMAT}") from error
         if article.id in articles:
-            shown = excerpt(article.id)
-            raise ValueError(f"{path}, line {number}: the id {shown} stands there twice. Ids must be unique.")
+            raise ValueError(
+                f"{path}, line {number}: the id {shown(article.id)} stands there twice. Ids must be unique."
+            )
         articles[article.id] = article
     if not articles:
         raise ValueError(f"{str(path)!r} holds no articles. {_FORMAT}")
@@ -113,6 +115,6 @@ def _parse(entry: Any, name: str) -> Article:
             raise ValueError(f"there is no {what} in it; its keys are {listed(entry)}.")
         value = entry[key]
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{key!r} holds no text, but {excerpt(value)}.")
+            raise ValueError(f"{key!r} holds no text, but {shown(value)}.")
         found.append(value.strip())
     return Article(str(entry.get("id", name)), found[0], found[1])

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from ..support.reading import DATA, excerpt, filled_lines, listed, parse_json
+from ..support.messages import listed, shown
+from ..support.reading import DATA, filled_lines, parse_json
 
 __all__ = ["Problem", "answer_code", "checked_program", "human_eval", "read_problems"]
 
@@ -85,7 +86,7 @@ def _parse_all(lines: Iterable[tuple[int, str]], source: str) -> list[Problem]:
         except ValueError as error:
             raise ValueError(f"{source}, line {number}: {error} {_FORMAT}") from error
         if problem.id in problems:
-            raise ValueError(f"{source}, line {number}: the task_id {excerpt(problem.id)} stands there twice.")
+            raise ValueError(f"{source}, line {number}: the task_id {shown(problem.id)} stands there twice.")
         problems[problem.id] = problem
     if not problems:
         raise ValueError(f"{source!r} holds no problems. {_FORMAT}")
@@ -99,7 +100,7 @@ def _parse(entry: Any, number: int) -> Problem:
         if not isinstance(entry.get(key), str) or not entry[key].strip():
             raise ValueError(f"{key!r} holds no text; the line's keys are {listed(entry)}.")
     if not entry["entry_point"].isidentifier():
-        raise ValueError(f"the entry_point {excerpt(entry['entry_point'])} is not the name of a function.")
+        raise ValueError(f"the entry_point {shown(entry['entry_point'])} is not the name of a function.")
     return Problem(str(entry.get("task_id", f"problem-{number}")), entry["prompt"], entry["entry_point"], entry["test"])
 
 

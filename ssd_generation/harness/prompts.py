@@ -12,7 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..support.reading import DATA, excerpt, filled_lines, listed, parse_json
+from ..support.messages import listed, shown
+from ..support.reading import DATA, filled_lines, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +113,7 @@ def _parse(entry: Any, stem: str) -> tuple[str, str, tuple[str, ...]]:
         value = entry[key]
         turns = value if key == "turns" and isinstance(value, list) and value else [value]
         if not all(isinstance(text, str) and text.strip() for text in turns):
-            raise ValueError(f"{key!r} holds no text, but {excerpt(value)}.")
+            raise ValueError(f"{key!r} holds no text, but {shown(value)}.")
         first, *later = (text.strip() for text in turns)
         return str(entry.get("category") or category), before + first, tuple(later)
     raise ValueError(f"there is no prompt in it; its keys are {listed(entry)}.")
@@ -200,7 +201,7 @@ def load_prompts(
     unknown = [category for category in wanted if category not in found]
     if unknown:
         raise ValueError(
-            f"No prompt is of the category {', '.join(map(repr, unknown))}; there are {listed(map(repr, found), 300)}."
+            f"No prompt is of the category {', '.join(map(repr, unknown))}; there are {listed(found, most=20)}."
         )
     columns = [found[category][:limit_per_category] for category in wanted]
     return [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
@@ -251,5 +252,5 @@ def encode_prompt(
     else:
         encoded = tokenizer(text, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:
-        raise ValueError(f"The tokenizer makes nothing of the prompt {excerpt(text)}: it has no tokens.")
+        raise ValueError(f"The tokenizer makes nothing of the prompt {shown(text)}: it has no tokens.")
     return {key: encoded[key] for key in ("input_ids", "attention_mask") if key in encoded}

@@ -29,7 +29,8 @@ from ..forward.sublayers import locate_sublayers
 from ..generation import require_drafts
 from ..support.display import visible
 from ..support.files import write_whole
-from ..support.reading import PROFILE, excerpt, read_json
+from ..support.messages import shown
+from ..support.reading import PROFILE, read_json
 from ..tuning.costs import LONGEST_VERIFIED, Passes, describe_machine
 from .space import KEEP
 
@@ -198,8 +199,7 @@ class CostProfile:
             )
             profile._check()
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-            shown = excerpt(str(error), 100)
-            raise ValueError(f"The cost profile cannot be understood ({shown}). {advice}") from error
+            raise ValueError(f"The cost profile cannot be understood ({shown(str(error), 100)}). {advice}") from error
         return profile
 
     def _check(self) -> None:

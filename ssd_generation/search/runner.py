@@ -20,7 +20,7 @@ from ..generation import require_drafts
 from ..harness.prompts import Prompt
 from ..support.bounds import Integer
 from ..support.files import write_whole
-from ..support.reading import listed
+from ..support.messages import listed
 from ..tuning.acceptance import Acceptance, judge_all
 from ..tuning.speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights, digest_of, encode_all

@@ -22,7 +22,8 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileSymlinkLock
 
-from ..support.reading import DATABASE, JOURNAL, check_file, excerpt, listed, parse_json, read_bytes
+from ..support.messages import listed, shown
+from ..support.reading import DATABASE, JOURNAL, check_file, parse_json, read_bytes
 
 __all__ = ["quiet", "storage_errors", "storage_of", "storage_to_read"]
 
@@ -184,10 +185,10 @@ def _lines_of(path: Path) -> tuple[list[dict[str, Any]], bytes]:
             raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal ({error})") from error
         # Every line that Optuna writes has these.
         if not (isinstance(log, dict) and type(log.get("op_code")) is int and isinstance(log.get("worker_id"), str)):
-            raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal, but {excerpt(log)}")
+            raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal, but {shown(log)}")
         lines.append(log)
     if unfinished and not (unfinished.startswith(_LINE_BEGINS) or (lines and _LINE_BEGINS.startswith(unfinished))):
-        raise _NoStudyError(repr(str(path)), f"its end is no line of a journal, but {excerpt(unfinished)}")
+        raise _NoStudyError(repr(str(path)), f"its end is no line of a journal, but {shown(unfinished)}")
     return lines, unfinished
 
 
@@ -230,7 +231,7 @@ def _journal_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # Optuna trusts every line to be one of its own
         raise _NoStudyError(
-            repr(str(path)), f"its lines are not those of a journal ({type(error).__name__}: {excerpt(str(error))})"
+            repr(str(path)), f"its lines are not those of a journal ({type(error).__name__}: {shown(str(error))})"
         ) from error
 
 

@@ -23,7 +23,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from ..config import DraftingConfig, Provenance, SelfSpeculativeConfig
-from ..support.reading import excerpt
+from ..support.messages import shown
 from ..tuning.acceptance import Acceptance, judge, why_not_judged
 from ..tuning.speedup import theoretical_speedup
 from .layerwise import layerwise_skips
@@ -119,7 +119,7 @@ def explain_unreadable(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # Optuna, too, trusts what it finds to be what it has written
         raise ValueError(
-            f"{what} cannot be understood ({type(error).__name__}: {excerpt(str(error))}): it was spoilt, or not made "
+            f"{what} cannot be understood ({type(error).__name__}: {shown(str(error))}): it was spoilt, or not made "
             "by `ssd search`."
         ) from error
 

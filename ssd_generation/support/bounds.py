@@ -6,38 +6,32 @@ no time and little memory; whatever lies beyond them is refused in a message tha
 
 from __future__ import annotations
 
-import difflib
 import numbers
 import operator
 import re
-import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from .display import visible
+from .messages import did_you_mean, either, shown
 
 __all__ = [
     "DRAFT_LENGTH",
     "NGRAM",
     "SHARE",
     "Bound",
+    "Choice",
     "Entries",
     "Integer",
+    "Items",
     "Number",
     "Text",
     "checked_fields",
-    "clipped",
-    "close",
-    "either",
+    "first_entries",
     "index_of",
-    "listed",
-    "shown",
 ]
-
-_Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,8 @@ class Bound(ABC):
             ValueError: a value out of bounds.
         """
 
-    def _refuse(self, kind: type[Exception], name: str, value: Any) -> Exception:
+    def refusal(self, kind: type[Exception], name: str, value: Any) -> Exception:
+        """The error that says what the value must be, and what came."""
         return kind(f"{name} must be {self}, but got {shown(value)}.")
 
 
@@ -79,9 +74,9 @@ class Integer(Bound):
     def check(self, name: str, value: Any) -> int:
         number = index_of(value)
         if number is None:
-            raise self._refuse(TypeError, name, value)
+            raise self.refusal(TypeError, name, value)
         if not self.least <= number <= self.most:
-            raise self._refuse(ValueError, name, number)
+            raise self.refusal(ValueError, name, number)
         return number
 
 
@@ -104,13 +99,13 @@ class Number(Bound):
 
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise self._refuse(TypeError, name, value)
+            raise self.refusal(TypeError, name, value)
         try:
             number = float(value)
         except OverflowError:
             number = float("inf")
         if not self.least <= number <= self.most:  # nor is NaN
-            error = self._refuse(ValueError, name, value)
+            error = self.refusal(ValueError, name, value)
             raise ValueError(f"{error} {self.advice}") if self.advice else error
         return number
 
@@ -126,7 +121,7 @@ class Text(Bound):
 
     def check(self, name: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise self._refuse(TypeError, name, value)
+            raise self.refusal(TypeError, name, value)
         if len(value) > self.most:
             raise ValueError(f"{name} must be {self}, but got one of {len(value):,}: {shown(value)}.")
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -135,37 +130,86 @@ class Text(Bound):
 
 
 @dataclass(frozen=True)
-class Entries:
-    """A list or mapping of so many entries. `take` counts them; each is checked by `each`.
+class Choice(Bound):
+    """One of a few values of one type: strings, integers, or True and False (beside which None may stand).
 
-    Not a `Bound`: what else makes a good list is for its owner to say.
+    Attributes:
+        values: those that are allowed.
+        none: what None stands for, where it is allowed as well; for the message alone, see `checked_fields`.
+        unknown: how the message about another value begins, such as "There is no precision".
     """
+
+    values: tuple[Any, ...]
+    none: str = ""
+    unknown: str = ""
+
+    def __str__(self) -> str:
+        return f"{either(self.values)}, or None {self.none}" if self.none else either(self.values)
+
+    def check(self, name: str, value: Any) -> Any:
+        kind = type(self.values[0])
+        chosen = index_of(value) if kind is int else value
+        if not isinstance(chosen, kind):
+            raise self.refusal(TypeError, name, value)
+        if chosen in self.values:
+            return chosen
+        told = f"{self.unknown} {shown(value)}; use {self}." if self.unknown else self.refusal(ValueError, name, value)
+        raise ValueError(f"{told}{did_you_mean(value, self.values)}")
+
+
+@dataclass(frozen=True)
+class Entries(Bound):
+    """A sequence of at most so many entries.
+
+    Attributes:
+        most: entries.
+        each: what one of them may be.
+        form: the whole in words, such as "be a sequence of probabilities, such as [0.9, 0.85]".
+        entry: what an entry is called in errors, with its place counted from 1; "" for the name of the whole.
+    """
+
+    _refused: ClassVar[tuple[type, ...]] = (str, bytes, Mapping, Set)  # a set has no order
 
     most: int
     each: Bound
-
-    @property
-    def metadata(self) -> dict[str, Entries]:
-        """For `dataclasses.field(metadata=…)`."""
-        return {"bound": self}
+    form: str = "be a sequence"
+    entry: str = ""
 
     def __str__(self) -> str:
         return f"at most {self.most:,} entries"
 
-    def take(self, name: str, values: Iterable[_Entry]) -> list[_Entry]:
-        """The entries of an iterable, which may go on without end.
+    def refusal(self, kind: type[Exception], name: str, value: Any) -> Exception:
+        return kind(f"{name} must {self.form}, but got {shown(value)}.")
 
-        Args:
-            name: of the list, for the message.
-            values: as they came.
+    def check(self, name: str, value: Any) -> Any:
+        entries = enumerate(self.take(name, value), start=1)
+        of = f"{name} of {self.entry} " if self.entry else ""
+        return tuple(self.each.check(f"{of}{place}" if of else name, entry) for place, entry in entries)
+
+    def take(self, name: str, values: Any) -> list[Any]:
+        """The entries, counted but not looked at, of something iterable that may go on without end.
 
         Raises:
-            ValueError: there are more.
+            TypeError: it is no sequence.
+            ValueError: there are more than `most`.
         """
-        entries = list(islice(values, self.most + 1))
+        entries = first_entries(values, self.most + 1, self._refused)
+        if entries is None:
+            raise self.refusal(TypeError, name, values)
         if len(entries) > self.most:
             raise ValueError(f"{name} must have {self}, but it has more. Leave some out.")
         return entries
+
+
+class Items(Entries):
+    """A mapping of at most so many items, which `take` gives as pairs."""
+
+    _refused = ()
+
+    def take(self, name: str, values: Any) -> list[Any]:
+        if not isinstance(values, Mapping):
+            raise self.refusal(TypeError, name, values)
+        return super().take(name, values.items())
 
 
 DRAFT_LENGTH = Integer(1, 128)
@@ -192,6 +236,14 @@ def checked_fields(instance: Any) -> None:
         object.__setattr__(instance, f.name, bound.check(f.name, value))
 
 
+def first_entries(values: Any, most: int, refused: tuple[type, ...] = (str, bytes, Mapping, Set)) -> list[Any] | None:
+    """The first entries of something iterable; None of what is of a refused type or cannot be iterated over."""
+    try:
+        return None if isinstance(values, refused) else list(islice(values, most))
+    except TypeError:  # an array of no dimensions is one of those
+        return None
+
+
 def index_of(value: Any) -> int | None:
     """An integer of whatever library as an int; None for anything else, bools (numpy's and torch's too) among it."""
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
@@ -200,83 +252,6 @@ def index_of(value: Any) -> int | None:
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # torch: of a tensor without data
         return None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# values in messages, which stay short whatever they are
-
-
-class _Short(reprlib.Repr):
-    """`repr` of the first entries: that of a long list takes long, and only its beginning is shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 8
-        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = 40
-        self.maxlong = self.maxother = self.maxarray = 400
-
-    def repr_str(self, x: str, level: int) -> str:
-        return repr(x[:100])
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        entries = (f"{self.repr1(k, level - 1)}: {self.repr1(x[k], level - 1)}" for k in islice(x, self.maxdict))
-        return "{" + ", ".join(entries) + "}"
-
-    def repr_instance(self, x: Any, level: int) -> str:
-        return repr(x)
-
-
-_SHORT = _Short()
-
-
-def shown(value: Any, most: int = 80) -> str:
-    """A value as a message shows it: short, on one line.
-
-    Args:
-        value: anything.
-        most: characters.
-    """
-    try:
-        text = _SHORT.repr(value)
-    except Exception:  # such as an integer with more digits than Python prints, or a class whose `repr` fails
-        text = f"a value of type {type(value).__name__}"
-    return clipped(text[: most + 1], most)
-
-
-def clipped(text: object, most: int = 200) -> str:
-    """Somebody else's words, in a message of ours.
-
-    Args:
-        text: such as another library's error.
-        most: characters.
-    """
-    words = visible(str(text))
-    return words if len(words) <= most else f"{words[: most - 1]}…"
-
-
-def listed(values: Iterable[Any], most: int = 6) -> str:
-    """Values as a message names them, the first few of many.
-
-    Args:
-        values: the values.
-        most: how many of them are named.
-    """
-    entries = list(values)
-    text = ", ".join(shown(value, most=40 if len(entries) > 1 else 80) for value in entries[:most])
-    return text if len(entries) <= most else f"{text} and {len(entries) - most:,} more"
-
-
-def either(values: Sequence[Any]) -> str:
-    """`a, b or c`."""
-    return f"{listed(values[:-1])} or {shown(values[-1])}"
-
-
-def close(word: Any, allowed: Iterable[Any]) -> str:
-    """A question whether one of the words that are allowed was meant, where one looks alike."""
-    if not isinstance(word, str) or len(word) > 100:
-        return ""
-    matches = difflib.get_close_matches(word, [a for a in islice(allowed, 200) if isinstance(a, str)], n=1)
-    return f" Did you mean {shown(matches[0])}?" if matches else ""
 
 
 def _plain(number: float) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from .bounds import clipped
 from .files import default_cache_dir, write_whole
+from .messages import clipped
 from .model_state import state_of
 from .parallel import broadcast
 from .reading import MEASUREMENT, read_json

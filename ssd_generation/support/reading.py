@@ -10,14 +10,12 @@ from __future__ import annotations
 import errno
 import gzip
 import io
-import itertools
 import json
 import math
 import os
-import reprlib
 import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +33,7 @@ __all__ = [
     "ROWS",
     "Kind",
     "check_file",
-    "excerpt",
     "filled_lines",
-    "listed",
     "parse_json",
     "read_bytes",
     "read_json",
@@ -205,25 +201,6 @@ def filled_lines(path: str | os.PathLike[str], kind: Kind) -> Iterator[tuple[int
     """
     text = io.StringIO(read_text(path, kind), newline="\n")
     return ((number, line.rstrip("\n")) for number, line in enumerate(text, start=1) if line.strip())
-
-
-def excerpt(value: object, most: int = 80) -> str:
-    """A value from outside as an error shows it: as Python writes it, in about so many characters at the most.
-
-    Args:
-        value: whatever a file held; of a long text or a large list only what is shown is looked at.
-        most: characters of a text.
-    """
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = most
-    text = repr(value) if isinstance(value, str) and len(value) <= most else short.repr(value)
-    return text if len(text) <= most + 2 else f"{text[: most + 1]}…"
-
-
-def listed(names: Iterable[object], most: int = 100) -> str:
-    """Names from outside as an error lists them, in so many characters at the most; "none" where there are none."""
-    text = ", ".join(map(str, itertools.islice(names, most))) or "none"
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

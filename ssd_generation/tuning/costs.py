@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from ..cache.layers import SpareRoomLayer, add_spare_room
-from ..config.schema import SECONDS, Costs, SelfSpeculativeConfig
+from ..config import Costs, SelfSpeculativeConfig
+from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
 from ..forward.low_bit import is_plain
 from ..forward.passes import why_not_recorded
