@@ -22,7 +22,7 @@ def live_progress(announced: str | None = None) -> Iterator[Callable[[Progress],
     """A progress bar with the time left and the ratios so far; where stderr is no terminal, a line now and then.
 
     Args:
-        announced: said as the run begins.
+        announced: printed when the run begins.
 
     Yields:
         The observer to hand to a run.

@@ -142,8 +142,8 @@ def _sampling_verdict(comparison: Comparison) -> list[str]:
     draws = comparison.self_speculative.draws
     if draws is not None:
         line = (
-            "z: how likely the tokens were under the model's own distribution, beside what is to be expected of tokens "
-            "drawn from it, in standard deviations; by chance beyond ±2 once in 20."
+            "z: how much likelier the tokens are under the model's own distribution than tokens drawn from it would "
+            "be, in standard deviations. Chance alone takes it beyond ±2 once in 20."
         )
         if draws.impossible:
             line += " Impossible: tokens that the model itself could not have drawn there."

@@ -237,17 +237,17 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
 
 
 class Announcement:
-    """A line on stderr that is said once what it speaks of begins, and never where that fails before.
+    """A line on stderr, printed once, when a run begins. A run that fails before that prints none.
 
     Args:
-        line: to be said; `None`: nothing.
+        line: to print; `None`: nothing.
     """
 
     def __init__(self, line: str | None) -> None:
         self.line = line
 
     def say(self) -> None:
-        """Say it, the first time."""
+        """Print it, the first time."""
         line, self.line = self.line, None
         if line is not None:
             err().print(line, style="dim", soft_wrap=True)

@@ -182,7 +182,7 @@ def evaluate(
         raise ValueError("--tensor-parallel needs several processes: start it with torchrun or accelerate launch.")
     with at_work(results.as_json):
         # What can be refused is refused before anything slow begins.
-        request = parse(task, questions, methods, draft, answers, code, model)
+        request = parse(task, model, questions, methods, draft, answers, code)
         summary, path = _run(request, results, group)
     if summary is not None:
         _print_summary(summary, path, results.as_json)
@@ -240,12 +240,12 @@ class Request:
 
 def parse(
     task: str,
+    model: SharedModelOptions,
     questions: QuestionOptions,
     methods: MethodOptions,
     draft: ComparedConfigOptions,
     answers: AnswerOptions,
     code: CodeOptions,
-    model: SharedModelOptions,
 ) -> Request:
     """What the options ask for.
 
@@ -319,15 +319,6 @@ def _run(request: Request, results: ResultOptions, group: Processes | None) -> t
     if request.assistant is not None:
         assistant, other = load(placed, request.assistant, model.tensor_parallel)
         _check_vocabularies(tokenizer, other, request.assistant)
-    about: dict[str, Any] = {
-        "model": model.model,
-        "assistant": request.assistant,
-        "dtype": model.dtype,
-        "device": model.device if group is None else None,  # differs from process to process
-        "device_map": model.device_map,
-        "tensor_parallel": model.tensor_parallel,
-        "threads": model.threads,
-    }
     output = default_folder("evaluate", model.model) if results.output is None else results.output
     path = Path(os.path.expanduser(output))
     is_first = group is None or group.process_index == 0
@@ -339,7 +330,7 @@ def _run(request: Request, results: ResultOptions, group: Processes | None) -> t
             task,
             path,
             request.settings(task.new_tokens),
-            about=about,
+            about=_about(request, is_alone=group is None),
             config=request.config,
             assistant=assistant,
             code=request.code,
@@ -348,6 +339,20 @@ def _run(request: Request, results: ResultOptions, group: Processes | None) -> t
             observe=observe,
         )
     return summary, path
+
+
+def _about(request: Request, is_alone: bool) -> dict[str, Any]:
+    """The models and where they run, as the run's config.json says it."""
+    model = request.model
+    return {
+        "model": model.model,
+        "assistant": request.assistant,
+        "dtype": model.dtype,
+        "device": model.device if is_alone else None,  # differs from process to process
+        "device_map": model.device_map,
+        "tensor_parallel": model.tensor_parallel,
+        "threads": model.threads,
+    }
 
 
 def _print_summary(summary: dict[str, Any], path: Path, as_json: bool) -> None:
