@@ -1,4 +1,4 @@
-"""The process in which `sandbox.py` runs a program: it gives up what it may do, runs the program, says how that went.
+"""The process in which `sandbox.py` runs a program: it drops its permissions, runs the program, reports the outcome.
 
 It knows mechanisms only; what is allowed and what is not comes from `sandbox.py`, on the standard input. It imports the
 standard library only, and as little of it as it can: that is paid for by every program. `sandbox.py` imports it too,
@@ -216,7 +216,7 @@ def _set_limits(limits: dict[str, int]) -> None:
 
 
 def _protect(settings: dict[str, Any]) -> None:
-    """Give up what the settings say. There is no way back.
+    """Drop permissions as the settings say, permanently.
 
     Raises:
         OSError: the kernel does not do its part.
