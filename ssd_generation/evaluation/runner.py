@@ -220,9 +220,7 @@ def run_evaluation(
 
     def part(folder: RunFolder, earlier: Sequence[Mapping[str, Any]] = ()) -> Evaluation:
         share = Share((0, 1) if together else (group.process_index, group.num_processes), earlier)
-        run = Evaluation(model, task.samples, folder, settings, config, assistant, observe, share)
-        run.configure(task, tokenizer, code)
-        return run
+        return Evaluation(model, Questions(task, tokenizer, code), folder, settings, config, assistant, observe, share)
 
     if group.process_index > 0:
         group.wait_for_everyone()  # until the first process has merged the rows that there are
@@ -271,22 +269,31 @@ def _gather(folder: RunFolder, methods: Sequence[str], questions: Collection[str
         parts.rmdir()
 
 
+@dataclass(frozen=True)
+class Questions:
+    """What an evaluation asks.
+
+    Attributes:
+        task: whose samples are the items.
+        tokenizer: of the model.
+        code: how to run the code that the model writes; `None`: do not run it.
+    """
+
+    task: Task
+    tokenizer: Any
+    code: CodeExecution | None
+
+
 class Evaluation(SideBySide):
-    """One session of an evaluation."""
+    """One session of an evaluation, see `SideBySide`."""
 
     fields_of_calls = MappingProxyType({"text": string})
 
-    def configure(self, task: Task, tokenizer: Any, code: CodeExecution | None) -> None:
-        """Set the questions.
-
-        Args:
-            task: whose samples are the items.
-            tokenizer: of the model.
-            code: how to run the code that the model writes; `None`: do not run it.
-        """
-        self.task = task
-        self.tokenizer = tokenizer
-        self.code = code
+    def __init__(self, model: Any, questions: Questions, *others: Any) -> None:
+        super().__init__(model, questions.task.samples, *others)
+        self.task = questions.task
+        self.tokenizer = questions.tokenizer
+        self.code = questions.code
 
     def inputs(self, index: int) -> dict[str, torch.Tensor]:
         inputs = self.task.inputs(self.tokenizer, index, self._answers(index))

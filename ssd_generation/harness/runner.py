@@ -201,6 +201,7 @@ class SideBySide:
         # What failed in an earlier session gets another chance: there may be more memory now, or another version.
         self.earlier_sessions = {row["session"] for row in self.rows if "session" in row}
         self.failed: set[str] = set()
+        self.done = self.total = 0
         self.tries_from = 0
         self.copies: dict[str, int] = {}
         self.configs: dict[str, SelfSpeculativeConfig] = {}
