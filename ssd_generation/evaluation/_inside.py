@@ -36,7 +36,7 @@ _NEWER_CALLS = 424
 
 
 def _check(kind: str, argument: int, value: Any) -> list[Instruction]:
-    """Instructions that refuse a call unless its argument is as it should be, and else go on behind themselves.
+    """Instructions that refuse a call unless its argument is allowed; else the next instructions follow.
 
     Both processors are little-endian. The kernel itself takes the lower half only of an argument that is an `int`.
     """
