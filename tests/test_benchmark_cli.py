@@ -207,17 +207,17 @@ def test_a_worker_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     script.write_text("import sys\nsys.stdin.readline()\nsys.exit('out of luck')\n")
     monkeypatch.setattr(calls, "__file__", str(script))
     with (
-        paired._Peer("here", tmp_path) as peer,
+        paired._Worker("here", tmp_path) as peer,
         pytest.raises(RuntimeError, match=r"'here' ended with exit status 1(.|\n)*out of luck"),
     ):
-        peer.ask("load")
+        peer.request("load")
 
 
 def test_workers_end_with_their_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "worker.py"
     script.write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(calls, "__file__", str(script))
-    with pytest.raises(KeyboardInterrupt), paired._Peer("here", tmp_path) as peer:
+    with pytest.raises(KeyboardInterrupt), paired._Worker("here", tmp_path) as peer:
         raise KeyboardInterrupt
     assert peer._process.poll() is not None
 

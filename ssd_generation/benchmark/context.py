@@ -1,9 +1,10 @@
-"""What a draft step and a round cost as the text grows, beside a plain step.
+"""The cost of a draft step and of a round as the context grows, relative to a plain step.
 
     python -m ssd_generation.benchmark.context [--model demo] [--contexts 128 512 2048 8000] [--draft-length 2]
 
-All passes take turns behind one text of random tokens; times are medians in milliseconds. "transformers" is one step of
-its own plain decoding (its cache copies all keys and values for each token), "plain step" one of this library's loop.
+All passes are timed in turns, after one prefix of random tokens; times are medians in milliseconds. "transformers" is a
+step of its own plain decoding (its cache copies all keys and values for each token), "plain step" one of this library's
+loop.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ def _drafts(model: Any) -> dict[str, SelfSpeculativeConfig]:
 def measure_contexts(
     model: Any, contexts: list[int], draft_length: int = 2, repeats: int = 9
 ) -> list[dict[str, dict[str, float]]]:
-    """Time steps and rounds behind texts of several lengths.
+    """Time steps and rounds at several prefix lengths.
 
     Args:
         model: the target model.
-        contexts: tokens in the cache.
+        contexts: prefix lengths, in tokens.
         draft_length: tokens drafted in a round, ≥ 1.
         repeats: how often each pass is timed.
 
     Returns:
-        Per context, by pass, median, least and greatest milliseconds; a round is `draft_length` draft steps and a
-        verify pass.
+        For each context, by pass, median, least and greatest milliseconds; a round is `draft_length` draft steps and a
+        verification pass.
     """
     results = []
     with torch.inference_mode():

@@ -2,7 +2,7 @@
 
     python -m ssd_generation.benchmark.memory [--model demo] [--context 2000] [--new-tokens 64] [--draft-length 5]
 
-Counted are the bytes of all tensors that are alive at once, above those that were alive before the call.
+Counts the bytes of all tensors alive at the same time, minus those that were alive before the call.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ def measure_memory(
 
     Args:
         model: a transformers model; it is enabled.
-        skip: what the draft leaves out.
+        skip: sub-layers that the draft skips.
         context: tokens of the (random) prompt.
         new_tokens: tokens per call; end-of-sequence is off.
         draft_length: tokens per round.
 
     Returns:
-        Bytes: the peaks of both calls, from the prompt on and while decoding behind a prompt of one token less, their
-            differences,
-        the weights, and the differences as a share of them.
+        Bytes: the peaks of both calls (of the whole call, and of decoding after the prompt's pass), their differences,
+        the weights, and the differences as a share of these.
     """
     enable_self_speculative(model)
     config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=draft_length))
@@ -57,7 +56,7 @@ def measure_memory(
         for request in (None, config):
             extra: dict[str, Any] = {"self_speculative": request}
             if part == "decoding":
-                # The prompt's pass, which is the same in both and needs the most, is left out.
+                # Without the prompt's pass, which needs the most memory, and the same in both.
                 extra["past_key_values"] = model.generate(
                     ids[:, :-1], **{**options, "max_new_tokens": 1}, return_dict_in_generate=True
                 ).past_key_values
@@ -83,8 +82,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2000, help="tokens of the prompt")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--draft-length", type=int, default=5)
-    parser.add_argument("--attention", type=int, nargs="*", default=[10, 14, 18], help="attention sub-layers left out")
-    parser.add_argument("--mlp", type=int, nargs="*", default=[], help="MLP sub-layers left out")
+    parser.add_argument(
+        "--attention", type=int, nargs="*", default=[10, 14, 18], help="attention sub-layers that the draft skips"
+    )
+    parser.add_argument("--mlp", type=int, nargs="*", default=[], help="MLP sub-layers that the draft skips")
     arguments = parser.parse_args()
     model, _ = load_model(arguments.model, dtype=arguments.dtype)
     skip = SkipConfig(attention=arguments.attention, mlp=arguments.mlp)

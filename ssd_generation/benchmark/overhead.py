@@ -3,10 +3,9 @@
     python -m ssd_generation.benchmark.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5]
     [--json]
 
-The draft leaves nothing out (an empty skip set here, the model as its own `assistant_model` there), so both accept
-everything and make the same passes. The clock runs on around every call of the model; what is left is the loop: per
-drafted token, what passes inside drafting; per round, the rest (verification, acceptance, stopping criteria,
-bookkeeping).
+The draft skips nothing (an empty skip set here, the model as its own `assistant_model` there), so both accept all
+drafted tokens and make the same forward passes. The time outside these passes is that of the loop: per drafted token,
+the time inside drafting; per round, the rest (verification, acceptance, stopping criteria, bookkeeping).
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class _Clock:
         self._started = 0.0
         self._passes_in_draft = 0.0
         self._in_draft = False
-        # End of the last part of a round. What comes before the first target pass is over, transformers' preparation of
-        # the call and the prompt, is the same in every method.
+        # End of the last part of a round. Before the first target pass has ended (the preparation of the call, and the
+        # prompt) all methods are the same.
         self._last: float | None = None
 
     def _part(self, started: float, ended: float) -> None:
@@ -87,9 +86,9 @@ class _Clock:
 
 
 class _Passes:
-    """Tells the clock of the call under way of the model's passes; always the same hooks.
+    """Forward hooks that tell the current clock when a pass of the model begins and ends.
 
-    With new ones, the model would be another one to the library, and be tried anew in each call.
+    They are registered once: with new hooks in each call, the library would check the model again in each call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -99,7 +98,7 @@ class _Passes:
             model.register_forward_hook(lambda *_: self.clock.after()),
         ]
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
 
@@ -127,7 +126,7 @@ def measure_overhead(
         tokenizer: its tokenizer.
         draft_length: tokens per round.
         new_tokens: tokens per call; end-of-sequence is off.
-        repeats: counted calls of each loop, after one that is not.
+        repeats: timed calls of each loop, after one to warm up.
 
     Returns:
         Medians over the repeats, in seconds: a plain step, and per loop the time outside the model's passes per drafted
@@ -196,7 +195,7 @@ def measure_overhead(
             if not turn.is_warm_up:
                 runs[turn.method].append(measured)
     finally:
-        passes.leave()
+        passes.remove()
         for name, value in saved.items():
             setattr(settings, name, value)
 

@@ -1,7 +1,7 @@
 """Two checkouts of this library side by side: the same calls by each, in turns.
 
-Two versions of a package cannot live in one process. So each has a worker of its own, which loads the model and then
-waits; only one of them computes at a time.
+Two versions of a package cannot be imported in one process. So each has its own worker process, which loads the model
+and waits for requests; only one of them computes at a time.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def check_checkout(path: str | os.PathLike[str]) -> Path:
 
 
 def own_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
-    """What two checkouts are compared by unless asked otherwise: this library's own modes."""
+    """The default methods for comparing two checkouts: this library's own modes."""
     return (PLAIN, "auto", *(("config",) if config is not None else ()), "plain-loop")
 
 
-class _Peer:
+class _Worker:
     """A worker, see `calls.py`.
 
     Args:
@@ -64,18 +64,18 @@ class _Peer:
     def __init__(self, name: str, checkout: Path) -> None:
         self.name = name
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-        others = os.environ.get("PYTHONPATH")
+        python_path = os.environ.get("PYTHONPATH")
         self._process = subprocess.Popen(
             [sys.executable, str(Path(calls.__file__).resolve())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), *([others] if others else [])])},
-            # Ctrl-C is for this process, which then ends the worker.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), *([python_path] if python_path else [])])},
+            # Ctrl-C should reach this process only, which then ends the worker.
             start_new_session=True,
         )
 
-    def ask(self, do: str, **message: Any) -> dict[str, Any]:
+    def request(self, do: str, **message: Any) -> dict[str, Any]:
         """Send a request and wait for the answer.
 
         Raises:
@@ -98,18 +98,18 @@ class _Peer:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def must(self, do: str, **message: Any) -> dict[str, Any]:
-        """As `ask`, and an error of the worker's is one here.
+    def require(self, do: str, **message: Any) -> dict[str, Any]:
+        """As `request`, but raises if the worker answers with an error.
 
         Raises:
             ValueError: with the worker's message.
         """
-        answer = self.ask(do, **message)
+        answer = self.request(do, **message)
         if "error" in answer:
             raise ValueError(f"The checkout {self.name!r} cannot {do}: {answer['error']}")
         return answer
 
-    def __enter__(self) -> _Peer:
+    def __enter__(self) -> _Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -131,33 +131,32 @@ def run_paired(
     config: Mapping[str, Any] | None = None,
     observe: Observer | None = None,
 ) -> dict[str, Any]:
-    """Run the same calls by this checkout and by another, in turns, and go on where an earlier run here ended.
+    """Run the same calls by this checkout and by another, in turns, and continue an earlier run in this folder.
 
-    Who goes first changes from call to call. Plain decoding is a method like the others: its ratio shows how far the
-    machine itself can be trusted.
+    The checkout that goes first changes from call to call. Plain decoding is a method like the others: its ratio shows
+    how noisy the machine is.
 
     Args:
         prompts: at least one.
         folder: of the results, entered (`with`).
-        settings: how to run; memory is not measured.
+        settings: of the run; memory is not measured.
         other: the other checkout's root, see `check_checkout`.
         load: the worker's arguments: `model`, `dtype`, `device`, and `device_map`, `assistant`, `threads`.
         config: of the methods that need one, as a dictionary.
-        observe: told before each pair of calls how far the run is.
+        observe: callback with the progress, before each pair of calls.
 
     Returns:
         The summary, as in summary.json.
 
     Raises:
-        ValueError: no prompts, a checkout cannot load the model, or the folder holds something that such a run cannot
-            have written.
+        ValueError: no prompts, a checkout cannot load the model, or the folder holds rows of something else.
         RuntimeError: a worker has died.
     """
     if not prompts:
         raise ValueError("There are no prompts to run.")
     check_rows(folder.rows, folder.path / ROWS, settings.methods, {prompt.id for prompt in prompts})
     this = Path(__file__).resolve().parents[2]
-    with _Peer(HERE, this) as here, _Peer(THERE, other) as there:
+    with _Worker(HERE, this) as here, _Worker(THERE, other) as there:
         run = _PairedRun(prompts, folder, settings, here, there, observe)
         try:
             run.prepare({HERE: this, THERE: other}, load, config)
@@ -174,14 +173,14 @@ class _PairedRun:
         prompts: Sequence[Prompt],
         folder: RunFolder,
         settings: BenchmarkSettings,
-        here: _Peer,
-        there: _Peer,
+        here: _Worker,
+        there: _Worker,
         observe: Observer | None,
     ) -> None:
         self.prompts = prompts
         self.folder = folder
         self.settings = settings
-        self.peers = (here, there)
+        self.workers = (here, there)
         self.observe = observe
         self.done = 0
         self.finished = {(r["prompt"], r["method"], r["repeat"]) for r in folder.rows if r["kind"] == "pair"}
@@ -205,14 +204,14 @@ class _PairedRun:
         """Load the model in both workers."""
         if not self.wanted:
             return
-        for peer in self.peers:
-            self._report_progress(f"loading the model, {peer.name}")
-            loaded = peer.must("load", **load)
+        for worker in self.workers:
+            self._report_progress(f"loading the model, {worker.name}")
+            loaded = worker.require("load", **load)
             package = Path(loaded["package"]).resolve()
-            if package != checkouts[peer.name] / "ssd_generation":
-                raise RuntimeError(f"The worker {peer.name!r} took ssd_generation from {str(package)!r}.")
+            if package != checkouts[worker.name] / "ssd_generation":
+                raise RuntimeError(f"The worker {worker.name!r} took ssd_generation from {str(package)!r}.")
             self.done += 1
-        answer = self.peers[0].must(
+        answer = self.workers[0].require(
             "prepare",
             methods=list(self.settings.methods),
             config=config,
@@ -220,7 +219,7 @@ class _PairedRun:
             texts=[prompt.text for prompt in self.prompts],
             chat_template=self.settings.chat_template,
         )
-        self.requests: dict[str, Any] = answer["requests"]
+        self.method_requests: dict[str, Any] = answer["requests"]
         self.input_ids: list[list[int]] = answer["input_ids"]
         self.session = start_session(self.folder, answer["environment"], self.folder.rows)
         self.options = self.settings.options(loaded["pad_token_id"])
@@ -232,7 +231,7 @@ class _PairedRun:
         for name in names * self.settings.warm_up:
             self._report_progress(f"warm-up, {name}")
             if name not in self.failed:
-                row = self._pair(name, 0, 0, self.peers)
+                row = self._pair(name, 0, 0, self.workers)
                 if "error" in row:
                     self.failed.add(name)
                     self.folder.append({"kind": "failed", "method": name, "error": row["error"]})
@@ -242,10 +241,10 @@ class _PairedRun:
             if name not in self.failed:
                 # Neither a method nor a prompt starts with the same checkout every time.
                 turn = self.settings.methods.index(name) + index + repeat
-                self.folder.append(self._pair(name, index, repeat, rotated(self.peers, turn)))
+                self.folder.append(self._pair(name, index, repeat, rotated(self.workers, turn)))
             self.done += 1
 
-    def _pair(self, name: str, index: int, repeat: int, order: Sequence[_Peer]) -> dict[str, Any]:
+    def _pair(self, name: str, index: int, repeat: int, order: Sequence[_Worker]) -> dict[str, Any]:
         row: dict[str, Any] = {
             "kind": "pair",
             "session": self.session,
@@ -257,23 +256,23 @@ class _PairedRun:
             "prompt_tokens": len(self.input_ids[index]),
             "load_average": load_average(),
         }
-        for peer in order:
-            answer = peer.ask(
+        for worker in order:
+            answer = worker.request(
                 "call",
                 method=name,
-                request=self.requests[name],
+                request=self.method_requests[name],
                 input_ids=self.input_ids[index],
                 options=self.options,
                 seed=self.settings.seed_of(index, repeat),
             )
             if "error" in answer:
-                row["error"] = f"{peer.name}: {answer['error']}"
+                row["error"] = f"{worker.name}: {answer['error']}"
                 return row
-            row[peer.name] = answer
+            row[worker.name] = answer
         return row
 
     def summary(self, complete: bool) -> dict[str, Any]:
-        """Summarise what there is, and write it down."""
+        """Summarise the rows so far, and write the summary."""
         places = where_measured(sessions_of(self.folder.path), self.folder.rows)
         summary = summarise_pairs(self.folder.rows, self.folder.arguments, places)
         calls_done = len({(r["prompt"], r["method"], r["repeat"]) for r in self.folder.rows if r["kind"] == "pair"})

@@ -21,7 +21,7 @@ class BenchmarkSettings(RunSettings):
     """How the methods are run, see `RunSettings`.
 
     Args:
-        new_tokens: of every call; end of sequence is off. ≥ 2, so that there is a step behind the prompt's.
+        new_tokens: of every call; end of sequence is off. ≥ 2, so that there is a step after the prompt's pass.
         chat_template: whether prompts go through the tokenizer's chat template, where it has one.
 
     Raises:
@@ -45,8 +45,8 @@ def benchmark_arguments(
     """What defines a run, for `RunFolder`.
 
     Args:
-        settings: how the methods are run.
-        prompts: what they are asked.
+        settings: of the run.
+        prompts: of the run.
         config: of the methods that need one.
         **about: the model and whatever else the results depend on.
     """
@@ -78,17 +78,17 @@ def run_benchmark(
         tokenizer: its tokenizer.
         prompts: at least one.
         folder: of the results, entered (`with`).
-        settings: how to run.
+        settings: of the run.
         config: of the methods that need one.
         assistant: model of the method "assistant".
-        observe: told before each call how far the run is.
+        observe: callback with the progress, before each call.
 
     Returns:
         The summary, as in summary.json.
 
     Raises:
         ValueError: no prompts, or a config that does not fit.
-        KeyboardInterrupt: passed on; what was measured is kept, with a summary of it.
+        KeyboardInterrupt: passed on; finished calls are kept, with a summary of them.
     """
     if not prompts:
         raise ValueError("There are no prompts to run.")

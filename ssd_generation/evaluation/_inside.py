@@ -1,4 +1,4 @@
-"""The process in which `sandbox.py` runs a program: it gives up what it may do, runs the program, says how that went.
+"""The process in which `sandbox.py` runs a program: it drops its permissions, runs the program, reports the outcome.
 
 It knows mechanisms only; what is allowed and what is not comes from `sandbox.py`, on the standard input. It imports the
 standard library only, and as little of it as it can: that is paid for by every program. `sandbox.py` imports it too,
@@ -36,7 +36,7 @@ _NEWER_CALLS = 424
 
 
 def _check(kind: str, argument: int, value: Any) -> list[Instruction]:
-    """Instructions that refuse a call unless its argument is as it should be, and else go on behind themselves.
+    """Instructions that refuse a call unless its argument is allowed; else the next instructions follow.
 
     Both processors are little-endian. The kernel itself takes the lower half only of an argument that is an `int`.
     """
@@ -216,7 +216,7 @@ def _set_limits(limits: dict[str, int]) -> None:
 
 
 def _protect(settings: dict[str, Any]) -> None:
-    """Give up what the settings say. There is no way back.
+    """Drop permissions as the settings say, permanently.
 
     Raises:
         OSError: the kernel does not do its part.

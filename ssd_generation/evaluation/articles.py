@@ -1,4 +1,4 @@
-"""What is summarised: the built-in set, or a file of articles with reference summaries."""
+"""Articles to summarise: the built-in set, a file, or a data set of the Hub, with reference summaries."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def articles_of_the_hub(source: str, count: int | None = None) -> list[Article]:
     Args:
         source: `cnn_dailymail`, `xsum`, or `ID`, `ID:CONFIG`, `ID@SPLIT` of another with the same columns. Unless it
             names a split, it is the test split.
-        count: the first so many; `None`: all.
+        count: maximum number of articles; `None`: all.
 
     Raises:
         ImportError: `datasets` is not installed.

@@ -39,10 +39,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and what chance leaves open about it.
+    """A mean with its confidence interval.
 
     Attributes:
-        mean: of what was seen.
+        mean: of the sample.
         low: lower end of the interval.
         high: upper end.
     """
@@ -59,7 +59,7 @@ def bootstrap(values: Sequence[float], confidence: float = 0.95, resamples: int 
         values: at least one.
         confidence: of the interval, between 0 and 1.
         resamples: drawn with replacement, ≥ 1.
-        seed: of the drawing: the same values have the same interval.
+        seed: of the resampling: the same values have the same interval.
 
     Raises:
         ValueError: no values, or a number out of range.
@@ -86,7 +86,7 @@ def paired_difference(
 ) -> Interval:
     """The mean of `first − second`, sample by sample, with the interval of its bootstrap.
 
-    Two methods that were given the same samples differ by far less than their own intervals say.
+    On the same samples, the difference of two methods is far less uncertain than their own intervals.
 
     Args:
         first: of one method.
@@ -106,7 +106,7 @@ def paired_difference(
 
 
 class _Tokenizer:
-    """A function as `rouge_score` wants it."""
+    """Wraps a function as the tokenizer object that `rouge_score` takes."""
 
     def __init__(self, tokenize: Callable[[str], list[str]]) -> None:
         self.tokenize = tokenize
@@ -150,8 +150,9 @@ def load_rouge() -> Any:
             own = None if tokenizer is None else _Tokenizer(tokenizer)
             scorer = rouge_scorer.RougeScorer(types, use_stemmer=use_stemmer, tokenizer=own)
             rows: dict[str, list[float]] = {name: [] for name in types}
-            for said, wanted in zip(predictions, references, strict=True):
-                scores = scorer.score(wanted, said) if isinstance(wanted, str) else scorer.score_multi(wanted, said)
+            for prediction, reference in zip(predictions, references, strict=True):
+                several = not isinstance(reference, str)
+                scores = (scorer.score_multi if several else scorer.score)(reference, prediction)
                 for name in types:
                     rows[name].append(float(scores[name].fmeasure))
             return {name: statistics.fmean(row) for name, row in rows.items()} if use_aggregator else rows

@@ -1,4 +1,4 @@
-"""How good the answers of each method are, and whether they are as good as plain decoding's. Functions of the rows."""
+"""The quality of each method's answers, also compared with plain decoding's. Pure functions of the rows."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ Key = tuple[str, str, int]
 
 
 def verdicts_of(rows: Iterable[Row]) -> dict[Key, Row]:
-    """What running the answers has shown, by prompt, method and repeat."""
+    """Outcomes of running the answers as programs, by prompt, method and repeat."""
     return {(row["prompt"], row["method"], row["repeat"]): row for row in rows if row["kind"] == "verdict"}
 
 
 def quality_of(task: Task, rows: Sequence[Row], methods: Sequence[str], ks: Sequence[int] = (1,)) -> dict[str, Any]:
-    """What each method's answers are worth.
+    """The score of each method's answers.
 
-    An answer is worth its metrics, 0 … 1; a question, the mean over its answers, or pass@k of them. Intervals are
-    bootstrapped over questions. A method is compared with plain decoding on the questions that both have answered.
+    An answer is scored by its metrics, 0 … 1; a question by the mean over its answers, or by their pass@k. Intervals
+    are bootstrapped over questions. A method is compared with plain decoding on the questions that both have answered.
 
     Args:
-        task: that was asked.
+        task: whose questions were asked.
         rows: the lines of rows.jsonl.
         methods: their names, plain decoding among them.
         ks: of pass@k; a question with fewer answers than k is left out of it.
 
     Returns:
         By method and metric: `mean`, `low` and `high` (95 %), `questions`; of the others also `difference` to plain
-        with the same three, and `same`, the number of questions that are worth the same, of `compared`. Empty where
-        nothing can be judged.
+        with the same three, and `same`, the number of questions with equal score, of `compared`. Empty where nothing
+        can be judged.
     """
-    worth = _pass_rates(task, rows, ks) if task.runs_code else _metrics(task, rows)
-    plain = worth.get(PLAIN, {})
+    scores = _pass_rates(task, rows, ks) if task.runs_code else _metrics(task, rows)
+    plain = scores.get(PLAIN, {})
     found: dict[str, Any] = {}
     for method in methods:
         entry: dict[str, Any] = {}
-        for metric, by_question in worth.get(method, {}).items():
+        for metric, by_question in scores.get(method, {}).items():
             entry[metric] = {**asdict(bootstrap(list(by_question.values()))), "questions": len(by_question)}
             both = [q for q in by_question if q in plain.get(metric, {})]
             if method != PLAIN and both:
@@ -65,9 +65,9 @@ def _metrics(task: Task, rows: Sequence[Row]) -> dict[str, dict[str, dict[str, f
     """By method, metric and question."""
     samples = {sample.id: sample for sample in task.samples}
     calls = [row for row in latest_calls(rows) if row["prompt"] in samples]
-    scores = task.scores([(samples[row["prompt"]], task.answer(row["text"])) for row in calls])
+    values_by_metric = task.scores([(samples[row["prompt"]], task.answer(row["text"])) for row in calls])
     answers: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for metric, values in scores.items():
+    for metric, values in values_by_metric.items():
         for row, value in zip(calls, values, strict=True):
             answers[row["method"]][metric][row["prompt"]].append(value)
     return {
@@ -80,7 +80,7 @@ def _metrics(task: Task, rows: Sequence[Row]) -> dict[str, dict[str, dict[str, f
 
 
 def _pass_rates(task: Task, rows: Sequence[Row], ks: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
-    """By method, `pass@k` and question; of calls whose answers were run."""
+    """By method, `pass@k` and question, of the calls whose answers were run."""
     verdicts = verdicts_of(rows)
     outcomes: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for row in latest_calls(rows):

@@ -1,4 +1,4 @@
-"""What an evaluation amounts to in words and pictures, and several runs side by side."""
+"""Tables and plots of an evaluation, and of several runs side by side."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _points(interval: Mapping[str, float]) -> str:
 
 
 def quality_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: what each method's answers are worth, and the difference to plain decoding's, in percent."""
+    """Header and lines: the score of each method's answers, and the difference to plain decoding's, in percent."""
     metrics = _metrics_of(summary)
     header = [
         "method",
@@ -84,7 +84,7 @@ def quality_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]
 
 
 def quality_notes(summary: Mapping[str, Any]) -> list[str]:
-    """What there is to say about the answers, a sentence each."""
+    """Notes on the answers, one sentence each."""
     lines = []
     metrics = _metrics_of(summary)
     if metrics:
@@ -160,11 +160,11 @@ def evaluation_markdown(summary: Mapping[str, Any], title: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# pictures
+# plots
 
 
 def plot_quality(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw what answers are worth, by metric and method, with 95 % intervals.
+    """Plot the scores of answers, by metric and method, with 95 % intervals.
 
     Args:
         summary: of an evaluation.
@@ -185,7 +185,7 @@ def plot_quality(summary: Mapping[str, Any], path: Path) -> None:
                 [100 * (p["mean"] - p["low"]) for _, p in points],
                 [100 * (p["high"] - p["mean"]) for _, p in points],
             ],
-            # Plain decoding comes first; the others look as they do where speeds are drawn.
+            # Plain decoding comes first; the others have the same colours and markers as in the plots of speed.
             fmt="_" if name == PLAIN else MARKERS[(i - 1) % len(MARKERS)],
             color="0.2" if name == PLAIN else COLOURS[(i - 1) % len(COLOURS)],
             markersize=6,
@@ -203,7 +203,7 @@ def plot_quality(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -> None:
-    """Draw how many drafted tokens rounds have accepted, and the acceptance by depth, of this library's methods.
+    """Plot the accepted tokens per round, and the acceptance rate by depth, of this library's methods.
 
     Args:
         summary: of an evaluation.
@@ -256,7 +256,7 @@ def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -
 
 
 def _accepted_per_round(rows: Sequence[Row]) -> dict[str, Counter[int]]:
-    """By method of this library: how many rounds have accepted 0, 1, 2, … drafted tokens."""
+    """By method of this library: number of rounds that accepted 0, 1, 2, … drafted tokens."""
     accepted: dict[str, Counter[int]] = {}
     for row in latest_calls(rows):
         if row["speculation"] is not None and row["speculation"]["rounds"]:
@@ -278,7 +278,7 @@ def _title(summary: Mapping[str, Any]) -> str:
 
 
 def read_summaries(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The summaries of runs, by a name for each: its folder's, with as much of the path as it takes to tell them apart.
+    """The summaries of runs, by name: the folder's, with as much of the path as makes the names unique.
 
     Raises:
         FileNotFoundError: a folder without a summary.
@@ -340,10 +340,10 @@ _SIDE_BY_SIDE = "# Runs side by side"
 
 
 def check_report_folder(folder: Path) -> None:
-    """See that writing `report.md` and `report.png` into a folder takes nobody's files away.
+    """Check that writing `report.md` and `report.png` into a folder overwrites no other files.
 
     Raises:
-        ValueError: there are such files, and they are none of ours.
+        ValueError: there are such files, and `ssd report` has not written them.
     """
     page, picture = folder / "report.md", folder / "report.png"
     ours = os.path.lexists(page) and read_text(page, RESULT).startswith(_SIDE_BY_SIDE)
@@ -358,13 +358,13 @@ def runs_markdown(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     page += ["Speed is relative to plain decoding: the geometric mean over categories of their median ratios.", ""]
     for run, summary in summaries.items():
         state = "" if summary.get("complete", True) else " (unfinished)"
-        said = (f"{markdown_sentence(line)}\n" for line in conditions(summary))
-        page += [f"## {for_markdown(run)}{state}", "", *said]
+        sentences = (f"{markdown_sentence(line)}\n" for line in conditions(summary))
+        page += [f"## {for_markdown(run)}{state}", "", *sentences]
     return "\n".join(page)
 
 
 def plot_runs(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draw the speed of each method in each run: medians by category (small), their geometric mean (large).
+    """Plot the speed of each method in each run: medians by category (small), their geometric mean (large).
 
     Args:
         summaries: by name of the run.

@@ -1,4 +1,4 @@
-"""The evaluation: all methods answer the same questions, each until it has said what it has to say."""
+"""The evaluation: all methods answer the same questions, each until its end of sequence."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def evaluation_arguments(
 
 @dataclass(frozen=True)
 class CodeExecution:
-    """Leave to run the code that the model writes, in the sandbox of `sandbox.run_program`.
+    """Permission to run the code that the model writes, in the sandbox of `sandbox.run_program`.
 
     Args:
         limits: of each program.
-        allow_weaker: also where the kernel holds programs only in part.
+        allow_weaker: run it also where the kernel confines programs only in part.
     """
 
     limits: Limits = DEFAULT_LIMITS
@@ -144,14 +144,14 @@ class Processes(Protocol):
 
     @property
     def num_processes(self) -> int:
-        """How many there are."""
+        """Number of processes."""
 
     def wait_for_everyone(self) -> None:
-        """Until all processes have come here."""
+        """Wait until all processes have reached this point."""
 
 
 class Alone:
-    """One process."""
+    """A single process."""
 
     process_index = 0
     num_processes = 1
@@ -176,42 +176,42 @@ def run_evaluation(
 ) -> dict[str, Any] | None:
     """Let all methods answer all questions, see `SideBySide`, and judge the answers.
 
-    Several processes take turns at the questions; each writes rows of its own, which the first one puts together. How
-    many there were does not matter when the run goes on later.
+    Several processes share the questions; each writes its own rows, which the first process merges. A run may be
+    continued with another number of processes.
 
     Args:
         model: the target model; it is enabled.
         tokenizer: its tokenizer.
-        task: what is asked.
-        path: folder of the results; what stands there must be the same run.
-        settings: how to run.
+        task: whose questions are asked.
+        path: folder of the results; results that are there must be of the same run.
+        settings: of the run.
         about: what else the results depend on; by default the model's name.
         config: of the methods that need one.
         assistant: model of the method "assistant".
-        code: run the code that the model writes, see `sandbox`. Without it, code is kept and not judged; the same run
-            may go on with it later.
+        code: run the code that the model writes, see `sandbox`. Without it, code is stored and not judged; the same
+            run may be continued with it later.
         processes: that share this run; `None`: this one alone.
         together: they compute one model together (tensor parallel), and so answer every question together.
-        observe: told before each call how far the run is.
+        observe: callback with the progress, before each call.
 
     Returns:
         The summary, as in summary.json; `None` in all processes but the first.
 
     Raises:
         OSError, ValueError: as `RunFolder`; or there are rows, or sessions, that such a run cannot have written.
-        RuntimeError: this system cannot hold a program as it should; said before anything is generated.
-        KeyboardInterrupt: passed on; what was measured is kept.
+        RuntimeError: this system cannot confine programs; raised before anything is generated.
+        KeyboardInterrupt: passed on; finished calls are kept.
     """
     group = processes or Alone()
     code = code if task.runs_code else None
     if code is not None:
-        run_program("", code.limits, code.allow_weaker)  # whether it can be: said before hours of generating
+        run_program("", code.limits, code.allow_weaker)  # raises now, rather than after hours of generation
     path = Path(os.path.expanduser(path))
-    named = dict({"model": model.config.name_or_path} if about is None else about)
-    # Copies of a model differ in it, and so would their answers.
+    described = dict({"model": model.config.name_or_path} if about is None else about)
+    # Copies of a model may differ in it, and so would their answers.
     if own := own_settings(model, settings.options(None)):
-        named["generation_config"] = own
-    arguments = evaluation_arguments(settings, task, config, **named)
+        described["generation_config"] = own
+    arguments = evaluation_arguments(settings, task, config, **described)
 
     questions = {sample.id for sample in task.samples}
 
@@ -219,17 +219,15 @@ def run_evaluation(
         _gather(folder, settings.methods, questions)
 
     def part(folder: RunFolder, earlier: Sequence[Mapping[str, Any]] = ()) -> Evaluation:
-        turn = (0, 1) if together else (group.process_index, group.num_processes)
-        run = Evaluation(model, task.samples, folder, settings, config, assistant, observe, Share(turn, earlier))
-        run.asks(task, tokenizer, code)
-        return run
+        share = Share((0, 1) if together else (group.process_index, group.num_processes), earlier)
+        return Evaluation(model, Questions(task, tokenizer, code), folder, settings, config, assistant, observe, share)
 
     if group.process_index > 0:
-        group.wait_for_everyone()  # until the first one has put together what there was
+        group.wait_for_everyone()  # until the first process has merged the rows that there are
         earlier = read_rows(path)
         check_rows(earlier, path / ROWS, settings.methods, questions, Evaluation.fields_of_calls)
         if together:
-            with tempfile.TemporaryDirectory() as nowhere, RunFolder(nowhere, arguments) as folder:
+            with tempfile.TemporaryDirectory() as temporary, RunFolder(temporary, arguments) as folder:
                 part(folder, earlier).measure()
             return None
         with RunFolder(path / PARTS / str(group.process_index), arguments) as folder:
@@ -244,12 +242,12 @@ def run_evaluation(
             run.measure()
             group.wait_for_everyone()
             gather(folder)
-            run.part = (0, 1)  # from here on it stands for all
+            run.part = (0, 1)  # from here on, it is responsible for all questions
         return run.run()
 
 
 def _gather(folder: RunFolder, methods: Sequence[str], questions: Collection[str]) -> None:
-    """Take over the rows that other processes of this very run have written; what else is there is left alone."""
+    """Move the rows that other processes of this run have written into this folder; other files are left alone."""
     parts = folder.path / PARTS
     if not parts.is_dir():
         return
@@ -262,7 +260,7 @@ def _gather(folder: RunFolder, methods: Sequence[str], questions: Collection[str
         with RunFolder(path, folder.arguments) as part:  # refuses what is not of this run
             check_rows(part.rows, path / ROWS, methods, questions, Evaluation.fields_of_calls)
             for row in part.rows:
-                # A kill may have come between taking a row over and removing it there.
+                # An earlier process may have been killed after copying a row, before removing it there.
                 if json.dumps(row, sort_keys=True) not in known:
                     folder.append(row)
             take_over_sessions(folder, path)
@@ -271,36 +269,45 @@ def _gather(folder: RunFolder, methods: Sequence[str], questions: Collection[str
         parts.rmdir()
 
 
+@dataclass(frozen=True)
+class Questions:
+    """What an evaluation asks.
+
+    Attributes:
+        task: whose samples are the items.
+        tokenizer: of the model.
+        code: how to run the code that the model writes; `None`: do not run it.
+    """
+
+    task: Task
+    tokenizer: Any
+    code: CodeExecution | None
+
+
 class Evaluation(SideBySide):
-    """One session of an evaluation."""
+    """One session of an evaluation, see `SideBySide`."""
 
     fields_of_calls = MappingProxyType({"text": string})
 
-    def asks(self, task: Task, tokenizer: Any, code: CodeExecution | None) -> None:
-        """Say what is asked.
-
-        Args:
-            task: whose samples are the items.
-            tokenizer: of the model.
-            code: how the code that the model writes is run; `None`: it is not.
-        """
-        self.task = task
-        self.tokenizer = tokenizer
-        self.code = code
+    def __init__(self, model: Any, questions: Questions, *others: Any) -> None:
+        super().__init__(model, questions.task.samples, *others)
+        self.task = questions.task
+        self.tokenizer = questions.tokenizer
+        self.code = questions.code
 
     def inputs(self, index: int) -> dict[str, torch.Tensor]:
         inputs = self.task.inputs(self.tokenizer, index, self._answers(index))
-        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        context_length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         wanted = inputs["input_ids"].shape[1] + self.options["max_new_tokens"]
-        if room is not None and wanted > room:
+        if context_length is not None and wanted > context_length:
             raise ValueError(
                 f"{self.items[index].id} has {inputs['input_ids'].shape[1]} tokens, which leaves no room for "
-                f"{self.options['max_new_tokens']} new ones in the model's {room}."
+                f"{self.options['max_new_tokens']} new ones in the model's {context_length}."
             )
         return {key: value.to(self.model.device) for key, value in inputs.items()}
 
     def _answers(self, index: int) -> dict[str, str]:
-        """Plain decoding's first answers to the turns before, on which all methods go on."""
+        """Plain decoding's first answers to the earlier turns, which all methods continue from."""
         earlier = self.task.samples[index].earlier
         return {
             row["prompt"]: row["text"]
@@ -309,10 +316,10 @@ class Evaluation(SideBySide):
         }
 
     def own_items(self) -> Sequence[int]:
-        # A conversation stays in one process, since its turns need the answers to those before.
+        # A conversation stays in one process, since its turns need the answers to earlier ones.
         number = {name: n for n, name in enumerate(s.id for s in self.task.samples if not s.earlier)}
-        mine, of = self.part
-        return [i for i, s in enumerate(self.task.samples) if number[(*s.earlier, s.id)[0]] % of == mine]
+        process, processes = self.part
+        return [i for i, s in enumerate(self.task.samples) if number[(*s.earlier, s.id)[0]] % processes == process]
 
     def short_options(self) -> dict[str, Any]:
         return {**self.options, "max_new_tokens": min(_SHORT, self.options["max_new_tokens"])}
@@ -321,13 +328,13 @@ class Evaluation(SideBySide):
         ids = call.token_ids
         ends = self.model.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends])
-        # Assisted decoding may say more than its end of sequence: what is behind it counts for nobody.
+        # Assisted decoding may return tokens after the end of sequence: these are ignored.
         ids = ids[: next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return {"token_ids": ids, "text": text, "process": self.part[0]}
 
     def measure(self) -> None:
-        """What each of several processes does."""
+        """The calls of this process, without running the answers."""
         super().everything()
 
     def everything(self) -> None:
@@ -349,10 +356,10 @@ class Evaluation(SideBySide):
         return write_evaluation(self.folder, summary, self.rows)
 
     def _run_code(self) -> None:
-        """Run the answers that have not been run, equal programs once."""
+        """Run the answers that have not been run yet; equal programs run once."""
         assert self.code is not None
         places = {sample.id: index for index, sample in enumerate(self.task.samples)}
-        # Whoever gives programs more time, or less, wants them to be run again.
+        # With other limits, programs are run again.
         limits = {**asdict(self.code.limits), "allow_weaker": self.code.allow_weaker}
         done = {key: row for key, row in verdicts_of(self.rows).items() if row.get("limits", limits) == limits}
         known = {row["program"]: row for row in done.values()}
@@ -365,13 +372,13 @@ class Evaluation(SideBySide):
                 name = hashlib.sha256(program.encode("utf-8", "surrogatepass")).hexdigest()
                 programs[name] = program
                 waiting.setdefault(name, []).append(key)
-        settled = 0
+        done_programs = 0
 
-        def settle(name: str, outcome: Mapping[str, Any]) -> None:
-            nonlocal settled
-            settled += 1
+        def record_outcome(name: str, outcome: Mapping[str, Any]) -> None:
+            nonlocal done_programs
+            done_programs += 1
             if self.observe is not None:
-                self.observe(Progress(settled, len(waiting), "running the answers", {}))
+                self.observe(Progress(done_programs, len(waiting), "running the answers", {}))
             for prompt, method, repeat in waiting[name]:
                 row = {"kind": "verdict", "prompt": prompt, "method": method, "repeat": repeat, "program": name}
                 row["limits"] = limits
@@ -379,20 +386,20 @@ class Evaluation(SideBySide):
 
         for name in programs:
             if name in known:
-                settle(name, known[name])
+                record_outcome(name, known[name])
         new = [name for name in programs if name not in known]
         run_programs(
             [programs[name] for name in new],
             self.code.limits,
             self.code.allow_weaker,
-            # More would take the time that each is given from the others.
+            # More would slow each other down, and programs have a time limit.
             workers=min(2, os.cpu_count() or 1),
-            observe=lambda i, outcome: settle(new[i], asdict(outcome)),
+            observe=lambda i, outcome: record_outcome(new[i], asdict(outcome)),
         )
 
 
 def _code_summary(task: Task, rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Any] | None:
-    """How the programs ended, by method; `None` for tasks without any."""
+    """Outcomes of the programs, by method; `None` for tasks without programs."""
     if not task.runs_code:
         return None
     verdicts = verdicts_of(rows)

@@ -1,8 +1,8 @@
-"""Running code that a language model wrote, in a process that can do next to nothing.
+"""Runs code that a language model wrote, in a process with almost no permissions.
 
-A program (for HumanEval: prompt, completion, tests and the call of the check) runs in a Python of its own, which knows
-the standard library only. Before the program begins, that process gives up, for good, what a program with tests has no
-need of. On Linux (x86-64 or ARM64) the kernel sees to it:
+A program (for HumanEval: prompt, completion, tests and the call of the check) runs in its own Python process, which has
+the standard library only. Before the program begins, that process permanently drops all permissions that a program with
+tests does not need. On Linux (x86-64 or ARM64) the kernel enforces this:
 
     time              the parent kills its session at the limit; processor time is limited too; it dies with its parent
     memory            a limit on its address space, and no shared memory
@@ -18,27 +18,27 @@ need of. On Linux (x86-64 or ARM64) the kernel sees to it:
     output            counted by the parent, and not kept
     privileges        root's are dropped, none can be gained
 
-Calls are allowed by a list and not refused by one. A list of what is refused has a hole for each call forgotten and for
-each that a later kernel brings (io_uring was one); a gap in a list of what is allowed is a program that fails with
-"Operation not permitted", and the tests look for it. Such a list is short here because nothing is written: some ninety
-calls. Landlock is needed beside it because a filter of calls sees numbers only, not paths.
+System calls are filtered by an allowlist, not by a denylist. A denylist has a hole for each call forgotten and for each
+that a later kernel adds (io_uring was one); a gap in an allowlist is a program that fails with "Operation not
+permitted", and the tests look for it. The list is short because nothing is written: some ninety calls. Landlock is
+needed too because the filter sees numbers only, not paths.
 
 What is not covered:
 
-- Errors in the kernel, and what can be told from timing, caches or the load of the machine.
+- Bugs in the kernel, and side channels such as timing, caches or the load of the machine.
 - Processor time and memory up to the limits: run no more programs at once than the machine can take.
 - Whether a file exists, its size and its dates, and where a link leads: Landlock lets everybody ask.
 - The standard library, and what is installed inside its folder, can be read.
-- The verdict. It is written by the process the program runs in, with a secret drawn for each run, after the program
-  has run to its end: printing, `sys.exit(0)` or `os._exit(0)` are no success. But a program that goes to look for the
-  secret in the frames above its own finds it, and one whose results claim to equal everything needs no secret. The
-  same holds for HumanEval's own harness. It is a measure of models, not of adversaries.
+- The verdict. It is written by the process that the program runs in, with a random secret for each run, after the
+  program has run to its end: printing, `sys.exit(0)` or `os._exit(0)` are no success. But a program that searches the
+  stack frames above its own finds the secret, and one whose results compare equal to everything needs no secret. The
+  same is true of HumanEval's own harness: it measures models, not adversaries.
 - An empty folder stays behind when the parent is killed.
 - Programs that need what is refused: writing files (`os.devnull` too), sockets (`asyncio` makes one), subprocesses.
 
 Elsewhere (macOS, other processors, Linux before 5.13 or with these facilities off) nothing runs unless the caller
-allows it with `allow_weaker`: then resource limits are all that the kernel does, and Python's audit hook refuses the
-rest. It stops accidents; a program that means harm gets around it. On Windows nothing runs.
+allows it with `allow_weaker`: then the kernel enforces resource limits only, and Python's audit hook refuses the rest.
+This stops accidents; a malicious program gets around it. On Windows nothing runs.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ __all__ = ["DEFAULT_LIMITS", "Limits", "Outcome", "Status", "protections", "run_
 
 Status = Literal["passed", "failed", "timed out", "not Python", "stopped"]
 
-# Within it the interpreter itself comes up, with some room.
+# Enough for the interpreter to start.
 LEAST_MEMORY = 64 << 20
-# Seconds between two looks at the process: while it may say something, and when only its end is left to come.
+# Seconds between two checks of the process: while it may write something, and once it has closed its pipes.
 LOOK_EVERY, WAIT_EVERY = 0.02, 0.001
-# Bytes of the verdict; the process itself writes fewer than 1000.
+# Maximum bytes of the verdict; the process itself writes fewer than 1000.
 MOST_VERDICT = 8192
 
 
@@ -82,11 +82,11 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: of wall-clock time, with some 0.05 in which Python starts. As many of processor time, and one more.
-        memory_bytes: of address space: all that the process maps, the interpreter (some 30 MiB) and 8 MiB for the stack
-            of each thread included. At least 64 MiB.
+        seconds: of wall-clock time, including some 0.05 to start Python. Processor time is limited to one more.
+        memory_bytes: of address space, including the interpreter (some 30 MiB) and 8 MiB for the stack of each thread.
+            At least 64 MiB.
         output_bytes: printed, to both streams together.
-        threads: at the same time, the first included.
+        threads: at the same time, including the main one.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -141,7 +141,7 @@ class _Kernel(NamedTuple):
 
 @functools.cache
 def _kernel() -> _Kernel:
-    """What the kernel of this machine can do."""
+    """The sandboxing features of this machine's kernel."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return _Kernel(seccomp=False, landlock=0)
     known = os.uname().machine in _ARCHITECTURES
@@ -266,24 +266,24 @@ _READABLE = [
     *("/etc/ld.so.cache", "/usr/share/zoneinfo"),
 ]
 
-# What Python itself may need to find its parts. Everything else stays behind.
+# Environment variables that Python may need to find its libraries. No others are passed on.
 _PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONHOME")
 
 
 def _environment() -> dict[str, str]:
-    # The hash seed: the same program has the same outcome, however it iterates over a set.
+    # A fixed hash seed: the same program iterates over sets in the same order.
     fixed = {"LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "TZ": "UTC"}
     return {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | fixed
 
 
 def _uncovered(kernel: _Kernel) -> list[str]:
-    """The properties that would hang on Python's audit hook."""
+    """The properties that only Python's audit hook would enforce."""
     by_calls = [] if kernel.seccomp else ["processes", "programs", "writing", "network", "other processes"]
     return by_calls + ([] if kernel.landlock else ["reading"])
 
 
 def _settings(limits: Limits, kernel: _Kernel, folder: str) -> dict[str, Any]:
-    """What the process is told to give up."""
+    """The restrictions of the process."""
     seconds = math.ceil(limits.seconds) + 1
     resources = {"AS": limits.memory_bytes, "CPU": seconds, "FSIZE": 0, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0}
     seccomp: dict[str, Any] = {}
@@ -312,19 +312,18 @@ def _settings(limits: Limits, kernel: _Kernel, folder: str) -> dict[str, Any]:
 
 
 def _searched_libraries() -> list[str]:
-    """What the loader is told to find elsewhere: the libraries alone, since such a folder may hold anything."""
+    """Libraries in LD_LIBRARY_PATH: files rather than folders, since such a folder may hold anything."""
     folders = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(path)]
     return [file for path in folders for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.so*")))]
 
 
 def protections() -> dict[str, str]:
-    """What holds a program on this system, for each property.
+    """What enforces each property on this system.
 
-    Properties that hang on "Python's audit hook only" are not held against a program that means harm; `run_program`
-    needs `allow_weaker` then.
+    "Python's audit hook only" is no protection against a malicious program; `run_program` needs `allow_weaker` then.
 
     Raises:
-        RuntimeError: nothing can hold a program on this system.
+        RuntimeError: programs cannot be confined on this system.
     """
     _need_posix()
     kernel = _kernel()
@@ -376,7 +375,7 @@ def _usable_kernel(allow_weaker: bool) -> _Kernel:
 
 # --- Running -------------------------------------------------------------------------------------------------------
 
-# The folder comes last on the path: nothing in it can stand before a module of the standard library.
+# The folder comes last on the path: nothing in it can shadow a module of the standard library.
 _START = """
 import sys
 sys.path[:] = [path for path in sys.path if path]
@@ -388,28 +387,28 @@ _inside.main()
 
 
 def run_program(source: str, limits: Limits = DEFAULT_LIMITS, allow_weaker: bool = False) -> Outcome:
-    """Run a program by itself; see the head of this module for what holds it.
+    """Run a program in the sandbox, see this module's docstring.
 
-    It sees the same each time: hash seed, time zone and language are fixed. Its random numbers are its own affair.
+    Hash seed, time zone and language are fixed. Random numbers are not.
 
     Args:
         source: the whole program. It passes if it runs to its end.
         limits: of time, memory, output and threads.
-        allow_weaker: run it even where the kernel holds only a part of it (see `protections`).
+        allow_weaker: run it even where the kernel enforces only a part (see `protections`).
 
     Raises:
-        RuntimeError: the system has no protection, or less than it should, or the sandbox does not come up.
-        OSError: no process or temporary folder can be made.
+        RuntimeError: the system has no protection, or only a part of it, or the sandbox does not start.
+        OSError: no process or temporary folder can be created.
     """
     kernel = _usable_kernel(allow_weaker)
-    begun = time.monotonic()
+    started = time.monotonic()
     folder = tempfile.mkdtemp(prefix="ssd_sandbox_")
     try:
         os.chmod(folder, 0o500)
-        status, detail = _run_in(folder, source, limits, kernel, begun + limits.seconds)
+        status, detail = _run_in(folder, source, limits, kernel, started + limits.seconds)
     finally:
         _remove(folder)
-    return Outcome(status, _one_line(detail), time.monotonic() - begun)
+    return Outcome(status, _one_line(detail), time.monotonic() - started)
 
 
 def run_programs(
@@ -423,10 +422,10 @@ def run_programs(
 
     Args:
         sources: the programs.
-        limits: of each. Time is wall-clock time: more workers than processor cores make it pass faster.
+        limits: of each. Time is wall-clock time, so there should not be more workers than processor cores.
         allow_weaker: see `run_program`.
         workers: programs at the same time, ≥ 1.
-        observe: called here with the number of a program, from 0, and its outcome, as they end.
+        observe: callback in this thread with the index of a program and its outcome, as they end.
 
     Returns:
         The outcomes, in the order of the programs.
@@ -460,25 +459,25 @@ def _run_in(folder: str, source: str, limits: Limits, kernel: _Kernel, deadline:
         try:
             settings = _settings(limits, kernel, folder)
             settings |= {"token": token, "channel": send, "parent": os.getpid(), "source": source}
-            # Not JSON, whose import would take longer than Python's start; the interpreter is the same.
+            # Not JSON, whose import would take longer than Python's start; the interpreter is the same one.
             process = _start(folder, marshal.dumps(settings), send)
         finally:
             os.close(send)
         with process:
             try:
-                reason, said, printed = _watch(process, channel.fileno(), limits, deadline)
+                reason, received, printed = _watch(process, channel.fileno(), limits, deadline)
             finally:
                 _end(process)
-    return _judge(reason, said, token, process.returncode, printed)
+    return _judge(reason, received, token, process.returncode, printed)
 
 
 def _start(folder: str, message: bytes, send: int) -> subprocess.Popen[bytes]:
-    # A file and not a pipe: a process that does not read cannot keep us waiting.
+    # A file and not a pipe: a process that does not read cannot block this one.
     with tempfile.TemporaryFile() as stdin:
         stdin.write(message)
         stdin.seek(0)
         return subprocess.Popen(
-            # Without the user's or the installation's packages, and whatever those would do at its start.
+            # Without the packages of the user or the installation, which could run code at startup.
             [sys.executable, "-s", "-S", "-B", "-X", "utf8", "-c", _START, str(Path(_inside.__file__).parent)],
             stdin=stdin,
             stdout=subprocess.PIPE,
@@ -493,18 +492,18 @@ def _start(folder: str, message: bytes, send: int) -> subprocess.Popen[bytes]:
 def _watch(
     process: subprocess.Popen[bytes], channel: int, limits: Limits, deadline: float
 ) -> tuple[tuple[Status, str] | None, bytes, bytes]:
-    """Wait until the process has ended or must be.
+    """Wait until the process has ended, or has to be killed.
 
     Returns:
-        Why it must be ended, or None; what it said through the channel; the end of what it printed.
+        Why it has to be killed, or None; the bytes received through the channel; the end of its output.
     """
     assert process.stdout is not None
-    said, tail, printed = b"", b"", 0
+    received, tail, printed = b"", b"", 0
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         selector.register(process.stdout, selectors.EVENT_READ)
         while True:
-            # Asked first: what it wrote before its end is then there to be read, whoever else holds the pipes.
+            # Checked first: then all that it wrote is in the pipes, even if another process has them open.
             ended = _has_ended(process)
             left = max(0.0, deadline - time.monotonic())
             pause = LOOK_EVERY if selector.get_map() else WAIT_EVERY
@@ -514,34 +513,34 @@ def _watch(
                 if not data:
                     selector.unregister(key.fileobj)
                 elif key.fd == channel:
-                    said += data
+                    received += data
                 else:
                     printed += len(data)
                     tail = (tail + data)[-2000:]
             if printed > limits.output_bytes:
-                return ("stopped", f"it printed more than {limits.output_bytes} bytes"), said, tail
-            if len(said) > MOST_VERDICT:
-                return ("stopped", "it wrote to the channel of the verdict"), said, tail
+                return ("stopped", f"it printed more than {limits.output_bytes} bytes"), received, tail
+            if len(received) > MOST_VERDICT:
+                return ("stopped", "it wrote to the channel of the verdict"), received, tail
             if ended and not ready:
-                return None, said, tail
+                return None, received, tail
             if time.monotonic() >= deadline:
-                return ("timed out", f"it ran longer than {limits.seconds:g} s"), said, tail
+                return ("timed out", f"it ran longer than {limits.seconds:g} s"), received, tail
             if not ended and _threads_of(process.pid) > limits.threads:
-                return ("stopped", f"it had more than {limits.threads} threads"), said, tail
+                return ("stopped", f"it had more than {limits.threads} threads"), received, tail
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has, without giving its number free: the session has the same one."""
+    """Whether it has ended, without releasing its process id, which is also the id of its session."""
     if not hasattr(os, "waitid"):  # macOS
         return process.poll() is not None
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # whoever ignores SIGCHLD has no children to wait for
+    except ChildProcessError:  # where SIGCHLD is ignored, there are no children to wait for
         return True
 
 
 def _threads_of(pid: int) -> int:
-    """How many it has; 0 where that cannot be known."""
+    """Number of threads of a process; 0 where it is unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[17])
@@ -560,7 +559,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 _VERDICTS: tuple[Status, ...] = ("passed", "failed", "not Python", "stopped")
 
 
-def _judge(reason: tuple[Status, str] | None, said: bytes, token: str, code: int, printed: bytes) -> tuple[Status, str]:
+def _judge(
+    reason: tuple[Status, str] | None, received: bytes, token: str, code: int, printed: bytes
+) -> tuple[Status, str]:
     """The verdict; only one with the token counts.
 
     Raises:
@@ -569,16 +570,16 @@ def _judge(reason: tuple[Status, str] | None, said: bytes, token: str, code: int
     if reason is not None:
         return reason
     ready = f"{token} ready\n".encode()
-    if not said.startswith(ready):
-        said = said.removeprefix(f"{token} unprotected\n".encode()) or printed
-        text = _one_line(said.decode("utf-8", "replace").strip()[-300:])
+    if not received.startswith(ready):
+        received = received.removeprefix(f"{token} unprotected\n".encode()) or printed
+        text = _one_line(received.decode("utf-8", "replace").strip()[-300:])
         raise RuntimeError(f"The sandbox did not come up (exit code {code}), so nothing was run: {text}")
-    said = said[len(ready) :]
-    first, _, detail = said.partition(b"\n")
+    received = received[len(ready) :]
+    first, _, detail = received.partition(b"\n")
     for status in _VERDICTS:
         if secrets.compare_digest(first, f"{token} {status}".encode()):
             return status, detail.decode("utf-8", "replace")
-    if said:
+    if received:
         return "failed", "it wrote to the channel of the verdict"
     if code < 0:
         with contextlib.suppress(ValueError):
@@ -588,13 +589,13 @@ def _judge(reason: tuple[Status, str] | None, said: bytes, token: str, code: int
 
 
 def _one_line(text: str) -> str:
-    """Text of a stranger, fit for a terminal."""
+    """Untrusted text in one line, without control characters."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= 300 else text[:299] + "…"
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder and whatever is in it, folders that may not be written included."""
+    """Remove a folder and all that is in it, including folders that are not writable."""
     waiting = [folder]
     while waiting:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a model is evaluated on: tasks, their prompts, and how answers are judged."""
+"""Tasks that a model is evaluated on: their prompts, and how answers are judged."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Sample:
         id: its name, unique in a run.
         category: the kind of task; medians are taken per category.
         prompt: what the model reads.
-        answer_start: what its answer begins with, which it reads too.
+        answer_start: beginning of the answer, which is given to the model.
         reference: what the answer is compared with: a summary, a `Problem`, or nothing.
-        earlier: the turns before this one of its conversation: ids of samples, the first turn's first.
+        earlier: earlier turns of its conversation: ids of samples, in order.
     """
 
     id: str
@@ -57,10 +57,10 @@ class Task:
         name: one of `TASKS`.
         samples: the questions.
         is_chat: whether they go through the chat template.
-        new_tokens: of an answer, at the most, unless asked otherwise.
-        metrics: that judge answers by themselves: names of what `scores` gives.
+        new_tokens: default of the maximum number of tokens in an answer.
+        metrics: names of the metrics that `scores` returns.
         runs_code: whether answers are judged by running them.
-        about: what defines it, for the run's config.json.
+        about: what defines the task, for the run's config.json.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Task:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """A fingerprint of the questions, by which a resumed run knows that they are the same."""
+        """A hash of the questions, by which a resumed run recognises them."""
         text = json.dumps(
             [
                 [s.id, s.category, s.prompt, s.answer_start, s.reference.test if self.runs_code else s.reference]
@@ -90,7 +90,7 @@ class Task:
         Args:
             tokenizer: of the model.
             index: of the sample.
-            answers: to the turns before it, by their samples' ids.
+            answers: to earlier turns, by their samples' ids.
 
         Raises:
             ValueError: an earlier turn has no answer.
@@ -98,44 +98,44 @@ class Task:
         sample = self.samples[index]
         if not (self.is_chat and sample.answer_start):
             answers = answers or {}
-            said = {other.id: other.prompt for other in self.samples} if sample.earlier else {}
+            prompts = {other.id: other.prompt for other in self.samples} if sample.earlier else {}
             for name in sample.earlier:
                 if name not in answers:
                     raise ValueError(f"{sample.id} goes on where {name} ended, but that has no answer.")
-            before = [(said[name], answers[name]) for name in sample.earlier]
-            return encode_prompt(tokenizer, sample.prompt, self.is_chat, before)
+            earlier_turns = [(prompts[name], answers[name]) for name in sample.earlier]
+            return encode_prompt(tokenizer, sample.prompt, self.is_chat, earlier_turns)
         messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.answer_start}]
         text: Any = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
         return dict(tokenizer(text, add_special_tokens=False, return_tensors="pt"))
 
     def answer(self, text: str) -> str:
-        """What is judged of what the model said."""
+        """The part of the generated text that is judged."""
         if self.name == "summarisation" and not self.is_chat:
-            # It goes on with the next example.
+            # Base models continue with another example.
             return text.split("\nArticle:")[0].strip()
         return text.strip() if not self.runs_code else text
 
     def scores(self, answers: Sequence[tuple[Sample, str]]) -> dict[str, list[float]]:
-        """What answers are worth, by metric, 0 … 1 each."""
+        """The scores of answers, by metric, 0 … 1 each."""
         if not self.metrics or not answers:
             return {name: [] for name in self.metrics}
-        said, wanted = [text for _, text in answers], [sample.reference for sample, _ in answers]
+        predictions, references = [text for _, text in answers], [sample.reference for sample, _ in answers]
         found: dict[str, list[float]] = load_rouge().compute(
-            predictions=said, references=wanted, rouge_types=list(self.metrics), use_aggregator=False
+            predictions=predictions, references=references, rouge_types=list(self.metrics), use_aggregator=False
         )
         return found
 
     def program(self, index: int, text: str) -> str:
         """The program that judges an answer, see `problems.checked_program`."""
         problem = self.samples[index].reference
-        # An answer whose beginning was given to the model begins in the middle of a block; some models open it again.
+        # The beginning of the answer was given to the model; some models repeat it.
         start = self.samples[index].answer_start
-        said = text.lstrip() if start and text.lstrip().startswith(start.strip()) else start + text
-        return checked_program(answer_code(said, problem, self.is_chat), problem, self.is_chat)
+        answer = text.lstrip() if start and text.lstrip().startswith(start.strip()) else start + text
+        return checked_program(answer_code(answer, problem, self.is_chat), problem, self.is_chat)
 
 
 def check_data(name: str, data: Sequence[str]) -> None:
-    """Read what a task takes from this machine, to complain before a model is loaded.
+    """Read the local data of a task, so that errors come before a model is loaded.
 
     Raises:
         As `make_task`, of files and packages.
@@ -163,10 +163,10 @@ def make_task(
     Args:
         name: one of `TASKS`.
         tokenizer: of the model.
-        data: where the questions come from; nothing: what comes with the task.
+        data: sources of the questions; empty: the built-in one of the task.
         style: one of `STYLES`.
-        shots: examples before each question, of the style "paper" of summarisation; `None`: one, as in the paper.
-        limit: the first so many questions of each source; of chat, of each category. `None`: all.
+        shots: examples before each question, for summarisation in the style "paper"; `None`: one, as in the paper.
+        limit: maximum number of questions of each source; of chat, of each category. `None`: all.
 
     Raises:
         FileNotFoundError: no such file.
@@ -201,30 +201,30 @@ _INSTRUCTION = "Summarise the following article in three sentences."
 
 
 def _summarisation(data: list[str], is_chat: bool, shots: int | None, limit: int | None) -> Task:
-    wanted = 0 if is_chat else 1 if shots is None else shots
-    if wanted < 0:
+    num_shots = 0 if is_chat else 1 if shots is None else shots
+    if num_shots < 0:
         raise ValueError(f"The number of examples must be at least 0, but got shots={shots}.")
     articles: list[tuple[Article, str]] = []
     for n, source in enumerate(data or ["built-in"]):
-        # The examples are taken from the front, and not asked.
-        few = None if limit is None else limit + wanted * (n == 0)
-        articles += [(article, _category(source)) for article in _articles(source, few)]
+        # The first articles are the examples, which are not asked.
+        count = None if limit is None else limit + num_shots * (n == 0)
+        articles += [(article, _category(source)) for article in _articles(source, count)]
     if len({article.id for article, _ in articles}) < len(articles):
         articles = [(Article(f"{kind}-{a.id}", a.text, a.reference), kind) for a, kind in articles]
     if len({article.id for article, _ in articles}) < len(articles):
         raise ValueError(f"Articles of the same name stand in {', '.join(data)}. Name each source once.")
-    if wanted >= len(articles):
+    if num_shots >= len(articles):
         raise ValueError(
-            f"{wanted} examples leave nothing to ask: there are {len(articles)} articles in all. Ask for fewer with "
+            f"{num_shots} examples leave nothing to ask: there are {len(articles)} articles in all. Ask for fewer with "
             "--shots, or give more with --data."
         )
-    examples, asked = articles[:wanted], articles[wanted:]
-    before = "".join(f"Article: {_one_line(a.text)}\nSummary: {_one_line(a.reference)}\n\n" for a, _ in examples)
+    examples, asked = articles[:num_shots], articles[num_shots:]
+    examples_text = "".join(f"Article: {_one_line(a.text)}\nSummary: {_one_line(a.reference)}\n\n" for a, _ in examples)
 
     def prompt(article: Article) -> str:
         if is_chat:
             return f"{_INSTRUCTION}\n\n{article.text}"
-        return f"{before}Article: {_one_line(article.text)}\nSummary:"
+        return f"{examples_text}Article: {_one_line(article.text)}\nSummary:"
 
     return Task(
         "summarisation",
@@ -232,7 +232,7 @@ def _summarisation(data: list[str], is_chat: bool, shots: int | None, limit: int
         is_chat,
         new_tokens=128,
         metrics=ROUGE_TYPES,
-        about={"style": "chat" if is_chat else "paper", "shots": wanted},
+        about={"style": "chat" if is_chat else "paper", "shots": num_shots},
     )
 
 

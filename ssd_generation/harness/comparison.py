@@ -41,20 +41,19 @@ _WARM_UP_TOKENS = 16
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# where two texts part
+# the first difference of two texts
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which another text leaves the plain one.
+    """The first token at which a text differs from that of plain decoding.
 
     Attributes:
         token: its number among the new tokens, from 1.
         plain_token: id of plain decoding's token; `None` where the plain text has ended.
         other_token: id of the other text's token; `None` where that one has ended.
-        logit_margin: by how much plain decoding preferred its own token to the other, in units of the logits that it
-            chose by (after the logits processors); `None` where a text has ended or a token was forbidden. Near zero
-            means a near tie, which rounding can turn over.
+        logit_margin: logit of plain decoding's token minus that of the other, after the logits processors; `None` where
+            a text has ended or a token was forbidden. Near zero means a near tie, which rounding can reverse.
     """
 
     token: int
@@ -91,9 +90,9 @@ def find_difference(
     other: Sequence[int],
     **generate_kwargs: Any,
 ) -> Difference | None:
-    """Where a text leaves the one of greedy plain decoding, and how close the decision was there.
+    """The first difference of a text to that of greedy plain decoding, with the logit margin there.
 
-    One pass of the whole model over prompt and common beginning gives the margin.
+    One pass of the whole model over prompt and common prefix gives the margin.
 
     Args:
         model: the target model.
@@ -121,10 +120,10 @@ def find_difference(
     if "attention_mask" in inputs:
         mask = inputs["attention_mask"]
         prefix["attention_mask"] = torch.cat((mask, mask.new_ones((1, index))), dim=1)
-    kept = {key: value for key, value in generate_kwargs.items() if key not in ("max_length", "streamer")}
-    # Through `generate`, so that the logits processors of the call have their say.
+    others = {key: value for key, value in generate_kwargs.items() if key not in ("max_length", "streamer")}
+    # Through `generate`, so that the logits processors of the call apply.
     asked = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-    step = model.generate(**prefix, **{**kept, **asked})
+    step = model.generate(**prefix, **{**others, **asked})
     scores = step.scores[0][0].double()
     margin = float(scores[plain[index]] - scores[other[index]])
     return Difference(index + 1, plain[index], other[index], margin if abs(margin) < float("inf") else None)
@@ -136,7 +135,7 @@ def find_difference(
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What one method did, over all repeats.
+    """Results of one method, over all repeats.
 
     Attributes:
         name: "plain", "draft alone" or "self-speculative".
@@ -344,8 +343,8 @@ def compare(
         config: the config of self-speculative decoding; its skip set and low-bit copies make the draft.
         repeats: how often, ≥ 1.
         seed: of the first repeat, and one more for each that follows. Sets torch's global random state when sampling.
-        advance: told what comes next, once per method for the warm-up, once per repeat, and once to judge its draws
-            when sampling.
+        advance: callback with a description of the next step: once per method for the warm-up, once per repeat, and
+            once to check its samples when sampling.
         **generate_kwargs: passed on to `generate`.
 
     Raises:
@@ -474,9 +473,10 @@ def _cost(steps: Sequence[float], plain_steps: Sequence[float]) -> float | None:
 def _extra_bytes(
     model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], config: SelfSpeculativeConfig, new_tokens: int
 ) -> int:
-    """What a self-speculative call holds beyond a plain one, computed: slots of the KV cache, and a block's scores.
+    """Memory of a self-speculative call beyond a plain one, computed: slots of the KV cache, and a round's logits.
 
-    The cache has room for a round's drafted tokens and some to spare; the verifying pass gives scores for all of them.
+    The cache has slots for a round's drafted tokens and spare ones; the verification pass gives logits for all drafted
+    tokens.
     """
     with torch.no_grad():
         outputs = model(**{key: value[:, :1] for key, value in inputs.items()}, use_cache=True)
@@ -497,7 +497,7 @@ def _extra_bytes(
 
 
 def describe_environment(model: PreTrainedModel) -> dict[str, Any]:
-    """What a time was measured on: model, number format, device and library versions.
+    """The environment of a measurement: model, number format, device and library versions.
 
     Args:
         model: the loaded model.

@@ -1,4 +1,4 @@
-"""What the rows of a run amount to: medians and their spread. Pure functions of the rows."""
+"""Figures of a run from its rows: medians and their spread. Pure functions of the rows."""
 
 from __future__ import annotations
 

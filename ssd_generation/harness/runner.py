@@ -1,4 +1,4 @@
-"""Runs methods side by side, item by item, and keeps what was measured."""
+"""Runs methods side by side, item by item, and stores each call as a row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MOST_TRIES = 3  # items on which plain decoding may fail before there is nothin
 
 
 class Item(Protocol):
-    """What the methods are asked."""
+    """A prompt or question for all methods."""
 
     @property
     def id(self) -> str:
@@ -58,8 +58,8 @@ class RunSettings:
     Args:
         methods: their names, see `methods.METHODS`; plain decoding first.
         repeats: how often every item is run, ≥ 1.
-        warm_up: calls of each method on the first item that can be run, ≥ 0. They are not counted: the first measures
-            what a method measures once, the second finds everything in place.
+        warm_up: calls of each method on the first item that can be run, ≥ 0. They do not count: the first makes the
+            measurements, captures and copies that a method needs, the second runs with these in place.
         do_sample: sample instead of greedy decoding; the texts are then not compared.
         temperature: of the sampling, > 0; `None` for the model's.
         seed: of the sampling and of `random-half`.
@@ -91,13 +91,13 @@ class RunSettings:
             raise ValueError(f"Plain decoding comes first, but got the methods {', '.join(self.methods) or 'none'}.")
 
     def check_least(self, **least: int) -> None:
-        """Complain about a value that is too small."""
+        """Raise if a value is too small."""
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} must be at least {value}, but got {getattr(self, name)}.")
 
     def options(self, pad_token_id: int | None) -> dict[str, Any]:
-        """The arguments of `generate` that all methods get alike."""
+        """The arguments of `generate` that are the same for all methods."""
         options: dict[str, Any] = {
             "do_sample": self.do_sample,
             "pad_token_id": 0 if pad_token_id is None else pad_token_id,
@@ -107,18 +107,18 @@ class RunSettings:
         return options
 
     def seed_of(self, item: int, repeat: int) -> int | None:
-        """Of a call, the same for all methods; `None` in greedy decoding."""
+        """Seed of a call, the same for all methods; `None` in greedy decoding."""
         return self.seed + 1000 * repeat + item if self.do_sample else None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        done: calls that are done, those of earlier sessions included.
-        total: of how many.
-        step: what comes next.
+        done: number of finished calls, those of earlier sessions included.
+        total: number of all calls.
+        step: description of the next call.
         ratios: per method, the median ratio to plain decoding so far.
     """
 
@@ -148,27 +148,27 @@ WHOLE_RUN = Share()
 
 
 class SideBySide:
-    """A run: all methods on all items, going on where an earlier one in this folder ended.
+    """A run: all methods on all items. It continues an earlier run in the same folder.
 
     Every item is run by all methods in turns (see `interleaved`). A method that fails is reported and the run goes on.
     A method keeps what its draft-length policy has learnt from call to call, as in a user's session. Peak memory and
-    logit margins are measured at the end, where they disturb no clock.
+    logit margins are measured at the end, after everything that is timed.
 
     Args:
         model: the target model; it is enabled.
         items: at least one.
         folder: of the results, entered (`with`).
-        settings: how to run.
+        settings: of the run.
         config: of the methods that need one.
         assistant: model of the method "assistant".
-        observe: told before each call how far the run is.
+        observe: callback with the progress, before each call.
         share: what of the run is done here.
 
     Raises:
         ValueError: the folder holds something that such a run cannot have written.
     """
 
-    # What else is stored of a call, by name: as `noted` says.
+    # Checks of the additional fields of rows, which `noted` returns.
     fields_of_calls: Mapping[str, Check] = {}
 
     def __init__(
@@ -198,14 +198,15 @@ class SideBySide:
         own = own_settings(model, self.options)
         self.environment = run_environment(model) | ({"generation_config": own} if own else {})
         self.session = start_session(folder, self.environment, self.rows)
-        # What failed in an earlier session gets another chance: there may be more memory now, or another version.
+        # Calls that failed in an earlier session are repeated: there may be more memory now, or another version.
         self.earlier_sessions = {row["session"] for row in self.rows if "session" in row}
         self.failed: set[str] = set()
+        self.done = self.total = 0
         self.tries_from = 0
         self.copies: dict[str, int] = {}
         self.configs: dict[str, SelfSpeculativeConfig] = {}
 
-    # -- what a kind of run says for itself ------------------------------------------------------
+    # -- what subclasses override -----------------------------------------------------------------
 
     def inputs(self, index: int) -> dict[str, torch.Tensor]:
         """The model's inputs for an item: `input_ids` of shape `(1, prompt_length)` and `attention_mask`."""
@@ -216,39 +217,39 @@ class SideBySide:
         return range(self.part[0], len(self.items), self.part[1])
 
     def noted(self, index: int, call: TimedCall) -> dict[str, Any]:
-        """What else a row holds."""
+        """Additional fields of a call's row."""
         return {}
 
     def short_options(self) -> dict[str, Any]:
-        """`generate`'s arguments for calls that are not part of the results: to warm up, to measure the memory."""
+        """`generate`'s arguments for calls that are not timed: to warm up, to measure the memory."""
         return self.options
 
     def write(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Write the summary down."""
+        """Write the summary to files."""
         return write_summary(self.folder, summary, "Benchmark")
 
     # --------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Measure what is missing.
+        """Make the calls that are missing.
 
         Returns:
             The summary, as in summary.json.
 
         Raises:
-            KeyboardInterrupt: passed on; what was measured is kept, with a summary of it.
+            KeyboardInterrupt: passed on; finished calls are kept, with a summary of them.
         """
         try:
             self.everything()
         except BaseException:
-            with contextlib.suppress(Exception):  # what went wrong first is what counts
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 self.summary(complete=False)
             raise
         return self.summary(complete=True)
 
     @property
     def rows(self) -> list[Mapping[str, Any]]:
-        """All rows, those that stand elsewhere included."""
+        """All rows, those of other folders included."""
         return [*self.earlier, *self.folder.rows]
 
     def _finished(self) -> set[tuple[str, str, int]]:
@@ -296,7 +297,7 @@ class SideBySide:
                 self.done += len(methods)
                 continue
             if PLAIN not in {method.name for method in methods}:
-                # The rest of a group that was interrupted: its ratio wants a plain call of the same session.
+                # The rest of an interrupted round: ratios need a plain call of the same session.
                 methods = [self.methods[0], *methods]
                 self.total += 1
             for position, method in enumerate(methods):
@@ -316,7 +317,7 @@ class SideBySide:
             self.observe(Progress(self.done, self.total, step, ratios_so_far(self.rows)))
 
     def _inputs_to_try(self) -> dict[str, torch.Tensor]:
-        """Those of the first item that the model can take: one that it cannot costs its own rows alone."""
+        """Inputs of the first item that fits the model's context: one that does not fit fails in its own rows only."""
         last = len(self.items) - 1
         for index in range(self.tries_from, last):
             with contextlib.suppress(ValueError):
@@ -330,7 +331,7 @@ class SideBySide:
             self.caller.call(method.name, method.request, inputs, self.short_options(), self.settings.seed_of(0, 0))
         except Exception as error:
             if method.name == PLAIN:
-                # The item may be to blame, a longer one than there is memory for.
+                # The item may be too long for the memory.
                 if self.tries_from + 1 >= min(len(self.items), _MOST_TRIES):
                     raise
                 self.tries_from += 1
@@ -366,7 +367,7 @@ class SideBySide:
         self.folder.append(row)
 
     def _costs_of(self, method: Method) -> dict[str, Any] | None:
-        """The costs that a call went by, if it went by any; and a row for its config when that is new."""
+        """The costs that a call used, if any; appends a row for its config when that is new."""
         config = self.caller.config_of(method.name)
         if not isinstance(config, SelfSpeculativeConfig):
             return None
@@ -375,14 +376,14 @@ class SideBySide:
             self.folder.append({"kind": "config", "method": method.name, "config": config.to_dict()})
         costs = config.costs
         if costs is None and config.drafting.policy == "cost" and why_no_drafts(self.model) is None:
-            costs = costs_of(self.model, config)  # measured in its first call, and kept
+            costs = costs_of(self.model, config)  # measured in its first call, and cached
         return None if costs is None else costs.to_dict()
 
     def _measure_memory(self, method: Method) -> None:
         row: dict[str, Any] = {"kind": "memory", "method": method.name}
         try:
             inputs = self._inputs_to_try()
-            # First of all, since this makes the copies: while a peak is measured, they are there already.
+            # First, since this makes the copies, which should exist while the peak is measured.
             row["persistent_bytes"] = self._persistent_bytes(method)
             with self.caller.alone(method.name, learn=False):
                 row["peak_bytes"] = peak_bytes(
@@ -396,12 +397,12 @@ class SideBySide:
         self.folder.append(row)
 
     def _persistent_bytes(self, method: Method) -> int:
-        """What a method holds from call to call: low-bit copies, or another model."""
+        """Bytes that a method holds between calls: low-bit copies, or another model."""
         if method.name == "assistant":
             return weight_bytes(self.assistant)
         if not method.is_own:
             return 0
-        # Methods share their copies, so each is made to begin without any.
+        # Methods share their copies, so each starts without any.
         drop_copies(self.model)
         with self.caller.alone(method.name, learn=False):
             options = {**self.options, "max_new_tokens": 2}
@@ -409,7 +410,7 @@ class SideBySide:
         return max(copy_bytes(self.model), self.copies.get(method.name, 0))
 
     def _compare_texts(self) -> None:
-        """What the texts say of whether each method is still exactly the model."""
+        """Compare the texts of each method with plain decoding, or its samples with the model's distribution."""
         if self.settings.do_sample:
             self._check_sampling()
         else:
@@ -443,7 +444,7 @@ class SideBySide:
         return {self.items[index].id: index for index in self.own_items()}
 
     def _measure_margins(self) -> None:
-        """How close plain decoding's decision was wherever a text has left its text."""
+        """The logit margin of plain decoding wherever a text differs from its text."""
         known = {_key(row) for row in self.rows if row["kind"] == "difference"}
         calls = finished_calls(self.rows)
         plain = {row["prompt"]: row for row in calls if row["method"] == PLAIN}
@@ -465,7 +466,7 @@ class SideBySide:
             self.folder.append({"kind": "difference", **found})
 
     def summary(self, complete: bool) -> dict[str, Any]:
-        """Summarise what there is, and write it down."""
+        """Summarise the rows so far, and write the summary."""
         places = where_measured(sessions_of(self.folder.path), self.rows) or [self.environment]
         summary = summarise(self.rows, self.folder.arguments, places, weight_bytes(self.model))
         rows = len(self.methods) * len(self.items) * self.settings.repeats

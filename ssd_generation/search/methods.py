@@ -28,7 +28,6 @@ from ..support.files import replacing, write_whole
 from ..support.reading import RESULT, read_json
 from ..tuning.acceptance import judge_all
 from ..tuning.automatic import DRAFT_MEMORY
-from ..tuning.speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from .confirm import confirm
 from .plots import plot_methods
@@ -37,7 +36,7 @@ from .settings import CalibrationSettings, SearchSettings, check_sampler
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read
 from .study import Search, explain_unreadable, found_config, open_study, tried_in
-from .trials import PRIOR, Found, Tried, mean_acceptance
+from .trials import Found, Tried, acceptance_rate, mean_acceptance, predicted_speedup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -162,8 +161,8 @@ def compare_methods(
             "draft_length": best.draft_length,
             "draft_cost": best.draft_cost,
             "acceptance": mean_acceptance(best),
-            "held_out_speedup": theoretical_speedup(again.by_depth(PRIOR), costs)[0],
-            "held_out_acceptance": sum(again.accepted) / max(1, sum(again.tried)),
+            "held_out_speedup": predicted_speedup(again, costs)[0],
+            "held_out_acceptance": acceptance_rate(again),
             "skip": config.skip.to_dict(),
             "passes_to_reach": {other: _passes_until(founds[name], row[0].speedup) for other, row in winners.items()},
         }

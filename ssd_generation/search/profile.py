@@ -378,7 +378,7 @@ class _Profiler:
         """The profile in units of a plain step."""
         steps, attention = [], []
         for context in self.contexts:
-            what = f"a draft step behind {context} tokens"
+            what = f"a draft step after {context} tokens"
             cache = self.whole.cache if context == self.contexts[0] else None
             times, attention_here, mlp_here, rest_here = self._parts(what, context, None, cache)
             steps.append(times["whole"])

@@ -22,7 +22,6 @@ from ..support.bounds import Integer
 from ..support.files import write_whole
 from ..support.messages import listed
 from ..tuning.acceptance import Acceptance, judge_all
-from ..tuning.speedup import theoretical_speedup
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights, digest_of, encode_all
 from .confirm import NOTHING_DRAFTED, Confirmed, confirm
 from .profile import CostProfile, measure_profile
@@ -30,7 +29,7 @@ from .settings import CalibrationSettings, ResultSettings, SearchSettings
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read
 from .study import ABOUT, SOURCE, Search, check_search, claim, explain_unreadable, open_study, tried_in
-from .trials import PRIOR, Found, Tried, mean_acceptance
+from .trials import Found, Tried, acceptance_rate, mean_acceptance, predicted_speedup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -282,7 +281,7 @@ class _Winners:
         self.held_out = held_out
         self.results = results
         self.drafts = found.best(max(1, results.confirmed))
-        assert self.drafts, "the first draft that is judged cannot be behind another"
+        assert self.drafts, "the first draft that is judged is never pruned"
         self.passes = {"calibration": worker.calibration.passes, "trials": sum(found.passes)}
         self.unseen: dict[int, Acceptance] = {}  # by trial, acceptance on the texts held back
         self.names: dict[str, SelfSpeculativeConfig] = {}
@@ -342,11 +341,11 @@ def _folder(output: str | Path) -> Path:
 
 def _held_out(worker: Search, best: Tried, acceptance: Acceptance, texts: int) -> dict[str, Any]:
     costs = worker.profile.costs(worker.space.config(best.choices), worker.context)
-    speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
+    speedup, length = predicted_speedup(acceptance, costs)
     return {
         "speedup": speedup,
         "draft_length": length,
-        "acceptance": sum(acceptance.accepted) / max(1, sum(acceptance.tried)),
+        "acceptance": acceptance_rate(acceptance),
         "texts": texts,
         "passes": acceptance.passes,
         "chosen_on": {
@@ -467,7 +466,7 @@ def retarget(
             costs = profile.costs(config, stored.context)
         except ValueError:
             continue  # a precision that the other machine does not have
-        speedup, length = theoretical_speedup(t.acceptance.by_depth(PRIOR), costs)
+        speedup, length = predicted_speedup(t.acceptance, costs)
         cost = costs.draft_step / costs.plain_step
         again.append(Tried(t.number, t.choices, t.acceptance, cost, speedup, length, t.origin, t.pruned))
     if not again:

@@ -120,7 +120,7 @@ class ResultSettings:
             written, and the study is held in memory.
         storage: URL of the study's storage, see `storage.storage_of`.
         study_name: of the study.
-        confirmed: so many of the best drafts are timed in generation, beside plain decoding; 0: none.
+        confirmed: number of the best drafts that are timed in generation, in turns with plain decoding; 0: none.
         lookup: let the config that is found draft by prompt lookup too, which costs nothing. Searched and timed is
             without it.
     """

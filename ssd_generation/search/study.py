@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from ..config import DraftingConfig, Provenance, SelfSpeculativeConfig
+from ..config import Costs, DraftingConfig, Provenance, SelfSpeculativeConfig
 from ..support.messages import shown
 from ..tuning.acceptance import Acceptance, judge, why_not_judged
-from ..tuning.speedup import theoretical_speedup
 from .layerwise import layerwise_skips
 from .proposals import next_proposals
 from .settings import OBJECTIVES, SAMPLERS, SearchSettings, check_sampler
 from .space import SKIP, Space
 from .storage import quiet, storage_errors
-from .trials import PRIOR, Found, Tried, mean_acceptance
+from .trials import PRIOR, Found, Tried, acceptance_rate, mean_acceptance, predicted_speedup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -115,7 +114,7 @@ def explain_unreadable(what: str) -> Iterator[None]:
     """Turn errors while reading a study into a ValueError that names it."""
     try:
         yield
-    except OSError:  # where it is kept
+    except OSError:  # the storage fails
         raise
     except Exception as error:  # Optuna, too, trusts what it finds to be what it has written
         raise ValueError(
@@ -467,14 +466,12 @@ class Search:
     def _evaluate(self, trial: optuna.Trial, choices: Mapping[str, str]) -> float | tuple[float, ...]:
         config = self.space.config(choices)
         costs = self.profile.costs(config, self.context)
-        draft_cost = costs.draft_step / costs.plain_step
         started = time.perf_counter()
         if self.settings.objective == "tokens-per-second":
             from .confirm import tokens_per_second
 
             measured, acceptance = tokens_per_second(self.model, config, self.calibration)
-            speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
-            self._record(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
+            self._record(trial, acceptance, costs, started)
             return measured
         scoring = self.settings.scoring
         best = max((scoring.score_of(t) for t in tried_in(self.study).tried if not t.pruned), default=-math.inf)
@@ -487,25 +484,24 @@ class Search:
             acceptance.add(judge(self.model, config, text, self.settings.depth, self.settings.exact_depth))
             is_last = index == len(self.calibration.texts) - 1
             if self.settings.prune and not is_last and scoring.optimistic_score(acceptance, costs, 3.0) < best:
-                speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
-                self._record(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
+                self._record(trial, acceptance, costs, started)
                 raise optuna.TrialPruned
-        speedup, length = theoretical_speedup(acceptance.by_depth(PRIOR), costs)
-        self._record(trial, acceptance, draft_cost, speedup, length, time.perf_counter() - started)
-        rate = sum(acceptance.accepted) / max(1, sum(acceptance.tried))
+        speedup = self._record(trial, acceptance, costs, started)
+        rate = acceptance_rate(acceptance)
         if self.settings.sampler == "nsga2":
-            return rate, draft_cost
+            return rate, costs.draft_step / costs.plain_step
         return speedup if scoring.budget is None else scoring.score(rate, costs)
 
     @staticmethod
-    def _record(
-        trial: optuna.Trial, acceptance: Acceptance, cost: float, speedup: float, length: int, seconds: float
-    ) -> None:
-        trial.set_user_attr("draft_cost", cost)
+    def _record(trial: optuna.Trial, acceptance: Acceptance, costs: Costs, started: float) -> float:
+        """Store what a trial has found; the theoretical speed-up."""
+        speedup, length = predicted_speedup(acceptance, costs)
+        trial.set_user_attr("draft_cost", costs.draft_step / costs.plain_step)
         trial.set_user_attr("speedup", speedup)
         trial.set_user_attr("draft_length", length)
-        trial.set_user_attr("seconds", round(seconds, 3))
+        trial.set_user_attr("seconds", round(time.perf_counter() - started, 3))
         trial.set_user_attr("acceptance", acceptance.to_dict())
+        return speedup
 
     # -- what comes out ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from ..config import Costs
     from ..tuning.acceptance import Acceptance
 
-__all__ = ["PRIOR", "SPEEDUP", "Found", "Scoring", "Tried", "mean_acceptance"]
+__all__ = [
+    "PRIOR",
+    "SPEEDUP",
+    "Found",
+    "Scoring",
+    "Tried",
+    "acceptance_rate",
+    "mean_acceptance",
+    "predicted_speedup",
+]
 
 PRIOR = 4.0
 """Weight of the rate at the depth before in the acceptance rate at a depth, in observations."""
@@ -71,10 +80,19 @@ class Found:
         return frontier
 
 
+def acceptance_rate(acceptance: Acceptance) -> float:
+    """Accepted / drafted tokens of all rounds, each ending at its first rejection; 0 where nothing was drafted."""
+    return sum(acceptance.accepted) / max(1, sum(acceptance.tried))
+
+
 def mean_acceptance(tried: Tried) -> float:
-    """Accepted / drafted tokens of all rounds, each ending at its first rejection."""
-    drafted = sum(tried.acceptance.tried)
-    return sum(tried.acceptance.accepted) / drafted if drafted else 0.0
+    """The acceptance rate of a draft that was tried."""
+    return acceptance_rate(tried.acceptance)
+
+
+def predicted_speedup(acceptance: Acceptance, costs: Costs) -> tuple[float, int]:
+    """The theoretical speed-up from counted acceptance, and the draft length that gives it."""
+    return theoretical_speedup(acceptance.by_depth(PRIOR), costs)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept on the disk for the next process."""
+"""The measurement store: what was measured on this machine, cached on disk for the next process."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ __all__ = ["NoisyMeasurement", "cached_measurement", "flag_if_noisy", "value_of"
 logger = logging.getLogger(__name__)
 
 _STEADY = 1.25
-"""Median / least time of what was repeated, above which the machine is too busy for the measurement to be kept."""
+"""Median / minimum of repeated times above which the machine is too busy for the measurement to be stored."""
 
 
 @dataclass(frozen=True)
 class NoisyMeasurement:
-    """What was measured while the machine was busy: good enough for now, not to be kept."""
+    """A measurement made while the machine was busy: used by this process, not stored on disk."""
 
     result: Any
 
 
 def flag_if_noisy(result: Any, times: Iterable[Sequence[float]]) -> Any:
-    """What was measured; `NoisyMeasurement` where the machine was busy.
+    """The result of a measurement, as a `NoisyMeasurement` where the machine was busy.
 
     Args:
-        result: what follows from the times.
-        times: seconds of each thing that was repeated.
+        result: derived from the times.
+        times: repeated times, in seconds, of each thing measured.
     """
     spread = statistics.median(statistics.median(values) / min(values) for values in times)
     return result if spread <= _STEADY else NoisyMeasurement(result)
 
 
 def value_of(measured: Any) -> Any:
-    """What was measured, on a busy machine or not."""
+    """The result of a measurement, noisy or not."""
     return measured.result if isinstance(measured, NoisyMeasurement) else measured
 
 
 def was_noisy(model: nn.Module) -> bool:
-    """Whether something was measured for this model while the machine was busy."""
+    """Whether a measurement for this model was noisy."""
     return state_of(model).has_noisy_measurements
 
 
@@ -62,14 +62,14 @@ def cached_measurement(
     again: bool = False,
     use: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """What `measure` gives (of plain JSON types), from memory or the disk if it was measured before.
+    """The result of `measure`, from memory or disk if it was measured before.
 
     Args:
-        model: in whose company the answer is remembered.
-        described: all that the answer depends on.
-        measure: called where it is not known; a `NoisyMeasurement` answer is remembered, and not written to the disk.
-        again: call it in any case.
-        use: does with an answer what the caller will; where that fails, what was on the disk is measured again.
+        model: whose results are held in memory as long as it lives.
+        described: everything that the result depends on, as plain JSON types; the key in the store.
+        measure: returns the result, of plain JSON types; a `NoisyMeasurement` is held in memory only.
+        again: measure again in any case.
+        use: checks a result from disk by using it; where it raises, the result is measured again.
     """
     memory = state_of(model).measurements
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -93,7 +93,7 @@ def _file(key: str) -> Path:
 
 
 def _read(key: str, use: Callable[[Any], Any] | None) -> Any:
-    """What the disk has; None where that is nothing, or nothing that can be used."""
+    """The stored result; `None` where there is none, or none that can be used."""
     file: object = f"{key}.json"
     try:
         file = _file(key)
@@ -103,13 +103,13 @@ def _read(key: str, use: Callable[[Any], Any] | None) -> Any:
         return result
     except FileNotFoundError:
         return None
-    except Exception as error:  # whatever stands there: `use` may fail on it in any way
+    except Exception as error:  # the file may hold anything, so `use` may fail in any way
         logger.warning("What was measured, in %s, cannot be read (%s); measuring again.", file, clipped(error))
         return None
 
 
 def _write(key: str, content: Any) -> None:
-    """Whole or not at all; a directory that cannot be written to costs a measurement next time, nothing more."""
+    """Write a result, whole or not at all; where that fails, the next process measures again."""
     file: object = f"{key}.json"
     try:
         file = path = _file(key)

@@ -1,4 +1,4 @@
-"""Processes that compute one model together (tensor parallel)."""
+"""Processes that compute one model together (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["broadcast", "mesh_of"]
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """The processes over which the weights of a model are spread (tensor parallel), as a `DeviceMesh`; or `None`."""
+    """The `DeviceMesh` over which the weights of a model are sharded (tensor parallelism); `None` without one."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     from torch.distributed.tensor import DTensor
@@ -19,12 +19,12 @@ def mesh_of(model: nn.Module) -> Any:
     return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
-def broadcast(model: nn.Module, answer: Any) -> Any:
-    """The answer of the first of the processes that compute one model together: they have to draft alike."""
+def broadcast(model: nn.Module, value: Any) -> Any:
+    """The value of the first of the processes that compute one model together: they have to draft alike."""
     mesh = mesh_of(model)
     if mesh is None:
-        return answer
+        return value
     group = mesh.get_group(mesh.ndim - 1)
-    answers = [answer]
-    torch.distributed.broadcast_object_list(answers, torch.distributed.get_global_rank(group, 0), group)
-    return answers[0]
+    values = [value]
+    torch.distributed.broadcast_object_list(values, torch.distributed.get_global_rank(group, 0), group)
+    return values[0]
