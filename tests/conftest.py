@@ -18,13 +18,23 @@ import tempfile
 os.environ["SSD_GENERATION_CACHE"] = tempfile.mkdtemp(prefix="ssd_generation_tests_")
 
 import random
+import shutil
 import socket
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+OWN_FOLDERS = [os.environ["SSD_GENERATION_CACHE"]]
+# The real model is fetched and unpacked once for all workers of a run: they inherit the name of its folder. Who sets it
+# beforehand keeps the model from run to run.
+if not os.environ.get("SSD_TESTS_REAL_MODEL"):
+    os.environ["SSD_TESTS_REAL_MODEL"] = tempfile.mkdtemp(prefix="ssd_generation_real_model_")
+    OWN_FOLDERS.append(os.environ["SSD_TESTS_REAL_MODEL"])
+REAL_MODEL = os.environ["SSD_TESTS_REAL_MODEL"]
 
 # Tiny models are slower on two threads than on one, and many times slower beside other work, as when pytest-xdist runs
 # tests side by side; a real one by itself is faster.
@@ -36,6 +46,19 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """With `-p no:xdist` the options of pyproject.toml that are its own mean nothing, and are no mistake."""
+    if not pluginmanager.hasplugin("xdist"):
+        for option in ("--numprocesses", "--maxprocesses", "--dist"):
+            parser.addoption(option, help="of pytest-xdist, which is not in use")
+        parser.addoption("--no-loadscope-reorder", action="store_true", help="of pytest-xdist, which is not in use")
+
+
+def pytest_unconfigure() -> None:
+    for folder in OWN_FOLDERS:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_slow(request: pytest.FixtureRequest) -> bool:
@@ -59,6 +82,12 @@ def same_start(request: pytest.FixtureRequest) -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def real_model_folder() -> Path:
+    """The cache in which the real model is, or will be: for tests that are marked `slow`."""
+    return Path(REAL_MODEL)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,12 @@
-"""A worker on a study of a tiny model, in a process of its own: `python search_worker.py STORAGE TRIALS [wait]`.
-
-With `wait` it says that it is ready, and begins when it is sent a line.
-"""
+"""A worker on a study of a tiny model, in this process or (`work`) in one of its own."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
+from forked import Saying
 from ssd_generation.search.calibration import Calibration
 from ssd_generation.search.profile import CostProfile
 from ssd_generation.search.space import Space, space_of
@@ -66,10 +63,11 @@ def worker(
     return Search(model, calibration(model, new=new), profile, space, study, settings, **more), space
 
 
-if __name__ == "__main__":
+def work(saying: Saying, storage: str, trials: int, waits: bool) -> None:
+    """So many trials, each said when it is done; one that waits says that it is ready, and begins when it is told."""
     torch.set_num_threads(1)
-    search, _ = worker(storage_of(sys.argv[1]))
-    if "wait" in sys.argv:
-        print("ready", flush=True)
-        sys.stdin.readline()
-    search.run(int(sys.argv[2]), lambda found: print(len(found.tried), flush=True))
+    search, _ = worker(storage_of(storage))
+    if waits:
+        saying.say("ready")
+        saying.wait()
+    search.run(trials, lambda found: saying.say(len(found.tried)))

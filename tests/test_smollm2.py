@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from ssd_generation.tuning.automatic import weight_bytes
 
 pytestmark = pytest.mark.slow
 
+PRESET = SelfSpeculativeConfig.preset("smollm2-135m-instruct")
+
 QUESTIONS = [
     "Why is the sky blue?", "Write a short poem about rain.", "What is 17 + 25?", "Name three rivers in Europe.",
     "Write a Python function that adds two numbers.", "Explain photosynthesis to a child.",
@@ -42,8 +45,8 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    model, tokenizer = load_demo(progress=False)
+def demo(real_model_folder: Path) -> tuple[Any, Any]:
+    model, tokenizer = load_demo(cache_dir=real_model_folder, progress=False)
     return enable_self_speculative(model), tokenizer
 
 
@@ -63,12 +66,12 @@ def margin(model: Any, ids: torch.Tensor, a: int, b: int) -> float:
 
 def test_greedy_text_is_identical(demo: tuple[Any, Any]) -> None:
     model, tokenizer = demo
-    config = SelfSpeculativeConfig.preset("smollm2-135m-instruct")
-    options = {"max_new_tokens": 128, "do_sample": False}
     for start in range(0, len(QUESTIONS), 8):
         inputs = chat(tokenizer, QUESTIONS[start : start + 8])
+        # Long texts of some, the beginnings of all.
+        options = {"max_new_tokens": 32 if start else 128, "do_sample": False}
         plain = model.generate(**inputs, **options)
-        ours = model.generate(**inputs, **options, self_speculative=config)
+        ours = model.generate(**inputs, **options, self_speculative=PRESET)
         assert plain.shape == ours.shape
         for row, (a, b) in enumerate(zip(plain, ours, strict=True)):
             if not torch.equal(a, b):
@@ -77,15 +80,6 @@ def test_greedy_text_is_identical(demo: tuple[Any, Any]) -> None:
                 gap = margin(model, prefix, int(a[at]), int(b[at]))
                 pytest.fail(f"{QUESTIONS[start + row]!r} differs at token {at}, logit margin {gap:.2e}")
         assert model.last_speculation.acceptance_rate > 0.4
-
-
-def test_one_prompt_at_a_time(demo: tuple[Any, Any]) -> None:
-    model, tokenizer = demo
-    config = SelfSpeculativeConfig.preset("smollm2-135m-instruct")
-    for question in QUESTIONS[:6]:
-        inputs = chat(tokenizer, [question])
-        plain = model.generate(**inputs, max_new_tokens=48, do_sample=False)
-        assert torch.equal(plain, model.generate(**inputs, max_new_tokens=48, do_sample=False, self_speculative=config))
 
 
 FEW = (QUESTIONS[0], "Say this three times: the quick brown fox jumps over the lazy dog.", QUESTIONS[4])
@@ -102,13 +96,14 @@ def plain_answers(demo: tuple[Any, Any]) -> list[Any]:
     ("way", "acceptance"),
     [
         ("auto", None),
+        (PRESET, None),
         (SelfSpeculativeConfig(precision="int8", drafting=FIXED), 0.7),
         (SelfSpeculativeConfig(precision="int4", drafting=FIXED), 0.4),
         (SelfSpeculativeConfig(SkipConfig(attention=[6, 9]), FIXED, precision="int8", lookup=True), 0.3),
         (SelfSpeculativeConfig(lookup=True), None),
         (SelfSpeculativeConfig(lookup=True, drafting=FIXED), 0.0),
     ],
-    ids=["auto", "int8", "int4", "all at once", "lookup", "lookup always"],
+    ids=["auto", "preset", "int8", "int4", "all at once", "lookup", "lookup always"],
 )
 def test_every_way_to_draft_gives_the_plain_text(
     demo: tuple[Any, Any], plain_answers: list[Any], way: Any, acceptance: float | None
@@ -128,8 +123,13 @@ def test_every_way_to_draft_gives_the_plain_text(
 
 
 def test_the_command_line_drafts_by_what_pays(
-    demo: tuple[Any, Any], plain_answers: list[Any], capfd: pytest.CaptureFixture[str]
+    demo: tuple[Any, Any],
+    plain_answers: list[Any],
+    real_model_folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(real_model_folder))
     with pytest.raises(SystemExit) as left:
         main(["generate", FEW[0], "--max-new-tokens", "40", "--device", "cpu", "--json"])
     assert left.value.code == 0
@@ -139,25 +139,23 @@ def test_the_command_line_drafts_by_what_pays(
     assert document["token_ids"] == plain_answers[0][0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_the_draft_alone_says_something_else(demo: tuple[Any, Any]) -> None:
+def test_the_draft_alone_says_something_else(demo: tuple[Any, Any], plain_answers: list[Any]) -> None:
     model, tokenizer = demo
-    inputs = chat(tokenizer, QUESTIONS[:1])
-    plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    inputs = chat(tokenizer, [FEW[0]])
+    plain = plain_answers[0][:, : inputs["input_ids"].shape[1] + 16]
     with draft_mode(model, SkipConfig(attention=[3, 5, 7, 12], mlp=[14, 20])):
-        draft = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        draft = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     assert not torch.equal(plain, draft)
-    assert torch.equal(plain, model.generate(**inputs, max_new_tokens=40, do_sample=False))
+    assert torch.equal(plain, model.generate(**inputs, max_new_tokens=16, do_sample=False))
 
 
 def test_a_chat_through_the_pipeline(demo: tuple[Any, Any]) -> None:
     model, tokenizer = demo
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     chat_ = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-    config = SelfSpeculativeConfig(
-        SelfSpeculativeConfig.preset("smollm2-135m-instruct").skip, DraftingConfig(policy="fixed", max_draft_length=3)
-    )
-    answer = pipe(chat_, max_new_tokens=24, do_sample=False, self_speculative=config)[0]["generated_text"][-1][
+    config = SelfSpeculativeConfig(PRESET.skip, DraftingConfig(policy="fixed", max_draft_length=3))
+    answer = pipe(chat_, max_new_tokens=16, do_sample=False, self_speculative=config)[0]["generated_text"][-1][
         "content"
     ]
-    assert answer == pipe(chat_, max_new_tokens=24, do_sample=False)[0]["generated_text"][-1]["content"]
+    assert answer == pipe(chat_, max_new_tokens=16, do_sample=False)[0]["generated_text"][-1]["content"]
     assert "Paris" in answer

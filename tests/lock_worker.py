@@ -1,0 +1,37 @@
+"""A process that enters a folder's lock and leaves it, as fast as it can."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from forked import Saying
+from ssd_generation.harness.run_folder import RunFolder
+
+
+def enter_and_leave(saying: Saying, base: Path, seconds: float, way: str) -> tuple[int, int]:
+    """How often it came in, and how often it met somebody there."""
+    saying.say("ready")
+    saying.wait()
+    entries = violations = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            with RunFolder(base / "run", {"a": 1}) as folder:
+                entries += 1
+                try:
+                    os.close(os.open(base / "inside", os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    violations += 1
+                    continue
+                if way == "rows" and entries % 5 == 0:
+                    folder.append({"n": entries})
+                if way == "taken away":
+                    folder.done_with()
+                time.sleep(0.0005)
+                os.unlink(base / "inside")
+        except ValueError as error:
+            if "Another run is going on" not in str(error):
+                raise
+    return entries, violations
