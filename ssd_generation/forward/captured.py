@@ -112,7 +112,7 @@ def compile_pass(captured: CapturedPass) -> Program:
     # small layers, 2 % through SmolLM2-135M: `nn.Module.__getattr__` looks up each constant. Here they are attributes.
     names = [node.target for node in captured.nodes if node.op == "get_attr"]
     constants = SimpleNamespace(**{name: captured.constants[name] for name in names})
-    run = MethodType(namespace["forward"], constants)
+    run = MethodType(namespace.pop("forward"), constants)  # not to be held by its own globals
     return Program(run, captured.length, code.src, tuple(captured.copied_weights))
 
 
