@@ -55,7 +55,7 @@ def refusal(model: PreTrainedModel) -> str | None:
     return reason
 
 
-# --- which families are recorded
+# --- which families are captured
 # --------------------------------------------------------------------------------------------------
 
 OWN_ATTENTION = "not sdpa"
@@ -78,7 +78,7 @@ OF_TODAYS_CODE = pytest.mark.skipif(
 
 @OF_TODAYS_CODE
 @pytest.mark.parametrize("family", FAMILIES)
-def test_which_families_are_recorded(family: str) -> None:
+def test_which_families_are_captured(family: str) -> None:
     reason, expected = refusal(tiny_model(family)), REFUSALS[family]
     if expected is None:
         assert reason is None
@@ -88,7 +88,7 @@ def test_which_families_are_recorded(family: str) -> None:
             raise CannotCapture(reason)
 
 
-def test_recording_runs_no_large_product_and_leaves_no_trace(model: PreTrainedModel) -> None:
+def test_capturing_runs_no_large_product_and_leaves_no_trace(model: PreTrainedModel) -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = capture_pass(model, 3, 7)
     assert made.length == 3 and len([node for node in made.nodes if node.target == "attend"]) == 2
@@ -163,7 +163,7 @@ def changed_mlp(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor]
         *[pytest.param(change, "tensor that outlives it", id=name) for name, change in WRITES.items()],
     ],
 )
-def test_what_a_recording_could_not_follow_is_refused(
+def test_what_a_capture_could_not_follow_is_refused(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
     OUTSIDE.zero_()
@@ -195,7 +195,7 @@ def test_a_refused_model_gives_its_own_text(
     assert passes is not None and passes.refusal is not None and "depends on values" in passes.refusal
 
 
-def test_harmless_calls_are_recorded(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+def test_harmless_calls_are_captured(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     def harmless(x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.dropout(x, 0.5, training=False).clone()
         y[..., :2] *= 2
@@ -227,7 +227,7 @@ def longer(model: PreTrainedModel) -> CapturedPass | None:
 
 @OF_TODAYS_CODE
 @pytest.mark.parametrize("family", [family for family in FAMILIES if REFUSALS[family] is None])
-def test_a_recording_of_any_length_is_the_one_that_the_model_gives(family: str) -> None:
+def test_a_pass_of_any_length_is_the_one_that_the_model_gives(family: str) -> None:
     model = tiny_model(family)
     common = longer(model)
     assert common is not None
@@ -248,7 +248,7 @@ def test_a_recording_of_any_length_is_the_one_that_the_model_gives(family: str) 
     ],
     ids=["other operations", "a square", "a fraction", "another type"],
 )
-def test_lengths_that_differ_are_recorded_one_by_one(
+def test_lengths_that_differ_are_captured_one_by_one(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     changed_mlp(monkeypatch, change)
@@ -275,7 +275,7 @@ def test_what_hangs_on_the_cache_is_of_no_length(monkeypatch: pytest.MonkeyPatch
     assert longer(model) is None
 
 
-def test_a_wrong_recording_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     from ssd_generation.forward import passes
 
     def wrong(made: Any) -> Any:
@@ -303,7 +303,7 @@ def test_attention_is_laid_out_as_when_it_is_played_back(
     assert passes.program(1) is not None and passes.program(5) is None
 
 
-# --- models whose passes are not recorded
+# --- models whose passes are not captured
 # --------------------------------------------------------------------------------------------------
 
 
@@ -490,14 +490,14 @@ def test_the_text_is_that_of_the_changed_model(model: Any, name: str) -> None:
     assert passes is not None and passes.refusal is None and any(passes._programs.values()), "not recorded any more"
 
 
-def test_a_patched_class_is_recorded_anew(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+def test_a_patched_class_is_captured_anew(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     before, _ = texts(model)
     changed_mlp(monkeypatch, lambda x: 0.5 * x)
     plain, ours = texts(model)
     assert torch.equal(plain, ours) and not torch.equal(plain, before)
 
 
-def test_an_unchanged_model_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+def test_an_unchanged_model_is_not_captured_again(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     from ssd_generation.forward import passes
 
     lengths = []

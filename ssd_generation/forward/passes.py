@@ -63,22 +63,22 @@ _MANY_ROWS = 256
 _LARGE = 2**21
 
 _LONGEST = 33
-"""The longest pass that is recorded; longer ones are rare, and their Python is a small part of them."""
+"""The longest pass that is captured; longer ones are rare, and their Python is a small part of them."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# is it still the model that was recorded?
+# is it still the model that was captured?
 
 
 _FORBIDDEN: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def forbid_recording(model: PreTrainedModel, reason: str | None) -> None:
-    """Have no pass of this model recorded, or played back, from now on.
+    """Have no pass of this model captured, or played back, from now on.
 
     Args:
         model: the target model.
-        reason: what its recorded passes were found to do wrong; `None`: they may be recorded again.
+        reason: what its captured passes were found to do wrong; `None`: they may be captured again.
     """
     if reason is None:
         _FORBIDDEN.pop(model, None)
@@ -87,7 +87,7 @@ def forbid_recording(model: PreTrainedModel, reason: str | None) -> None:
 
 
 def why_not_recorded(model: PreTrainedModel, even_forbidden: bool = False) -> str | None:
-    """Why passes of this model are not recorded; `None` where they may be.
+    """Why passes of this model are not captured; `None` where they may be.
 
     Args:
         model: the target model.
@@ -135,7 +135,7 @@ _SCALARS = frozenset({bool, int, float, str})
 def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     return (
         tuple(
-            # Numbers such as an attention's scale are written into the recording.
+            # Numbers such as an attention's scale are written into the graph.
             (id(module), type(module).forward, [v for v in module.__dict__.values() if type(v) in _SCALARS])
             for module in model.modules()
         ),
@@ -283,13 +283,13 @@ class FlatPasses:
         return self._skip_mode is not None
 
     def is_current(self, model: PreTrainedModel) -> bool:
-        """Whether the model is still what was recorded."""
+        """Whether the model is still what was captured."""
         return self._fingerprint == _fingerprint(model) and all(
             torch.equal(tensor, then) for tensor, then in self._copied.values()
         )
 
     def program(self, length: int) -> Program | None:
-        """The pass over `length` tokens; `None` where it cannot be recorded."""
+        """The pass over `length` tokens; `None` where it cannot be captured."""
         if self.refusal is not None or not 1 <= length <= _LONGEST:
             return None
         if length not in self._programs:
@@ -298,11 +298,11 @@ class FlatPasses:
             try:
                 self._programs[length] = self._make(model, length)
             except Exception as error:
-                # Whatever a model's code does that the recorder does not know: its passes are then run as they are.
+                # Whatever a model's code does that the capture does not know: its passes are then run as they are.
                 self.refusal = f"{type(error).__name__}: {error}"
                 self._programs[length] = None
                 level = logging.DEBUG if isinstance(error, CannotCapture) else logging.INFO
-                logger.log(level, "Passes of %s are not recorded: %s", type(model).__name__, error)
+                logger.log(level, "Passes of %s are not captured: %s", type(model).__name__, error)
         return self._programs[length]
 
     def can_run(self, cache: Cache, length: int) -> bool:
@@ -387,11 +387,10 @@ class FlatPasses:
                 self._longer_known = True
                 # A single token is a case of its own in many models; beyond that, one is like another.
                 with contextlib.suppress(Exception):  # such as a context that is shorter
-                    self._longer = of_any_length(
-                        [capture_pass(model, n, at) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))]
-                    )
-                    if self._longer is not None:
-                        self._simplify(model, self._longer)
+                    common = of_any_length([capture_pass(model, n, at) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))])
+                    if common is not None:
+                        self._simplify(model, common)
+                        self._longer = common
             if length > 1 and self._longer is not None:
                 return at_length(self._longer, length)
             one, other = (capture_pass(model, length, behind) for behind in (7, 19))
@@ -458,7 +457,7 @@ def _try_out(model: PreTrainedModel, program: Program) -> None:
 
 
 def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
-    """Play a pass back on a small cache beside the model's own: a wrong recording must never decide a token.
+    """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
 
     Raises:
         CannotCapture: the logits differ by more than rounding.
@@ -483,14 +482,14 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         got = program.run(ids, positions, attention).float()
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     if got.shape != expected.shape or not (got - expected).abs().max() <= tolerance * expected.std():
-        raise CannotCapture("the recorded pass gives other logits than the model")
+        raise CannotCapture("the captured pass gives other logits than the model")
 
 
 _DRAFTS: weakref.WeakKeyDictionary[nn.Module, dict[SkipConfig, FlatPasses]] = weakref.WeakKeyDictionary()
 
 
 def draft_passes(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> FlatPasses | None:
-    """A draft's passes, or `None` where they may not be recorded; made once, and anew when the model changed."""
+    """A draft's passes, or `None` where they may not be captured; made once, and anew when the model changed."""
     if why_not_recorded(model) is not None:
         return None
     known = _DRAFTS.setdefault(model, {})
@@ -505,7 +504,7 @@ def draft_passes(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies 
 
 
 def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, FlatPasses | None]:
-    """What makes a model the draft of a config: its skip mode, low-bit copies in place, and its recorded passes.
+    """What makes a model the draft of a config: its skip mode, low-bit copies in place, and its captured passes.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -528,7 +527,7 @@ _TARGETS: weakref.WeakKeyDictionary[nn.Module, FlatPasses] = weakref.WeakKeyDict
 
 
 def flat_passes(model: PreTrainedModel) -> FlatPasses | None:
-    """The whole model's passes, or `None` where they may not be recorded; made anew when the model changed."""
+    """The whole model's passes, or `None` where they may not be captured; made anew when the model changed."""
     if why_not_recorded(model) is not None:
         return None
     passes = _TARGETS.get(model)

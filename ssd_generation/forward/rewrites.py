@@ -107,10 +107,10 @@ def _both(operation: Callable[[Any, Any], Any], turned: bool) -> Callable[[Any, 
 
 
 def _width(captured: CapturedPass, node: Any) -> int | None:
-    """Size of the last dimension, where it is known."""
+    """Size of the last dimension, where it is known and of any length the same."""
     constant = captured.constant(node)
     shape = constant.shape if constant is not None else isinstance(node, Node) and node.meta.get("shape")
-    return int(shape[-1]) if shape else None
+    return shape[-1] if shape and isinstance(shape[-1], int) else None
 
 
 @cache
