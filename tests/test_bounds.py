@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_generation.support.bounds import Entries, Integer, Number, Text
+from ssd_generation.support.bounds import Choice, Entries, Integer, Items, Number, Text
 from ssd_generation.support.messages import clipped, did_you_mean, listed, shown
 
 FEW = Integer(1, 12_000)
@@ -73,6 +73,7 @@ def test_values_are_shown_as_python_writes_them() -> None:
         assert shown(value) == repr(value)
     assert shown("x" * 100) == "'" + "x" * 78 + "…"
     assert listed("abc") == "'a', 'b', 'c'" and listed(range(9)) == "0, 1, 2, 3, 4, 5 and 3 more"
+    assert listed([]) == "none" and listed(["x" * 100] * 50, most=50).endswith(" and 43 more")
     assert clipped("a\nb") == r"a\nb" and clipped("x" * 9, most=4) == "xxx…"
 
 
@@ -112,3 +113,38 @@ def test_lists_without_end_are_counted_only_so_far() -> None:
     assert entries.take("l", range(3)) == [0, 1, 2]
     with pytest.raises(ValueError, match="l must have at most 3 entries, but it has more"):
         entries.take("l", itertools.count())
+
+
+def test_one_of_a_few_values() -> None:
+    names, sizes, switch = (
+        Choice(("int8", "int4"), unknown="There is no precision"),
+        Choice((32, 64)),
+        Choice((True, False)),
+    )
+    assert names.check("n", "int8") == "int8" and switch.check("n", False) is False
+    assert type(sizes.check("n", np.int64(32))) is int
+    for choice, value, error, message in (
+        (names, "int5", ValueError, "There is no precision 'int5'; use 'int8' or 'int4'. Did you mean 'int"),
+        (names, 8, TypeError, "n must be 'int8' or 'int4', but got 8."),
+        (sizes, 48, ValueError, "n must be 32 or 64, but got 48."),
+        (sizes, 32.0, TypeError, "n must be 32 or 64, but got 32.0."),
+        (switch, 1, TypeError, "n must be True or False, but got 1."),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            choice.check("n", value)
+
+
+def test_entries_are_named_by_their_places() -> None:
+    entries = Entries(3, FEW, "be a sequence of counts", "count")
+    assert entries.check("l", np.array([1, 2])) == (1, 2)
+    with pytest.raises(ValueError, match="l of count 2 must be an integer from 1 to 12,000, but got 0"):
+        entries.check("l", [1, 0])
+    for value in ({1, 2}, {1: 2}, "12", 3, np.array(3), torch.tensor(3)):
+        with pytest.raises(TypeError, match="l must be a sequence of counts, but got"):
+            entries.check("l", value)
+    items = Items(1, FEW, "map names to counts")
+    assert items.take("l", {"a": 1}) == [("a", 1)]
+    with pytest.raises(ValueError, match="at most 1 entries"):
+        items.take("l", {"a": 1, "b": 2})
+    with pytest.raises(TypeError, match=r"l must map names to counts, but got \[\]"):
+        items.take("l", [])

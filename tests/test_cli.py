@@ -537,7 +537,7 @@ def test_inspect_loads_the_model_where_it_must(
 
 def test_presets(ssd: Callable[..., Run]) -> None:
     run = ssd("presets")
-    assert run.status == 0 and all(name in run.out for name in ssd_generation.config.schema.PRESETS)
+    assert run.status == 0 and all(name in run.out for name in ssd_generation.config.PRESETS)
     assert ssd("presets", "--json").json["llama-2-13b"]["skip"]["attention"][0] == 3
 
 

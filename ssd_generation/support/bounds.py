@@ -135,7 +135,7 @@ class Choice(Bound):
 
     Attributes:
         values: those that are allowed.
-        none: what None stands for, where it is allowed as well; for the message alone, see `checked_fields`.
+        none: what None stands for, in the message; that it is allowed as well is for `checked_fields` to see.
         unknown: how the message about another value begins, such as "There is no precision".
     """
 
