@@ -72,6 +72,7 @@ LONGEST = (
     "test_evaluation.py",
     "test_models.py",
     "test_search_study.py",
+    "test_sampling.py",
     "test_lossless.py",
     "test_cli.py",
     "test_model_check.py",
@@ -80,12 +81,13 @@ LONGEST = (
     "test_sandbox.py",
     "test_architecture.py",
     "test_generate.py",
+    "test_acceptance.py",
     "test_search_runner.py",
     "test_precision.py",
 )
 # The fast subset: of each of these files all tests, or those whose names have one of the endings.
 FAST: dict[str, tuple[str, ...]] = {
-    "test_acceptance.py": (),
+    "test_acceptance.py": ("[llama]", "[gemma2]", "_accepts"),
     "test_bad_input.py": (),
     "test_bounds.py": (),
     "test_config.py": (),
@@ -99,7 +101,6 @@ FAST: dict[str, tuple[str, ...]] = {
     "test_prompts.py": (),
     "test_rendering.py": (),
     "test_run_folder.py": ("_appended", "_refused"),
-    "test_sampling.py": (),
     "test_search_space.py": (),
     "test_skip_mode.py": ("[llama]", "[gemma2]"),
     "test_speedup.py": (),
