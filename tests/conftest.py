@@ -65,14 +65,74 @@ def _is_slow(request: pytest.FixtureRequest) -> bool:
     return request.node.get_closest_marker("slow") is not None
 
 
+# Begun first, so that none of them is left to one worker at the end while the others are idle.
+LONGEST = (
+    "test_smollm2.py",
+    "test_notebooks.py",
+    "test_evaluation.py",
+    "test_models.py",
+    "test_search_study.py",
+    "test_sampling.py",
+    "test_lossless.py",
+    "test_cli.py",
+    "test_model_check.py",
+    "test_tensor_parallel.py",
+    "test_hostile.py",
+    "test_sandbox.py",
+    "test_architecture.py",
+    "test_generate.py",
+    "test_acceptance.py",
+    "test_search_runner.py",
+    "test_precision.py",
+)
+# The fast subset: of each of these files all tests, or those whose names have one of the endings.
+FAST: dict[str, tuple[str, ...]] = {
+    "test_acceptance.py": ("[llama]", "[gemma2]", "_accepts"),
+    "test_bad_input.py": (),
+    "test_bounds.py": (),
+    "test_config.py": (),
+    "test_display.py": (),
+    "test_drafting.py": (),
+    "test_generate.py": (),
+    "test_lookup.py": (),
+    "test_lossless.py": ("[llama]", "[gemma2]", "[gpt2]", "_says", "_speed"),
+    "test_metrics.py": (),
+    "test_precision.py": ("[llama]", "_a_step"),
+    "test_prompts.py": (),
+    "test_rendering.py": (),
+    "test_run_folder.py": ("_appended", "_refused"),
+    "test_search_space.py": (),
+    "test_skip_mode.py": ("[llama]", "[gemma2]"),
+    "test_speedup.py": (),
+    "test_statistics.py": (),
+    "test_upstream_loop.py": ("[fixed-llama]", "_interface"),
+    "test_verification.py": (),
+}
+
+
+def _is_fast_subset(config: pytest.Config) -> bool:
+    return config.getoption("markexpr") == "fast"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a test of the fast subset are not even imported for it."""
+    if _is_fast_subset(config) and collection_path.name.startswith("test_") and collection_path.name not in FAST:
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: run last, one of them would keep a single worker busy and the others idle."""
+    """Marks the fast subset, leaves the nightly tests out and puts the longest files first."""
+    for item in items:
+        endings = FAST.get(item.path.name)
+        if endings is not None and (not endings or item.name.endswith(endings)):
+            item.add_marker("fast")
     if "nightly" not in (config.getoption("markexpr") or ""):
         left_out = [item for item in items if item.get_closest_marker("nightly") is not None]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
-    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
-    items.sort(key=lambda item: item.path not in slow)
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -695,7 +696,7 @@ def test_runs_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     assert list(read_summaries([tmp_path / "a/run", tmp_path / "b/run"])) == ["a/run", "b/run"]
 
 
-def test_two_processes_of_accelerate_give_the_same_summary(tmp_path: Path) -> None:
+def test_two_processes_of_accelerate_give_the_same_summary(tmp_path: Path, ssd: Callable[..., Run]) -> None:
     pytest.importorskip("accelerate")
     # transformers 5.18 spreads a vocabulary of an even size only.
     folder = str(tmp_path / "even")
@@ -713,24 +714,46 @@ def test_two_processes_of_accelerate_give_the_same_summary(tmp_path: Path) -> No
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    summaries = []
-    ways: dict[str, tuple[list[str], list[str]]] = {
-        "one": ([sys.executable], []),
-        "two": (launch, []),
-        "two together": (launch, ["--tensor-parallel"]),
+    program = ["-m", "ssd_generation", *common, "-o"]
+    # The launcher's processes share the questions. What it sets is all that they need of it to compute together.
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ways: dict[str, list[tuple[list[str], dict[str, str]]]] = {
+        "two": [([*launch, *program, "two"], {})],
+        "two together": [
+            (
+                [sys.executable, *program, "two together", "--tensor-parallel"],
+                {**shared, "RANK": rank, "LOCAL_RANK": rank},
+            )
+            for rank in ("0", "1")
+        ],
     }
-    for name, (start, more) in ways.items():
-        done = subprocess.run(
-            [*start, "-m", "ssd_generation", *common, *more, "-o", name],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("above 1 is faster") == 1  # one of them speaks
-        summaries.append(without_times(json.loads((tmp_path / name / "summary.json").read_text())))
+    assert ssd(*common, "-o", "one").status == 0
+    for processes in ways.values():
+        with contextlib.ExitStack() as stack:
+            started = [
+                stack.enter_context(
+                    subprocess.Popen(
+                        command,
+                        cwd=tmp_path,
+                        env={**environment, **more},
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+                for command, more in processes
+            ]
+            said = ""
+            try:
+                for process in started:
+                    out, err = process.communicate(timeout=300)
+                    assert process.returncode == 0, err
+                    said += out
+            finally:
+                for process in started:
+                    process.kill()
+        assert " ".join(said.split()).count("above 1 is faster") == 1  # one of them speaks
+    summaries = [without_times(json.loads((tmp_path / name / "summary.json").read_text())) for name in ("one", *ways)]
     assert {row["process"] for row in read_rows(tmp_path / "two") if row["kind"] == "call"} == {0, 1}
     assert summaries[1] == summaries[0]
     assert summaries[2] == summaries[0]
