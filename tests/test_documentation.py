@@ -24,7 +24,6 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 MARKDOWN = [*PAGES, *(path for path in (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md") if path.exists())]
 
 COMMANDS = ("generate", "benchmark", "evaluate", "report", "search", "profile", "inspect", "presets")
-TO_COME = {"CONTRIBUTING.md"}  # linked already, written in another change; take it out once the file is there
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "docs").is_dir(), reason="a source distribution has no docs and no notebooks"
@@ -100,7 +99,7 @@ def test_links_lead_somewhere(path: Path) -> None:
             continue
         name, _, anchor = target.partition("#")
         file = (path.parent / name).resolve() if name else path
-        if (not file.exists() and name not in TO_COME) or (anchor and anchor not in anchors(file)):
+        if not file.exists() or (anchor and anchor not in anchors(file)):
             lost.append(target)
     assert lost == []
 
