@@ -23,7 +23,7 @@ from ssd_generation.cache import layers as cache
 from ssd_generation.forward import capture
 from ssd_generation.forward.capture import CannotCapture, capture_pass
 from ssd_generation.forward.captured import CapturedPass, at_length, compile_pass, of_any_length, same_pass
-from ssd_generation.forward.passes import FlatPasses, flat_passes, why_not_recorded
+from ssd_generation.forward.passes import CapturedPasses, captured_target, why_not_captured
 from tiny_models import FAMILIES, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
@@ -47,9 +47,9 @@ def same_text(model: Any) -> bool:
 
 def refusal(model: PreTrainedModel) -> str | None:
     """Why the model's passes are not played back; `None` where they are."""
-    reason = why_not_recorded(model)
+    reason = why_not_captured(model)
     if reason is None:
-        passes = FlatPasses(model)
+        passes = CapturedPasses(model)
         if passes.program(3) is None:
             reason = passes.refusal or "no reason given"
     return reason
@@ -191,7 +191,7 @@ def test_a_refused_model_gives_its_own_text(
     changed_mlp(monkeypatch, change)
     plain, ours = texts(model)
     assert torch.equal(plain, ours) and not torch.equal(plain, before)
-    passes = flat_passes(model)
+    passes = captured_target(model)
     assert passes is not None and passes.refusal is not None and "depends on values" in passes.refusal
 
 
@@ -253,13 +253,13 @@ def test_lengths_that_differ_are_captured_one_by_one(
 ) -> None:
     changed_mlp(monkeypatch, change)
     assert longer(model) is None
-    passes = FlatPasses(model)
+    passes = CapturedPasses(model)
     assert passes.program(4) is not None and passes.program(12) is not None and passes.refusal is None
 
 
 def test_a_context_too_short_for_the_longest_pass() -> None:
     model = tiny_model("gpt2", n_positions=32)
-    passes = FlatPasses(model)
+    passes = CapturedPasses(model)
     assert passes.program(4) is not None and passes.program(9) is not None and passes.refusal is None
 
 
@@ -299,7 +299,7 @@ def test_attention_is_laid_out_as_when_it_is_played_back(
         )
 
     monkeypatch.setattr(capture, "_own_attention", viewing)
-    passes = FlatPasses(model)
+    passes = CapturedPasses(model)
     assert passes.program(1) is not None and passes.program(5) is None
 
 
@@ -377,26 +377,26 @@ def test_changed_models_are_run_as_they_are(model: Any, change: Any, message: st
     before, _ = texts(model)
     handle = change(model)
     try:
-        assert message in str(why_not_recorded(model)) and flat_passes(model) is None
+        assert message in str(why_not_captured(model)) and captured_target(model) is None
         plain, ours = texts(model)
         assert torch.equal(plain, ours)
         assert torch.equal(plain, before) == same
     finally:
         handle.remove()
-    assert why_not_recorded(model) is None
+    assert why_not_captured(model) is None
     assert all(torch.equal(text, before) for text in texts(model))
 
 
 def test_other_things_in_the_way(model: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert "autocast" in str(why_not_recorded(model))
+        assert "autocast" in str(why_not_captured(model))
         assert texts(model)[1].shape == (1, 9 + NEW)
-    assert why_not_recorded(model) is None
+    assert why_not_captured(model) is None
     with torch.device("meta"):
         away = transformers.AutoModelForCausalLM.from_config(model.config).eval()
-    assert "not on the CPU" in str(why_not_recorded(away))
+    assert "not on the CPU" in str(why_not_captured(away))
     model.model.layers[0]._compiled_call_impl = lambda *args, **kwargs: None  # what `layer.compile()` sets
-    assert "compiled" in str(why_not_recorded(model))
+    assert "compiled" in str(why_not_captured(model))
 
 
 def test_adapters(model: Any) -> None:
@@ -404,7 +404,7 @@ def test_adapters(model: Any) -> None:
     # peft's own use of a renamed transformers property
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-    assert why_not_recorded(model) is not None
+    assert why_not_captured(model) is not None
     assert same_text(wrapped)
 
 
@@ -486,7 +486,7 @@ def test_the_text_is_that_of_the_changed_model(model: Any, name: str) -> None:
     plain, ours = texts(model)
     assert torch.equal(plain, ours)
     assert name == "another dtype" or not torch.equal(plain, before), "the change changed nothing"
-    passes = flat_passes(model)
+    passes = captured_target(model)
     assert passes is not None and passes.refusal is None and any(passes._programs.values()), "not recorded any more"
 
 
@@ -633,7 +633,7 @@ def test_no_cache_outlives_its_call(monkeypatch: pytest.MonkeyPatch, model: PreT
     monkeypatch.setattr(cache, "_MIN_SPARE", 1)
     model.generate(ids, max_new_tokens=40, do_sample=False, self_speculative=CONFIG)  # type: ignore[operator]
     gc.collect()
-    assert len(rooms) > 20 and flat_passes(model) is not None
+    assert len(rooms) > 20 and captured_target(model) is not None
     assert not [room for room in rooms if room() is not None]
     # Keys and values of two layers, and those of the one that is growing twice.
     assert max(alive) <= 2 * 2 + 1

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.low_bit import check_precision
-from ssd_generation.forward.passes import why_not_recorded
+from ssd_generation.forward.passes import why_not_captured
 from ssd_generation.forward.sublayers import input_device
 from ssd_generation.tuning.costs import describe_model
 from test_models import write_gguf
@@ -97,7 +97,7 @@ def kinds(tmp_path: Path) -> dict[str, Callable[[], PreTrainedModel]]:
 @pytest.mark.parametrize("kind", ["cpu offload", "disk offload", "packed"])
 def test_text_of_plain(kinds: dict[str, Callable[[], PreTrainedModel]], kind: str, request_name: str) -> None:
     model = enable_self_speculative(kinds[kind]())
-    assert why_not_recorded(model) is not None
+    assert why_not_captured(model) is not None
     for rows in (1, 2):
         ids = prompt(6, rows).repeat(1, 2)
         plain = model.generate(ids, max_new_tokens=24, do_sample=False)

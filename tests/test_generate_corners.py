@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.passes import why_not_recorded
+from ssd_generation.forward.passes import why_not_captured
 from ssd_generation.harness.comparison import find_difference
 from tiny_models import LAYERS, prompt, tiny_model
 
@@ -224,13 +224,13 @@ def test_prompt_learning_is_refused() -> None:
 def test_a_call_for_hidden_states_does_not_end_recordings() -> None:
     model, ids = enabled(), prompt(10)
     plain = greedily(model, ids, 4, return_dict_in_generate=True, output_hidden_states=True)
-    assert why_not_recorded(model) is None
+    assert why_not_captured(model) is None
     again = greedily(model, ids, 4, return_dict_in_generate=True, output_hidden_states=True, self_speculative=SKIPPING)
     for mine, theirs in zip(again.hidden_states, plain.hidden_states, strict=True):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(mine, theirs, strict=True))
     assert torch.equal(greedily(model, ids), greedily(model, ids, self_speculative=SKIPPING))
     model.model.layers[0].register_forward_hook(lambda *args: None)
-    assert "hook" in str(why_not_recorded(model))
+    assert "hook" in str(why_not_captured(model))
 
 
 class _FailsError(Exception):

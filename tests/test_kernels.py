@@ -14,7 +14,7 @@ from torch.nn import functional
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward import kernels
 from ssd_generation.forward.kernels import KERNELS, Linear, fastest_kernels, linear_of_few_rows
-from ssd_generation.forward.passes import flat_passes
+from ssd_generation.forward.passes import captured_target
 from ssd_generation.support import measurements as keeping
 from tiny_models import prompt, tiny_model
 
@@ -106,7 +106,7 @@ def test_generation_is_plain_decoding_whatever_the_kernel(name: str, monkeypatch
         config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=4), lookup=not skip)
         out = model.generate(ids, max_new_tokens=24, do_sample=False, self_speculative=config)
         assert torch.equal(out, plain)
-    passes = flat_passes(model)
+    passes = captured_target(model)
     assert passes is not None and passes.refusal is None
     assert name == "linear" or {1, 5} <= used
 

@@ -61,7 +61,7 @@ def test_every_family_gives_the_targets_text(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_single_row_run_as_it_is_gives_the_targets_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where passes are recorded, the test above plays them back.
-    monkeypatch.setattr(passes, "why_not_recorded", lambda model: "a test says so")
+    monkeypatch.setattr(passes, "why_not_captured", lambda model: "a test says so")
     model = enabled(family)
     inputs = {"input_ids": prompt(WINDOW * 3 + 2)}
     expected = generate(model, None, inputs)
@@ -211,7 +211,7 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
 
     storages: list[bool] = []
     original = cache._DraftLayer.update
-    played_back = passes._RoomAttention.begin
+    played_back = passes._CacheAttention.begin
 
     def watched_playback(self: Any, layers: Any, at: int, count: int) -> None:
         played_back(self, layers, at, count)
@@ -227,7 +227,7 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache._DraftLayer, "update", watched)
-        patch.setattr(passes._RoomAttention, "begin", watched_playback)
+        patch.setattr(passes._CacheAttention, "begin", watched_playback)
         for inputs in ({"input_ids": prompt(20)}, left_padded([5, 20])):  # played back, and run as it is
             storages.clear()
             generate(model, SelfSpeculativeConfig(SKIPS[0], FIXED), inputs, max_new_tokens=40)

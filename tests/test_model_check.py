@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 from odd_models import COUNT_FROM_THE_CACHE, NOT_RECORDED, NOT_SEVERAL_AT_ONCE, odd_model
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.passes import why_not_recorded
+from ssd_generation.forward.passes import why_not_captured
 from ssd_generation.generation import require_drafts
 from ssd_generation.tuning import model_check
 from ssd_generation.tuning.model_check import ModelCheck
@@ -111,7 +111,7 @@ def test_not_recorded(name: str) -> None:
         statistics = assert_text_of_plain(model, draft, SINGLE)
         assert statistics.drafted_tokens > 0 and statistics.refusal is None
         assert assert_text_of_plain(model, draft, RAGGED).refusal is None
-    assert "gives other logits" in str(why_not_recorded(model))
+    assert "gives other logits" in str(why_not_captured(model))
 
 
 def test_rows_in_step_end_at_different_places() -> None:
@@ -237,17 +237,17 @@ def test_passes_that_fail_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recorded_passes_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from ssd_generation.forward import passes
 
-    run = passes.FlatPasses.run
+    run = passes.CapturedPasses.run
 
     def wrong(self: Any, cache: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         logits = run(self, cache, ids, *args, **kwargs)
         return logits if logits is None or self.is_draft else logits.roll(1, dims=-1)
 
-    monkeypatch.setattr(passes.FlatPasses, "run", wrong)
+    monkeypatch.setattr(passes.CapturedPasses, "run", wrong)
     model = tiny_model(seed=5, rms_norm_eps=3e-6)
     found = checked(model)
-    assert found.refusal is None and found.recording_refusal is not None
-    assert why_not_recorded(model) == found.recording_refusal
+    assert found.refusal is None and found.capture_refusal is not None
+    assert why_not_captured(model) == found.capture_refusal
     for config in DRAFTS.values():
         statistics = assert_text_of_plain(model, config, SINGLE)
         assert statistics.drafted_tokens > 0

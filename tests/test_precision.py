@@ -407,7 +407,7 @@ def test_recorded_drafts_and_those_run_as_they_are_say_the_same(family: str, con
     model = enable_self_speculative(tiny_model(family, num_hidden_layers=2))
     skip = SkipConfig(attention=[1])
     copies = copies_of(model, skip, config)
-    flat = passes.draft_passes(model, skip, copies)
+    flat = passes.captured_draft(model, skip, copies)
     assert flat is not None
     with torch.inference_mode():
         cache = DynamicCache()
@@ -439,7 +439,7 @@ def test_a_draft_that_cannot_be_played_back_is_run_as_it_is() -> None:
     config = SelfSpeculativeConfig(drafting=FIXED, precision=INT8)
     plain, ours = texts(model, config)
     assert torch.equal(plain, ours) and model.last_speculation.acceptance_rate > 0.5
-    flat = passes.draft_passes(model, config.skip, copies_of(model, config.skip, INT8))
+    flat = passes.captured_draft(model, config.skip, copies_of(model, config.skip, INT8))
     assert flat is not None and flat.refusal is not None and "same dtype" in flat.refusal
 
 

@@ -19,7 +19,7 @@ from ssd_generation.forward import passes, rewrites
 from ssd_generation.forward.capture import _Capture, capture_pass
 from ssd_generation.forward.captured import CapturedPass, compile_pass
 from ssd_generation.forward.low_bit import copies_of
-from ssd_generation.forward.passes import _mixed, _RoomAttention
+from ssd_generation.forward.passes import _CacheAttention, _mixed
 from ssd_generation.forward.rewrites import (
     fuse_norms,
     fuse_rotary,
@@ -62,7 +62,7 @@ def play(model: PreTrainedModel, captured: CapturedPass, length: int = LENGTH) -
         add_spare_room(cache)
         for layer in cache.layers:
             layer.reserve(length)
-        attention = _RoomAttention()
+        attention = _CacheAttention()
         attention.begin(cache.layers, 9, length)
         return compile_pass(captured).run(ids, positions, attention)
 

@@ -14,7 +14,7 @@ import torch
 
 from search_worker import calibration, cost_profile
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.passes import FlatPasses
+from ssd_generation.forward.passes import CapturedPasses
 from ssd_generation.harness.prompts import Prompt
 from ssd_generation.search import calibration as calibration_module
 from ssd_generation.search import profile as profile_module
@@ -273,14 +273,14 @@ def test_nothing_is_recorded_while_generation_is_timed(monkeypatch: pytest.Monke
     model = tiny_model()
     texts = calibration(model, texts=2)
     events: list[str] = []
-    make = FlatPasses._make
+    make = CapturedPasses._make
 
-    def making(passes: FlatPasses, model: Any, length: int) -> Any:
+    def making(passes: CapturedPasses, model: Any, length: int) -> Any:
         if not passes.is_draft:
             events.append("recorded")
         return make(passes, model, length)
 
-    monkeypatch.setattr(FlatPasses, "_make", making)
+    monkeypatch.setattr(CapturedPasses, "_make", making)
     drafting = DraftingConfig(policy="fixed", max_draft_length=3)
     configs = {"a": SelfSpeculativeConfig(SkipConfig([1]), drafting=drafting), "b": SelfSpeculativeConfig()}
     confirm(model, configs, texts, events.append)

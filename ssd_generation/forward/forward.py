@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.layers import DraftCache, add_spare_room
 from ..config import SelfSpeculativeConfig
-from .passes import FlatPasses, draft_of, flat_passes
+from .passes import CapturedPasses, captured_target, draft_of
 from .skip_mode import SkipMode
 from .sublayers import input_device
 
@@ -102,7 +102,7 @@ class Forward:
     ) -> None:
         self.model = model
         self.device = input_device(model)
-        self._captured = flat_passes(model) if plays_back else None
+        self._captured = captured_target(model) if plays_back else None
         self._draft: _DraftForward | None = None
         if config is not None:
             self.draft_by(config)
@@ -229,7 +229,7 @@ class DraftPasses:
 
 
 class _CapturedDraftPasses(DraftPasses):
-    def __init__(self, captured: FlatPasses, cache: Cache, positions: torch.Tensor, length: int) -> None:
+    def __init__(self, captured: CapturedPasses, cache: Cache, positions: torch.Tensor, length: int) -> None:
         self._captured, self._cache, self._length = captured, cache, length
         self._positions = positions + torch.arange(length, device=positions.device)
 

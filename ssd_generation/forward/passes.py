@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
 
 __all__ = [
-    "FlatPasses",
+    "CapturedPasses",
+    "captured_draft",
+    "captured_target",
     "does_something",
     "draft_of",
-    "draft_passes",
-    "flat_passes",
-    "forbid_recording",
+    "forbid_capture",
     "prompt_mode",
     "skip_mode_of",
-    "why_not_recorded",
+    "why_not_captured",
 ]
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ _LONGEST = 33
 _FORBIDDEN: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-def forbid_recording(model: PreTrainedModel, reason: str | None) -> None:
+def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
     """Have no pass of this model captured, or played back, from now on.
 
     Args:
@@ -86,12 +86,12 @@ def forbid_recording(model: PreTrainedModel, reason: str | None) -> None:
         _FORBIDDEN[model] = reason
 
 
-def why_not_recorded(model: PreTrainedModel, even_forbidden: bool = False) -> str | None:
+def why_not_captured(model: PreTrainedModel, even_forbidden: bool = False) -> str | None:
     """Why passes of this model are not captured; `None` where they may be.
 
     Args:
         model: the target model.
-        even_forbidden: do not count what `forbid_recording` said.
+        even_forbidden: do not count what `forbid_capture` said.
     """
     if not even_forbidden and model in _FORBIDDEN:
         return _FORBIDDEN[model]
@@ -163,7 +163,7 @@ def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any
         model: the target model.
         rows: tokens in the pass, of all rows of the batch.
     """
-    if rows > _MANY_ROWS or is_intel() or why_not_recorded(model) is not None:
+    if rows > _MANY_ROWS or is_intel() or why_not_captured(model) is not None:
         return nullcontext()
     kernels = [
         (module, linear_of_few_rows(module.weight, module.bias, rows))
@@ -178,7 +178,7 @@ def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any
 # attention over the rooms of a cache
 
 
-class _RoomAttention:
+class _CacheAttention:
     """Writes keys and values into the spare slots of a cache and attends to all before them.
 
     One row; shapes as in `captured.Attention`. Query heads that share a key head are treated as further queries, so
@@ -247,7 +247,7 @@ def _live_layers(cache: Cache, skipped: frozenset[int]) -> list[SpareRoomLayer] 
 # passes
 
 
-class FlatPasses:
+class CapturedPasses:
     """Passes of one model, whole or as a draft, over one row of a batch.
 
     Args:
@@ -329,9 +329,9 @@ class FlatPasses:
         program = self.program(count)
         if program is None:
             return None
-        attention: _RoomAttention | None = getattr(self._attention, "value", None)
+        attention: _CacheAttention | None = getattr(self._attention, "value", None)
         if attention is None:
-            attention = self._attention.value = _RoomAttention()
+            attention = self._attention.value = _CacheAttention()
         if self.is_draft and drafted:
             attention.move_to(attention.at + attention.count, count)
         else:
@@ -355,7 +355,7 @@ class FlatPasses:
 
     def end_round(self) -> None:
         """No further step of this round's draft: what is held of the cache is let go."""
-        attention: _RoomAttention | None = getattr(self._attention, "value", None)
+        attention: _CacheAttention | None = getattr(self._attention, "value", None)
         if attention is not None:
             attention.let_go()
 
@@ -477,7 +477,7 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
             raise CannotCapture("its cache has layers of a kind of their own")
         for layer in live:
             layer.reserve(length)
-        attention = _RoomAttention()
+        attention = _CacheAttention()
         attention.begin(room.layers, 9, length)
         got = program.run(ids, positions, attention).float()
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
@@ -485,17 +485,17 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         raise CannotCapture("the captured pass gives other logits than the model")
 
 
-_DRAFTS: weakref.WeakKeyDictionary[nn.Module, dict[SkipConfig, FlatPasses]] = weakref.WeakKeyDictionary()
+_DRAFTS: weakref.WeakKeyDictionary[nn.Module, dict[SkipConfig, CapturedPasses]] = weakref.WeakKeyDictionary()
 
 
-def draft_passes(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> FlatPasses | None:
+def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:
     """A draft's passes, or `None` where they may not be captured; made once, and anew when the model changed."""
-    if why_not_recorded(model) is not None:
+    if why_not_captured(model) is not None:
         return None
     known = _DRAFTS.setdefault(model, {})
-    passes: FlatPasses | None = known.get(skip) if copies is None else copies.passes
+    passes: CapturedPasses | None = known.get(skip) if copies is None else copies.passes
     if passes is None or not passes.is_current(model):
-        passes = FlatPasses(model, SkipMode(model, skip), frozenset(skip.attention), copies)
+        passes = CapturedPasses(model, SkipMode(model, skip), frozenset(skip.attention), copies)
         if copies is None:
             known[skip] = passes
         else:
@@ -503,14 +503,14 @@ def draft_passes(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies 
     return passes
 
 
-def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, FlatPasses | None]:
+def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, CapturedPasses | None]:
     """What makes a model the draft of a config: its skip mode, low-bit copies in place, and its captured passes.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
     """
     skip_mode, copies = skip_mode_of(model, config)
-    return skip_mode, draft_passes(model, config.skip, copies) if config.drafts_itself else None
+    return skip_mode, captured_draft(model, config.skip, copies) if config.drafts_itself else None
 
 
 def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, LowBitCopies | None]:
@@ -523,14 +523,14 @@ def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple
     return SkipMode(model, config.skip, () if copies is None else copies.forwards()), copies
 
 
-_TARGETS: weakref.WeakKeyDictionary[nn.Module, FlatPasses] = weakref.WeakKeyDictionary()
+_TARGETS: weakref.WeakKeyDictionary[nn.Module, CapturedPasses] = weakref.WeakKeyDictionary()
 
 
-def flat_passes(model: PreTrainedModel) -> FlatPasses | None:
+def captured_target(model: PreTrainedModel) -> CapturedPasses | None:
     """The whole model's passes, or `None` where they may not be captured; made anew when the model changed."""
-    if why_not_recorded(model) is not None:
+    if why_not_captured(model) is not None:
         return None
     passes = _TARGETS.get(model)
     if passes is None or not passes.is_current(model):
-        passes = _TARGETS[model] = FlatPasses(model)
+        passes = _TARGETS[model] = CapturedPasses(model)
     return passes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import DraftingConfig, SelfSpeculativeConfig
-from ..forward.passes import flat_passes
+from ..forward.passes import captured_target
 from ..generation import enable_self_speculative
 from ..harness.interleaved import Timings, interleaved, timed
 from ..harness.methods import PLAIN
@@ -116,7 +116,7 @@ def confirm(
 
 def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
     """Capture the verification passes of all lengths now: a capture takes as long as several tokens of a short text."""
-    passes = flat_passes(model)
+    passes = captured_target(model)
     if passes is not None:
         for length in range(1, max((config.longest_draft for config in configs), default=0) + 2):
             passes.program(length)

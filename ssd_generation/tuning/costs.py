@@ -19,7 +19,7 @@ from ..config import Costs, SelfSpeculativeConfig
 from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
 from ..forward.low_bit import is_plain
-from ..forward.passes import why_not_recorded
+from ..forward.passes import why_not_captured
 from ..forward.sublayers import input_device
 from ..support.bounds import Number
 from ..support.machine import cpu_name
@@ -242,7 +242,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
             for key, value in sorted(text_config.to_dict().items())
             if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
         },
-        "recorded": why_not_recorded(model) is None,
+        "recorded": why_not_captured(model) is None,
         "format": 5,
     }
 

@@ -26,7 +26,7 @@ from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
 from ..drafting.drafter import Draft, Drafter, Texts
-from ..forward.passes import does_something, forbid_recording, why_not_recorded
+from ..forward.passes import does_something, forbid_capture, why_not_captured
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import state_of
@@ -69,13 +69,13 @@ class ModelCheck:
 
     Attributes:
         refusal: why nothing may be drafted; `None` where drafts can be verified.
-        recording_refusal: why its passes are not to be recorded; `None` where they may be.
+        capture_refusal: why its passes are not to be recorded; `None` where they may be.
         uneven_refusal: of a batch, why all rows have to take the same number of tokens in each round; `None` where they
             may run at their own speed.
     """
 
     refusal: str | None = None
-    recording_refusal: str | None = None
+    capture_refusal: str | None = None
     uneven_refusal: str | None = None
 
 
@@ -198,7 +198,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
                 "what": "check",
                 "layout": "batch" if is_batch else "single",
                 **describe_model(model),
-                "recorded": why_not_recorded(model, even_forbidden=True) is None,
+                "recorded": why_not_captured(model, even_forbidden=True) is None,
                 "code": _code(model),
             }
             found = _read(
@@ -208,7 +208,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
             del memory[other]  # of a model that is no more
         memory[seen] = found
     if not is_batch:
-        forbid_recording(model, found.recording_refusal)
+        forbid_capture(model, found.capture_refusal)
     return found
 
 
@@ -236,10 +236,10 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
                 return ModelCheck()
             even = _difference(model, text, plain, decode, in_step=True)
             return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven)
-        forbid_recording(model, None)
-        recorded = _difference(model, text, plain, decode) if why_not_recorded(model) is None else None
-        if recorded is not None or why_not_recorded(model) is not None:
-            forbid_recording(model, recorded)
+        forbid_capture(model, None)
+        recorded = _difference(model, text, plain, decode) if why_not_captured(model) is None else None
+        if recorded is not None or why_not_captured(model) is not None:
+            forbid_capture(model, recorded)
             own = _difference(model, text, plain, decode)
             if own is not None:
                 return ModelCheck(refusal=own)
@@ -250,7 +250,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
                 far = _difference(model, behind, output.logits, decode)
                 if far is not None:
                     return ModelCheck(refusal=f"behind a text that is longer than its window, {far}")
-        return ModelCheck(recording_refusal=recorded)
+        return ModelCheck(capture_refusal=recorded)
 
 
 def _difference(
