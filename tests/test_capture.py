@@ -21,9 +21,10 @@ from transformers.models.llama import modeling_llama
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache import layers as cache
 from ssd_generation.forward import capture
+from ssd_generation.forward.capturable import why_not_captured
 from ssd_generation.forward.capture import CannotCapture, capture_pass
 from ssd_generation.forward.captured import CapturedPass, at_length, compile_pass, of_any_length, same_pass
-from ssd_generation.forward.passes import CapturedPasses, captured_target, why_not_captured
+from ssd_generation.forward.passes import CapturedPasses, captured_target
 from tiny_models import FAMILIES, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))

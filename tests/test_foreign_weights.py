@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward.capturable import why_not_captured
 from ssd_generation.forward.low_bit import check_precision
-from ssd_generation.forward.passes import why_not_captured
 from ssd_generation.forward.sublayers import input_device
 from ssd_generation.tuning.costs import describe_model
 from test_models import write_gguf

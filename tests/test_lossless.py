@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward import passes
+from ssd_generation.forward.cache_attention import CacheAttention
 from tiny_models import FAMILIES, LAYERS, WINDOW, left_padded, prompt, tiny_model
 
 SKIPS = [
@@ -211,7 +212,7 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
 
     storages: list[bool] = []
     original = cache._DraftLayer.update
-    played_back = passes._CacheAttention.begin
+    played_back = CacheAttention.begin
 
     def watched_playback(self: Any, layers: Any, at: int, count: int) -> None:
         played_back(self, layers, at, count)
@@ -227,7 +228,7 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache._DraftLayer, "update", watched)
-        patch.setattr(passes._CacheAttention, "begin", watched_playback)
+        patch.setattr(CacheAttention, "begin", watched_playback)
         for inputs in ({"input_ids": prompt(20)}, left_padded([5, 20])):  # played back, and run as it is
             storages.clear()
             generate(model, SelfSpeculativeConfig(SKIPS[0], FIXED), inputs, max_new_tokens=40)

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 from odd_models import COUNT_FROM_THE_CACHE, NOT_RECORDED, NOT_SEVERAL_AT_ONCE, odd_model
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.passes import why_not_captured
+from ssd_generation.forward.capturable import why_not_captured
 from ssd_generation.generation import require_drafts
 from ssd_generation.tuning import model_check
 from ssd_generation.tuning.model_check import ModelCheck

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward import kernels, passes
+from ssd_generation.forward import kernels
+from ssd_generation.forward import prompt_mode as prompts
 from ssd_generation.forward.kernels import linear_of_few_rows
 from ssd_generation.tuning.acceptance import judge, verify_text
 from tiny_models import prompt, tiny_model
@@ -31,10 +32,10 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return counted
 
-    for room in (passes, kernels):
+    for room in (prompts, kernels):
         monkeypatch.setattr(room, "is_intel", lambda: False)
-    monkeypatch.setattr(passes, "_LARGE", 1)
-    monkeypatch.setattr(passes, "linear_of_few_rows", kernel_of)
+    monkeypatch.setattr(prompts, "_LARGE", 1)
+    monkeypatch.setattr(prompts, "linear_of_few_rows", kernel_of)
     return seen
 
 
@@ -44,7 +45,7 @@ def test_the_prompt_goes_through_the_faster_kernel_and_the_model_is_left_as_it_w
     ids = prompt(20)
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        with passes.prompt_mode(model, 20):
+        with prompts.prompt_mode(model, 20):
             found = model(input_ids=ids).logits
         assert elsewhere == [20] * len(linears)
         torch.testing.assert_close(found, expected)
@@ -57,14 +58,16 @@ def test_the_prompt_goes_through_the_faster_kernel_and_the_model_is_left_as_it_w
 def test_generation_uses_it_for_the_tokens_that_are_new(elsewhere: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = enable_self_speculative(tiny_model())
     asked: list[int] = []
-    original = passes.prompt_mode
+    original = prompts.prompt_mode
 
     def mode(model: Any, rows: int) -> Any:
         asked.append(rows)
         return original(model, rows)
 
-    monkeypatch.setattr("ssd_generation.decoding.loop.prompt_mode", mode)
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), DraftingConfig(policy="fixed", max_draft_length=3))
+    for is_batch in (False, True):  # the check of the model has prompts of its own
+        model._check(is_batch)
+    monkeypatch.setattr("ssd_generation.decoding.loop.prompt_mode", mode)
     batch = torch.cat((prompt(9), prompt(9, seed=2)))
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(batch, attention_mask=torch.ones_like(batch), **options)
@@ -91,7 +94,7 @@ def test_drafts_are_judged_by_it(elsewhere: list[int], monkeypatch: pytest.Monke
     # What drafts from a copy has a kernel of its own.
     assert bool(elsewhere) == (precision is None)
     assert not any("forward" in module.__dict__ for module in model.modules())
-    monkeypatch.setattr(passes, "is_intel", lambda: True)
+    monkeypatch.setattr(prompts, "is_intel", lambda: True)
     assert judge(model, config, text, 4) == judged
 
 
@@ -101,17 +104,17 @@ def test_where_it_stays_out_of_the_way(elsewhere: list[int], monkeypatch: pytest
 
     def runs(rows: int = 6) -> int:
         elsewhere.clear()
-        with torch.no_grad(), passes.prompt_mode(model, rows):
+        with torch.no_grad(), prompts.prompt_mode(model, rows):
             model(input_ids=ids)
         return len(elsewhere)
 
     assert runs() > 0
-    assert runs(passes._MANY_ROWS + 1) == 0, "the arithmetic takes all the time"
+    assert runs(prompts._MANY_ROWS + 1) == 0, "the arithmetic takes all the time"
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     assert runs() == 0, "a hook"
     handle.remove()
-    monkeypatch.setattr(passes, "_LARGE", 10**9)
+    monkeypatch.setattr(prompts, "_LARGE", 10**9)
     assert runs() == 0, "small matrices"
-    monkeypatch.setattr(passes, "_LARGE", 1)
-    monkeypatch.setattr(passes, "is_intel", lambda: True)
+    monkeypatch.setattr(prompts, "_LARGE", 1)
+    monkeypatch.setattr(prompts, "is_intel", lambda: True)
     assert runs() == 0

@@ -16,10 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 from ssd_generation import PrecisionConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache.layers import add_spare_room
 from ssd_generation.forward import passes, rewrites
+from ssd_generation.forward.cache_attention import CacheAttention
 from ssd_generation.forward.capture import _Capture, capture_pass
 from ssd_generation.forward.captured import CapturedPass, compile_pass
 from ssd_generation.forward.low_bit import copies_of
-from ssd_generation.forward.passes import _CacheAttention, _mixed
+from ssd_generation.forward.passes import _mixed
 from ssd_generation.forward.rewrites import (
     fuse_norms,
     fuse_rotary,
@@ -62,7 +63,7 @@ def play(model: PreTrainedModel, captured: CapturedPass, length: int = LENGTH) -
         add_spare_room(cache)
         for layer in cache.layers:
             layer.reserve(length)
-        attention = _CacheAttention()
+        attention = CacheAttention()
         attention.begin(cache.layers, 9, length)
         return compile_pass(captured).run(ids, positions, attention)
 

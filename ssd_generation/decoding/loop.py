@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from ..cache.layers import add_spare_room, reaches_back, trim_windows
 from ..drafting.drafter import Draft, Drafter
 from ..forward.forward import Context, Forward
-from ..forward.passes import prompt_mode
+from ..forward.prompt_mode import prompt_mode
 from ..support.timing import Stopwatch
 from .outputs import SelfSpeculativeOutput, StepOutputs
 from .processors import Processors

@@ -12,22 +12,22 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn import functional
-from torch.nn.modules import module as global_hooks
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache.layers import SpareRoomLayer, add_spare_room
+from ..cache.layers import add_spare_room
 from ..config import SkipConfig
-from ..support.machine import is_intel
+from ..support.model_state import state_of
+from .cache_attention import CacheAttention, live_layers
+from .capturable import fingerprint, why_not_captured
 from .capture import CannotCapture, capture_pass
 from .captured import CapturedPass, Program, at_length, compile_pass, of_any_length, same_pass
 from .kernels import fastest_kernels, linear_of_few_rows
-from .low_bit import LowBitCopies, LowBitCopy, copies_of, is_plain
+from .low_bit import LowBitCopies, LowBitCopy, copies_of
 from .rewrites import (
     fuse_norms,
     fuse_rotary,
@@ -49,202 +49,14 @@ __all__ = [
     "CapturedPasses",
     "captured_draft",
     "captured_target",
-    "does_something",
     "draft_of",
-    "forbid_capture",
-    "prompt_mode",
     "skip_mode_of",
-    "why_not_captured",
 ]
 
 logger = logging.getLogger(__name__)
 
-_MANY_ROWS = 256
-_LARGE = 2**21
-
 _LONGEST = 33
 """The longest pass that is captured; longer ones are rare, and their Python is a small part of them."""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# is it still the model that was captured?
-
-
-_FORBIDDEN: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-
-
-def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
-    """Have no pass of this model captured, or played back, from now on.
-
-    Args:
-        model: the target model.
-        reason: what its captured passes were found to do wrong; `None`: they may be captured again.
-    """
-    if reason is None:
-        _FORBIDDEN.pop(model, None)
-    else:
-        _FORBIDDEN[model] = reason
-
-
-def why_not_captured(model: PreTrainedModel, even_forbidden: bool = False) -> str | None:
-    """Why passes of this model are not captured; `None` where they may be.
-
-    Args:
-        model: the target model.
-        even_forbidden: do not count what `forbid_capture` said.
-    """
-    if not even_forbidden and model in _FORBIDDEN:
-        return _FORBIDDEN[model]
-    if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
-        return "its attention implementation is not sdpa"
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast is on"
-    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
-        return "adapters are loaded"
-    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
-        return "global module hooks are installed"
-    for module in model.modules():
-        for tensor in module._parameters.values():
-            if tensor is not None and tensor.device.type != "cpu":
-                return "it is not on the CPU"  # nothing in the way; not measured yet
-            if tensor is not None and not is_plain(tensor):
-                return "its weights are not plain tensors"
-        hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
-        if hooks and any(map(does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
-            return f"a hook is installed on {type(module).__name__}"
-        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
-            return f"the forward of {type(module).__name__} is patched or compiled"
-        if module.training:
-            return "it is in training mode"
-        if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
-            return f"{type(module).__name__} is not a class of torch or transformers"
-    return None
-
-
-def does_something(hook: Any) -> bool:
-    """Whether a hook is more than what transformers leaves behind once a call has asked for hidden states.
-
-    That one does nothing until the next such call, whose passes are not played back.
-    """
-    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
-
-
-_SCALARS = frozenset({bool, int, float, str})
-
-
-def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
-    return (
-        tuple(
-            # Numbers such as an attention's scale are written into the graph.
-            (id(module), type(module).forward, [v for v in module.__dict__.values() if type(v) in _SCALARS])
-            for module in model.modules()
-        ),
-        # Numbers that a forward takes from the config are written into it as well.
-        [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS],
-        tuple((id(parameter), parameter.data_ptr()) for parameter in model.parameters()),
-        tuple(id(buffer) for buffer in model.buffers()),
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the pass over a prompt
-
-
-def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any]:
-    """Under this, a model's large linear layers run by the faster kernel for a pass over a prompt, where there is one.
-
-    On processors that are not Intel's, `linear_of_few_rows` is ahead with large weights until the arithmetic takes all
-    the time (on an AMD EPYC, 8960 × 1536: 2.7 times as fast at 16 rows, 1.6 at 64, 1.2 at 256, the same beyond). The
-    model's own code runs all the same; what is exchanged is put back at the end.
-
-    Drafts are judged under it as well: skip mode goes inside.
-
-    Args:
-        model: the target model.
-        rows: tokens in the pass, of all rows of the batch.
-    """
-    if rows > _MANY_ROWS or is_intel() or why_not_captured(model) is not None:
-        return nullcontext()
-    kernels = [
-        (module, linear_of_few_rows(module.weight, module.bias, rows))
-        for module in model.modules()
-        if type(module) is nn.Linear and module.weight.numel() >= _LARGE
-    ]
-    exchanged = [(module, kernel) for module, kernel in kernels if kernel is not None]
-    return SkipMode(model, SkipConfig(), exchanged) if exchanged else nullcontext()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# attention over the rooms of a cache
-
-
-class _CacheAttention:
-    """Writes keys and values into the spare slots of a cache and attends to all before them.
-
-    One row; shapes as in `captured.Attention`. Query heads that share a key head are treated as further queries, so
-    that no key is repeated.
-    """
-
-    __slots__ = ("at", "count", "key_rooms", "mask", "value_rooms")
-
-    def __init__(self) -> None:
-        self.mask: dict[Any, torch.Tensor] = {}
-
-    def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
-        """For a pass over `count` tokens at slots `at …` of the rooms, which must be large enough."""
-        self.key_rooms: list[Any] = [getattr(layer, "key_room", None) for layer in layers]
-        self.value_rooms: list[Any] = [getattr(layer, "value_room", None) for layer in layers]
-        self.move_to(at, count)
-
-    def move_to(self, at: int, count: int) -> None:
-        self.at, self.count = at, count
-        self.mask.clear()
-
-    def let_go(self) -> None:
-        """Hold no tensor of a cache any longer: it may be about to grow, or to be dropped."""
-        self.key_rooms = self.value_rooms = []
-        self.mask.clear()
-
-    def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive, `(groups · n, slots)`: token i sees the slots before it and its own."""
-        known = self.mask.get((groups, dtype))
-        if known is None:
-            known = torch.full((self.count, self.at + self.count), float("-inf"), dtype=dtype).triu_(self.at + 1)
-            known = self.mask[groups, dtype] = known.repeat(groups, 1)
-        return known
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
-    ) -> torch.Tensor:
-        at, count = self.at, self.count
-        key_room, value_room = self.key_rooms[layer], self.value_rooms[layer]
-        key_room.narrow(2, at, count).copy_(key)
-        value_room.narrow(2, at, count).copy_(value)
-        keys, values = key_room.narrow(2, 0, at + count), value_room.narrow(2, 0, at + count)
-        if query.dtype is not keys.dtype:
-            query = query.to(keys.dtype)
-        heads, kv_heads = query.shape[1], keys.shape[1]
-        groups = heads // kv_heads
-        if count == 1:
-            query = query.reshape(1, kv_heads, groups, -1)
-            result = functional.scaled_dot_product_attention(query, keys, values, scale=scaling)
-            return result.reshape(1, 1, heads, -1)
-        query = query.reshape(1, kv_heads, groups * count, -1)
-        mask = self._mask(groups, query.dtype)
-        result = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-        return result.reshape(1, heads, count, -1).transpose(1, 2)
-
-
-def _live_layers(cache: Cache, skipped: frozenset[int]) -> list[SpareRoomLayer] | None:
-    """The layers that a pass writes to, or `None` where one is not of the plain kind."""
-    live = [layer for index, layer in enumerate(cache.layers) if index not in skipped]
-    if any(type(layer) is not SpareRoomLayer or not layer.is_initialized or layer.start != 0 for layer in live):
-        return None
-    return live
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# passes
 
 
 class CapturedPasses:
@@ -273,7 +85,7 @@ class CapturedPasses:
         self._longer: CapturedPass | None = None
         self._longer_known = False
         self._attention = threading.local()
-        self._fingerprint = _fingerprint(model)
+        self._fingerprint = fingerprint(model)
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: str | None = None
 
@@ -284,7 +96,7 @@ class CapturedPasses:
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is still what was captured."""
-        return self._fingerprint == _fingerprint(model) and all(
+        return self._fingerprint == fingerprint(model) and all(
             torch.equal(tensor, then) for tensor, then in self._copied.values()
         )
 
@@ -307,7 +119,7 @@ class CapturedPasses:
 
     def can_run(self, cache: Cache, length: int) -> bool:
         """Whether `run` can play back a pass over `length` tokens behind this cache."""
-        return self.program(length) is not None and bool(_live_layers(cache, self._skipped))
+        return self.program(length) is not None and bool(live_layers(cache, self._skipped))
 
     def run(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, drafted: int = 0, ahead: int = 0
@@ -329,13 +141,13 @@ class CapturedPasses:
         program = self.program(count)
         if program is None:
             return None
-        attention: _CacheAttention | None = getattr(self._attention, "value", None)
+        attention: CacheAttention | None = getattr(self._attention, "value", None)
         if attention is None:
-            attention = self._attention.value = _CacheAttention()
+            attention = self._attention.value = CacheAttention()
         if self.is_draft and drafted:
             attention.move_to(attention.at + attention.count, count)
         else:
-            live = _live_layers(cache, self._skipped)
+            live = live_layers(cache, self._skipped)
             if not live:
                 return None
             for layer in live:
@@ -355,7 +167,7 @@ class CapturedPasses:
 
     def end_round(self) -> None:
         """No further step of this round's draft: what is held of the cache is let go."""
-        attention: _CacheAttention | None = getattr(self._attention, "value", None)
+        attention: CacheAttention | None = getattr(self._attention, "value", None)
         if attention is not None:
             attention.let_go()
 
@@ -472,12 +284,12 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         room = copy.deepcopy(own)
         add_spare_room(room)
         expected = model(input_ids=ids, position_ids=positions, past_key_values=own, use_cache=True).logits.float()
-        live = _live_layers(room, frozenset())
+        live = live_layers(room, frozenset())
         if not live:
             raise CannotCapture("its cache has layers of a kind of their own")
         for layer in live:
             layer.reserve(length)
-        attention = _CacheAttention()
+        attention = CacheAttention()
         attention.begin(room.layers, 9, length)
         got = program.run(ids, positions, attention).float()
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
@@ -485,14 +297,11 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         raise CannotCapture("the captured pass gives other logits than the model")
 
 
-_DRAFTS: weakref.WeakKeyDictionary[nn.Module, dict[SkipConfig, CapturedPasses]] = weakref.WeakKeyDictionary()
-
-
 def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:
     """A draft's passes, or `None` where they may not be captured; made once, and anew when the model changed."""
     if why_not_captured(model) is not None:
         return None
-    known = _DRAFTS.setdefault(model, {})
+    known: dict[SkipConfig, CapturedPasses] = state_of(model).captured_drafts
     passes: CapturedPasses | None = known.get(skip) if copies is None else copies.passes
     if passes is None or not passes.is_current(model):
         passes = CapturedPasses(model, SkipMode(model, skip), frozenset(skip.attention), copies)
@@ -523,14 +332,12 @@ def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple
     return SkipMode(model, config.skip, () if copies is None else copies.forwards()), copies
 
 
-_TARGETS: weakref.WeakKeyDictionary[nn.Module, CapturedPasses] = weakref.WeakKeyDictionary()
-
-
 def captured_target(model: PreTrainedModel) -> CapturedPasses | None:
     """The whole model's passes, or `None` where they may not be captured; made anew when the model changed."""
     if why_not_captured(model) is not None:
         return None
-    passes = _TARGETS.get(model)
+    state = state_of(model)
+    passes: CapturedPasses | None = state.captured_target
     if passes is None or not passes.is_current(model):
-        passes = _TARGETS[model] = CapturedPasses(model)
+        passes = state.captured_target = CapturedPasses(model)
     return passes

@@ -24,7 +24,7 @@ class ModelState:
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
         captured_target: captured passes of the whole model (forward/passes.py).
         captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
-        capture_refusal: why no pass may be captured, as the check of the model found (forward/passes.py).
+        capture_refusal: why no pass may be captured, as the check of the model found (forward/capturable.py).
         measurements: what was measured of it, by a fingerprint (support/measurements.py).
         has_noisy_measurements: whether some of that was measured while the machine was busy.
         checks: what the check of the model found, by layout (tuning/model_check.py).

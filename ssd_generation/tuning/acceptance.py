@@ -30,7 +30,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import SkipConfig
 from ..decoding.verified_text import VerifiedText
-from ..forward.passes import prompt_mode, skip_mode_of
+from ..forward.passes import skip_mode_of
+from ..forward.prompt_mode import prompt_mode
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device
 from ..support.model_state import state_of

@@ -17,9 +17,9 @@ from transformers.utils import logging as hf_logging
 from ..cache.layers import SpareRoomLayer, add_spare_room
 from ..config import Costs, SelfSpeculativeConfig
 from ..config.values import SECONDS
+from ..forward.capturable import why_not_captured
 from ..forward.forward import Context, Forward
 from ..forward.low_bit import is_plain
-from ..forward.passes import why_not_captured
 from ..forward.sublayers import input_device
 from ..support.bounds import Number
 from ..support.machine import cpu_name

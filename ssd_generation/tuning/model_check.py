@@ -26,7 +26,7 @@ from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
 from ..drafting.drafter import Draft, Drafter, Texts
-from ..forward.passes import does_something, forbid_capture, why_not_captured
+from ..forward.capturable import does_something, forbid_capture, why_not_captured
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import state_of
@@ -69,7 +69,7 @@ class ModelCheck:
 
     Attributes:
         refusal: why nothing may be drafted; `None` where drafts can be verified.
-        capture_refusal: why its passes are not to be recorded; `None` where they may be.
+        capture_refusal: why its passes are not to be captured; `None` where they may be.
         uneven_refusal: of a batch, why all rows have to take the same number of tokens in each round; `None` where they
             may run at their own speed.
     """
@@ -174,7 +174,7 @@ Decode = Callable[[ForcedText, bool, bool], Any]
 
 
 def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
-    """Try a model, or remember how it was found; passes that may not be recorded are not from here on.
+    """Try a model, or remember how it was found; passes that may not be captured are not from here on.
 
     The answer is kept with what was measured on this machine, unless something hangs on this process's modules (hooks,
     patched forwards).
@@ -185,7 +185,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
         decode: decodes the forced text.
     """
     if model.training:
-        return ModelCheck()  # dropout: no two passes agree, and none is recorded
+        return ModelCheck()  # dropout: no two passes agree, and none is captured
     fingerprint, installed = _seen(model)
     memory: dict[Any, ModelCheck] = state_of(model).checks
     seen = (is_batch, installed, fingerprint)
@@ -198,7 +198,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
                 "what": "check",
                 "layout": "batch" if is_batch else "single",
                 **describe_model(model),
-                "recorded": why_not_captured(model, even_forbidden=True) is None,
+                "captured": why_not_captured(model, even_forbidden=True) is None,
                 "code": _code(model),
             }
             found = _read(
@@ -237,9 +237,9 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
             even = _difference(model, text, plain, decode, in_step=True)
             return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven)
         forbid_capture(model, None)
-        recorded = _difference(model, text, plain, decode) if why_not_captured(model) is None else None
-        if recorded is not None or why_not_captured(model) is not None:
-            forbid_capture(model, recorded)
+        captured = _difference(model, text, plain, decode) if why_not_captured(model) is None else None
+        if captured is not None or why_not_captured(model) is not None:
+            forbid_capture(model, captured)
             own = _difference(model, text, plain, decode)
             if own is not None:
                 return ModelCheck(refusal=own)
@@ -250,7 +250,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
                 far = _difference(model, behind, output.logits, decode)
                 if far is not None:
                     return ModelCheck(refusal=f"behind a text that is longer than its window, {far}")
-        return ModelCheck(capture_refusal=recorded)
+        return ModelCheck(capture_refusal=captured)
 
 
 def _difference(

@@ -63,7 +63,7 @@ _MOST_SAVED = 4
 """Judging passes that are paid for ahead, at the most: texts that cannot be judged (batches) earn as well."""
 
 _ABOVE_VERIFYING = 1.5
-"""A judging pass runs the model's own forward with a mask of its own; a verify pass is recorded."""
+"""A judging pass runs the model's own forward with a mask of its own; a verify pass is captured."""
 
 
 @dataclass

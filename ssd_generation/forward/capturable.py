@@ -1,0 +1,87 @@
+"""Whether passes of a model may be captured, and whether it is still the model that was captured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules import module as global_hooks
+
+from ..support.model_state import state_of
+from .low_bit import is_plain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["does_something", "fingerprint", "forbid_capture", "why_not_captured"]
+
+
+def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
+    """Have no pass of this model captured, or played back, from now on.
+
+    Args:
+        model: the target model.
+        reason: what its captured passes were found to do wrong; `None`: they may be captured again.
+    """
+    state_of(model).capture_refusal = reason
+
+
+def why_not_captured(model: PreTrainedModel, even_forbidden: bool = False) -> str | None:
+    """Why passes of this model are not captured; `None` where they may be.
+
+    Args:
+        model: the target model.
+        even_forbidden: do not count what `forbid_capture` said.
+    """
+    if not even_forbidden and (refusal := state_of(model).capture_refusal) is not None:
+        return refusal
+    if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
+        return "its attention implementation is not sdpa"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
+        return "adapters are loaded"
+    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        return "global module hooks are installed"
+    for module in model.modules():
+        for tensor in module._parameters.values():
+            if tensor is not None and tensor.device.type != "cpu":
+                return "it is not on the CPU"  # nothing in the way; not measured yet
+            if tensor is not None and not is_plain(tensor):
+                return "its weights are not plain tensors"
+        hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
+        if hooks and any(map(does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+            return f"a hook is installed on {type(module).__name__}"
+        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+            return f"the forward of {type(module).__name__} is patched or compiled"
+        if module.training:
+            return "it is in training mode"
+        if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
+            return f"{type(module).__name__} is not a class of torch or transformers"
+    return None
+
+
+def does_something(hook: Any) -> bool:
+    """Whether a hook is more than what transformers leaves behind once a call has asked for hidden states.
+
+    That one does nothing until the next such call, whose passes are not played back.
+    """
+    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
+
+
+_SCALARS = frozenset({bool, int, float, str})
+
+
+def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Changes when what was captured from a model is no longer the model."""
+    return (
+        tuple(
+            # Numbers such as an attention's scale are written into the graph.
+            (id(module), type(module).forward, [v for v in module.__dict__.values() if type(v) in _SCALARS])
+            for module in model.modules()
+        ),
+        # Numbers that a forward takes from the config are written into it as well.
+        [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS],
+        tuple((id(parameter), parameter.data_ptr()) for parameter in model.parameters()),
+        tuple(id(buffer) for buffer in model.buffers()),
+    )
