@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..harness.comparison import Comparison
     from ..harness.token_origins import TokenOrigins
     from ..tuning.automatic import AutomaticChoice
-    from .generate import DecodingOptions, DraftLengthOptions, DraftOptions, ShowOptions
+    from .generate_options import DecodingOptions, DraftLengthOptions, DraftOptions, ShowOptions
     from .options import ModelOptions
 
 

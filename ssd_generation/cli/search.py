@@ -12,10 +12,8 @@ from .option_groups import with_option_groups
 from .options import JsonOption, ModelArgumentOptions
 
 if TYPE_CHECKING:
-    from ..config import SelfSpeculativeConfig
-    from ..search.profile import CostProfile
     from ..search.runner import SearchResult
-    from ..search.study import Tried
+    from .search_view import Picked
 
 HELP = """Find what a model is best to leave out while it drafts, and in which precision to keep the rest.
 
@@ -287,15 +285,6 @@ def _print_result(result: SearchResult, model: ModelArgumentOptions, folder: Pat
 # for another machine
 
 
-@dataclass(frozen=True)
-class Picked:
-    """The draft of a study that is best by another machine's costs."""
-
-    profile: CostProfile
-    best: Tried
-    config: SelfSpeculativeConfig
-
-
 def _pick(source: str, name: str | None, costs: Path, results: FoundOptions) -> Picked:
     """Pick from a study, and write the config where a folder is given for it.
 
@@ -306,6 +295,7 @@ def _pick(source: str, name: str | None, costs: Path, results: FoundOptions) -> 
         results: where the config goes, and whether with prompt lookup.
     """
     from .console import quiet_libraries
+    from .search_view import Picked
 
     with quiet_libraries():
         from ..config import LookupConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,9 +13,18 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
+    from ..search.profile import CostProfile
     from ..search.runner import SearchResult
     from ..search.study import Found, Tried
-    from .search import Picked
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The draft of a study that is best by another machine's costs."""
+
+    profile: CostProfile
+    best: Tried
+    config: SelfSpeculativeConfig
 
 
 @contextlib.contextmanager

@@ -1,0 +1,145 @@
+"""The options of `ssd generate`, in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from .options import ConfigOptions, JsonOption
+
+__all__ = ["DecodingOptions", "DraftLengthOptions", "DraftOptions", "ShowOptions"]
+
+
+@dataclass(frozen=True)
+class DraftOptions(ConfigOptions):
+    """What drafts: a config or its parts; by default whatever pays."""
+
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="A JSON file, a folder that holds one, a Hub id, or a preset (`ssd presets`). Default: the one stored "
+            "with the model; else `auto`: whatever pays here.",
+        ),
+    ] = None
+    precision: Annotated[
+        str | None,
+        typer.Option(metavar="int8|int4", help="Draft from copies of the weights in 8 or 4 bits (on the CPU)."),
+    ] = None
+    lookup: Annotated[
+        bool | None,
+        typer.Option(
+            "--lookup/--no-lookup",
+            help="Draft by prompt lookup: find the last words earlier in the text and copy what followed them.",
+            show_default=False,
+        ),
+    ] = None
+    draft_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SHARE",
+            help="The most memory that low-bit copies may take, as a share of the weights' bytes; 0: no copies. "
+            "Default: 0.3 for auto, else no limit.",
+        ),
+    ] = None
+    adapt: Annotated[
+        bool | None,
+        typer.Option(
+            "--adapt/--no-adapt",
+            help="Keep improving the draft while it is used, in at most 2 % of the time. Default: as the config says; "
+            "auto does.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DraftLengthOptions:
+    """How many tokens a round drafts."""
+
+    panel: ClassVar[str] = "How far to draft"
+
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cost|confidence|fixed|none",
+            help="cost: as many tokens as pay by measured costs; confidence: stop where the draft is unsure; fixed: "
+            "always --draft-length; none: draft nothing. Default: the config's, which is cost unless it says "
+            "otherwise.",
+        ),
+    ] = None
+    draft_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens to draft per round: exactly (fixed) or at most (cost, confidence). Default: the config's.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """How the answer is decoded, drafted or not."""
+
+    panel: ClassVar[str] = "How to decode"
+
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 128
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="T",
+            help="Sample at this temperature. 0 or none: greedy, always the likeliest token.",
+        ),
+    ] = None
+    top_k: Annotated[int | None, typer.Option(min=1, metavar="K", help="Sample from the K likeliest tokens only.")] = (
+        None
+    )
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            help="Sample from the likeliest tokens whose probabilities add up to P.",
+        ),
+    ] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling. The same seed, the same text.")] = None
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the prompt.")] = None
+    no_chat_template: Annotated[
+        bool, typer.Option("--no-chat-template", help="Continue the prompt as it is, not as a chat.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """What is shown beside the answer."""
+
+    panel: ClassVar[str] = "What to show"
+
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Decode plainly, with the draft alone and self-speculatively: text, speed and memory in a table.",
+        ),
+    ] = False
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With --compare: how often each of these is timed. Default: 3."),
+    ] = None
+    show_draft: Annotated[
+        bool,
+        typer.Option(
+            "--show-draft", help="Mark the tokens: drafted by the model, looked up, or decided by the target itself."
+        ),
+    ] = False
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write these marks as a web page.", dir_okay=False)
+    ] = None
+    as_json: JsonOption = False
