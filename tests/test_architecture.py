@@ -386,3 +386,39 @@ def test_no_tracked_file_names_a_path_or_index_of_one_machine() -> None:
         if MACHINE_SPECIFIC.search(line)
     ]
     assert found == []
+
+
+# --- No circles among modules ---------------------------------------------------------------------
+def _imports_among_modules(package: Path) -> dict[str, set[str]]:
+    """Per module, the modules of ours that it imports: at the top, inside functions, and for types alone."""
+    modules = {".".join(p.relative_to(package).with_suffix("").parts): p for p in package.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        here, targets = name.split(".")[:-1], set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (node.level or (node.module or "").startswith(package.name)):
+                continue
+            base = here[: len(here) - node.level + 1] if node.level else []
+            parts = (node.module or "").split(".") if node.module else []
+            base = [*base, *parts] if node.level else parts[1:]
+            for alias in node.names:
+                found = (c for c in (".".join([*base, alias.name]), ".".join(base)) if c in modules)
+                targets.update([next(found, name)])
+        graph[name] = targets - {name}
+    return graph
+
+
+def _circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another, some of them; none of what they import otherwise."""
+    left = dict(graph)
+    while ends := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in ends:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_modules_import_one_another() -> None:
+    graph = _imports_among_modules(PACKAGE)
+    assert len(graph) > 90 and "forward.passes" in graph["forward.forward"]
+    assert _circle(graph) == []
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
