@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Quant
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
-from .cache.layers import add_spare_room, drop_spare_room
+from .cache.layers import add_buffers, drop_buffers
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .decoding.candidate_generator import self_drafter
 from .decoding.loop import DecodingLoop, Request, end_tokens
@@ -281,7 +281,7 @@ class SelfSpeculativeMixin:
         states = generation_config.output_attentions or generation_config.output_hidden_states
         returns_states = bool(states and generation_config.return_dict_in_generate)
         try:
-            add_spare_room(cache, history=_HISTORY if batch > 1 and call.cache_is_returned else 0)
+            add_buffers(cache, history=_HISTORY if batch > 1 and call.cache_is_returned else 0)
             forward = Forward(model, plays_back=batch == 1 and not returns_states)
             drafter, refining = _drafter_of(call, forward, generation_config, batch)
             request = Request(
@@ -292,9 +292,9 @@ class SelfSpeculativeMixin:
         finally:
             if call.cache_is_returned:
                 # A cache that the user passed in is theirs again, whatever happened.
-                drop_spare_room(cache)
+                drop_buffers(cache)
         if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
-            drop_spare_room(output.past_key_values)
+            drop_buffers(output.past_key_values)
         if refining is not None:
             loop.statistics.refinement = refining.refinement.to_dict()
         if not call.is_check:

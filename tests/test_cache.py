@@ -14,12 +14,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ssd_generation.cache.layers import (
+    BufferedLayer,
+    BufferedSlidingLayer,
     DraftCache,
     GhostLayer,
-    SpareRoomLayer,
-    SpareRoomSlidingLayer,
-    add_spare_room,
-    drop_spare_room,
+    add_buffers,
+    drop_buffers,
     move_rows,
     trim_windows,
 )
@@ -37,8 +37,8 @@ def pair(sliding: bool) -> tuple[Any, Any]:
     if sliding:
         theirs = DynamicSlidingWindowLayer(WINDOW)
         theirs.activate_past_recording()
-        return SpareRoomSlidingLayer(WINDOW), theirs
-    return SpareRoomLayer(), DynamicLayer()
+        return BufferedSlidingLayer(WINDOW), theirs
+    return BufferedLayer(), DynamicLayer()
 
 
 def same(ours: Any, theirs: Any) -> None:
@@ -79,12 +79,12 @@ def test_updates_and_crops_as_in_transformers(sliding: bool, rounds: list[tuple[
 def test_a_pass_of_one_token_copies_nothing(sliding: bool) -> None:
     layer, _ = pair(sliding)
     layer.update(*states(20, 0))
-    room = layer.key_room.data_ptr()
+    room = layer.key_buffer.data_ptr()
     moved = 0
     for seed in range(30):
         layer.update(*states(1, seed))
-        moved += layer.key_room.data_ptr() != room
-        room = layer.key_room.data_ptr()
+        moved += layer.key_buffer.data_ptr() != room
+        room = layer.key_buffer.data_ptr()
     assert moved <= 1
 
 
@@ -149,13 +149,13 @@ def contents(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor, int]
     return [(layer.keys.clone(), layer.values.clone(), layer.get_seq_length()) for layer in cache.layers]
 
 
-def test_room_is_added_and_dropped_without_a_copy() -> None:
+def test_a_buffer_is_added_and_dropped_without_a_copy() -> None:
     cache = mixed_cache(15)
     before, types = contents(cache), [type(layer) for layer in cache.layers]
-    add_spare_room(cache)
-    assert all(isinstance(layer, SpareRoomLayer) for layer in cache.layers)
+    add_buffers(cache)
+    assert all(isinstance(layer, BufferedLayer) for layer in cache.layers)
     pointers = [layer.keys.data_ptr() for layer in cache.layers]
-    drop_spare_room(cache)
+    drop_buffers(cache)
     assert [type(layer) for layer in cache.layers] == types
     assert [layer.keys.data_ptr() for layer in cache.layers] == pointers
     for (keys, values, length), layer in zip(before, cache.layers, strict=True):
@@ -169,7 +169,7 @@ def test_layers_of_other_classes_stay() -> None:
     cache = mixed_cache(5)
     cache.layers[1] = Own()
     cache.layers[1].update(*states(5, 1))
-    add_spare_room(cache)
+    add_buffers(cache)
     assert type(cache.layers[1]) is Own
     draft = DraftCache(cache, frozenset())
     before = contents(cache)
@@ -190,7 +190,7 @@ def test_layers_of_other_classes_stay() -> None:
 )
 def test_a_draft_sees_the_prefix_and_itself(prefix: int, drafts: list[list[int]], skipped: set[int]) -> None:
     cache = mixed_cache(prefix)
-    add_spare_room(cache)
+    add_buffers(cache)
     before = contents(cache)
     draft = DraftCache(cache, frozenset(skipped))
     for steps in drafts:
@@ -215,7 +215,7 @@ def test_a_draft_sees_the_prefix_and_itself(prefix: int, drafts: list[list[int]]
 
 def test_a_ghost_refuses_to_hold_anything() -> None:
     cache = mixed_cache(5)
-    add_spare_room(cache)
+    add_buffers(cache)
     draft = DraftCache(cache, frozenset({0, 2}))  # all sliding layers
     assert isinstance(draft.layers[0], GhostLayer) and draft.layers[0].is_sliding
     with pytest.raises(RuntimeError, match="filled in draft mode"):
@@ -228,7 +228,7 @@ def test_rows_keep_their_own_tokens_when_they_move(data: st.DataObject) -> None:
     # Each row accepts its own number of tokens per round; its window must hold its own last tokens at the right.
     rows, block = 3, 5
     cache = mixed_cache(1, rows)
-    add_spare_room(cache)
+    add_buffers(cache)
     own: list[list[list[torch.Tensor]]] = [
         [[layer.keys[row, :, 0].clone()] for row in range(rows)] for layer in cache.layers
     ]
@@ -265,7 +265,7 @@ def test_a_long_prompts_windows_are_trimmed() -> None:
     cache = mixed_cache(400)
     cache.layers[0].keys = torch.zeros(2, 3, 400, 4)
     cache.layers[0].values = torch.zeros(2, 3, 400, 5)
-    add_spare_room(cache)
+    add_buffers(cache)
     trim_windows(cache)
-    assert cache.layers[0].key_room.shape[2] < 100
+    assert cache.layers[0].key_buffer.shape[2] < 100
     assert cache.layers[0].keys.shape[2] == WINDOW - 1 and cache.layers[0].get_seq_length() == 400

@@ -619,9 +619,9 @@ def test_no_cache_outlives_its_call(monkeypatch: pytest.MonkeyPatch, model: PreT
     """Nor its growth: what recorded passes have read is held by the cache alone."""
     rooms: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    original = cache._new_room
+    original = cache._new_buffer
 
-    def new_room(like: torch.Tensor, slots: int) -> torch.Tensor:
+    def new_buffer(like: torch.Tensor, slots: int) -> torch.Tensor:
         room = original(like, slots)
         alive.append(sum(other() is not None for other in rooms))
         rooms.append(weakref.ref(room))
@@ -630,7 +630,7 @@ def test_no_cache_outlives_its_call(monkeypatch: pytest.MonkeyPatch, model: PreT
     ids = prompt(9)
     model.generate(ids, max_new_tokens=40, do_sample=False, self_speculative=CONFIG)  # type: ignore[operator]
     # All is recorded now.
-    monkeypatch.setattr(cache, "_new_room", new_room)
+    monkeypatch.setattr(cache, "_new_buffer", new_buffer)
     monkeypatch.setattr(cache, "_MIN_SPARE", 1)
     model.generate(ids, max_new_tokens=40, do_sample=False, self_speculative=CONFIG)  # type: ignore[operator]
     gc.collect()

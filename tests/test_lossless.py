@@ -218,7 +218,7 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
         played_back(self, layers, at, count)
         storages.extend(
             room is None or room.data_ptr() == layer.keys.data_ptr()
-            for room, layer in zip(self.key_rooms, layers, strict=True)
+            for room, layer in zip(self.key_buffers, layers, strict=True)
         )
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:

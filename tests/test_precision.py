@@ -23,7 +23,7 @@ from ssd_generation import (
     disable_self_speculative,
     enable_self_speculative,
 )
-from ssd_generation.cache.layers import DraftCache, add_spare_room
+from ssd_generation.cache.layers import DraftCache, add_buffers
 from ssd_generation.forward import low_bit as precision
 from ssd_generation.forward import passes
 from ssd_generation.forward.low_bit import (
@@ -412,7 +412,7 @@ def test_recorded_drafts_and_those_run_as_they_are_say_the_same(family: str, con
     with torch.inference_mode():
         cache = DynamicCache()
         model(prompt(9), past_key_values=cache)
-        add_spare_room(cache)
+        add_buffers(cache)
         token, position = prompt(1, seed=4), torch.tensor([[9]])
         played = flat.run(cache, token, position, drafted=0, ahead=1)
         assert played is not None, flat.refusal

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from ssd_generation import PrecisionConfig, SkipConfig, enable_self_speculative
-from ssd_generation.cache.layers import add_spare_room
+from ssd_generation.cache.layers import add_buffers
 from ssd_generation.forward import passes, rewrites
 from ssd_generation.forward.cache_attention import CacheAttention
 from ssd_generation.forward.capture import _Capture, capture_pass
@@ -60,7 +60,7 @@ def own_logits(model: PreTrainedModel, length: int = LENGTH) -> torch.Tensor:
 
 def play(model: PreTrainedModel, captured: CapturedPass, length: int = LENGTH) -> torch.Tensor:
     def run(ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
-        add_spare_room(cache)
+        add_buffers(cache)
         for layer in cache.layers:
             layer.reserve(length)
         attention = CacheAttention()

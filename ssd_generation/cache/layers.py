@@ -1,9 +1,9 @@
-"""KV cache layers with spare room, and the draft's view of them.
+"""KV cache layers with a buffer of spare slots, and the draft's view of them.
 
 Shapes: keys and values are `(batch_size, num_heads, sequence_length, head_dim)`; *slots* are positions along
 `sequence_length`, the same for all rows. transformers' own `DynamicLayer` copies all slots for each new token. The
-layers here keep a *room*, a tensor with spare slots behind the valid ones: a pass writes its keys and values into the
-spare slots and attends to a view, `crop` moves a counter. A draft writes behind the valid slots of the same room, so
+layers here keep a *buffer*, a tensor with spare slots behind the valid ones: a pass writes its keys and values into the
+spare slots and attends to a view, `crop` moves a counter. A draft writes behind the valid slots of the same buffer, so
 nothing of the prefix is copied to draft, and nothing of the target's cache changes.
 """
 
@@ -17,12 +17,12 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 __all__ = [
+    "BufferedLayer",
+    "BufferedSlidingLayer",
     "DraftCache",
     "GhostLayer",
-    "SpareRoomLayer",
-    "SpareRoomSlidingLayer",
-    "add_spare_room",
-    "drop_spare_room",
+    "add_buffers",
+    "drop_buffers",
     "keep_length",
     "move_rows",
     "spare_slots",
@@ -30,33 +30,33 @@ __all__ = [
 ]
 
 _MIN_SPARE = 32
-"""Slots added at the least when a room grows."""
+"""Slots added at the least when a buffer grows."""
 
 
 def spare_slots(length: int) -> int:
-    """Spare slots that a room over so many tokens gets."""
-    # A thirty-second of the context: a copy of the room every so many tokens, and at most 3 % more memory than the keys
+    """Spare slots that a buffer over so many tokens gets."""
+    # A thirty-second of the context: a copy of the buffer every so many tokens, and at most 3 % more memory than the keys
     # and values themselves.
     return max(_MIN_SPARE, length // 32)
 
 
-def _new_room(like: torch.Tensor, slots: int) -> torch.Tensor:
+def _new_buffer(like: torch.Tensor, slots: int) -> torch.Tensor:
     return like.new_empty((*like.shape[:2], slots, like.shape[3]))
 
 
-class SpareRoomLayer(DynamicLayer):
+class BufferedLayer(DynamicLayer):
     """A `DynamicLayer` that appends in place.
 
-    The valid slots are `start … end` of two tensors, `key_room` and `value_room`; a full-attention layer starts at 0.
-    `keys` and `values` are views of them, made when asked for; assigning to them, as transformers' own methods do,
+    The valid slots are `start … end` of two tensors, `key_buffer` and `value_buffer`; a full-attention layer starts at
+    0. `keys` and `values` are views of them, made when asked for; assigning to them, as transformers' own methods do,
     takes the tensor over.
     """
 
-    key_room: torch.Tensor | None
-    value_room: torch.Tensor | None
+    key_buffer: torch.Tensor | None
+    value_buffer: torch.Tensor | None
 
     def __init__(self, **kwargs: Any) -> None:
-        self.key_room = self.value_room = None
+        self.key_buffer = self.value_buffer = None
         self.start = self.end = 0
         super().__init__(**kwargs)
 
@@ -67,7 +67,7 @@ class SpareRoomLayer(DynamicLayer):
     @property
     def keys(self) -> torch.Tensor | None:
         """`(batch_size, num_heads, sequence_length, head_dim)`, a view."""
-        return None if self.key_room is None else self.key_room[:, :, self._first() : self.end]
+        return None if self.key_buffer is None else self.key_buffer[:, :, self._first() : self.end]
 
     @keys.setter
     def keys(self, keys: torch.Tensor | None) -> None:
@@ -76,15 +76,15 @@ class SpareRoomLayer(DynamicLayer):
     @property
     def values(self) -> torch.Tensor | None:
         """`(batch_size, num_heads, sequence_length, head_dim)`, a view."""
-        return None if self.value_room is None else self.value_room[:, :, self._first() : self.end]
+        return None if self.value_buffer is None else self.value_buffer[:, :, self._first() : self.end]
 
     @values.setter
     def values(self, values: torch.Tensor | None) -> None:
         self._take_over(self.keys, values)
 
     def _take_over(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
-        """Hold these tensors from now on. They are copied when the room first has to grow."""
-        self.key_room, self.value_room = keys, values
+        """Hold these tensors from now on. They are copied when the buffer first has to grow."""
+        self.key_buffer, self.value_buffer = keys, values
         known = keys if keys is not None else values
         self.start, self.end = 0, 0 if known is None else known.shape[2]
 
@@ -95,35 +95,35 @@ class SpareRoomLayer(DynamicLayer):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.adopt(_new_room(key_states, 0), _new_room(value_states, 0))
+        self.adopt(_new_buffer(key_states, 0), _new_buffer(value_states, 0))
 
     def reserve(self, slots: int, drafted: int = 0) -> None:
         """Make sure that `slots` slots fit behind the valid ones. What the layer holds does not change.
 
         The first `drafted` of those slots hold a draft already, which is kept.
         """
-        assert self.key_room is not None and self.value_room is not None
-        if self.end + slots <= self.key_room.shape[2]:
+        assert self.key_buffer is not None and self.value_buffer is not None
+        if self.end + slots <= self.key_buffer.shape[2]:
             return
         self._forget()
         length = self.end - self.start
-        rooms = []
-        for room in (self.key_room, self.value_room):
-            larger = _new_room(room, length + slots + spare_slots(length + slots))
-            larger[:, :, : length + drafted] = room[:, :, self.start : self.end + drafted]
-            rooms.append(larger)
-        self.key_room, self.value_room = rooms
+        buffers = []
+        for buffer in (self.key_buffer, self.value_buffer):
+            larger = _new_buffer(buffer, length + slots + spare_slots(length + slots))
+            larger[:, :, : length + drafted] = buffer[:, :, self.start : self.end + drafted]
+            buffers.append(larger)
+        self.key_buffer, self.value_buffer = buffers
         self.start, self.end = 0, length
 
     def _forget(self) -> None:
         """Drop slots that no pass can see any more."""
 
     def write(self, at: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Write into slots `at …` of the room."""
-        assert self.key_room is not None and self.value_room is not None
+        """Write into slots `at …` of the buffer."""
+        assert self.key_buffer is not None and self.value_buffer is not None
         stop = at + key_states.shape[2]
-        self.key_room[:, :, at:stop] = key_states
-        self.value_room[:, :, at:stop] = value_states
+        self.key_buffer[:, :, at:stop] = key_states
+        self.value_buffer[:, :, at:stop] = value_states
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -135,8 +135,8 @@ class SpareRoomLayer(DynamicLayer):
         first = self._first()
         self.write(self.end, key_states, value_states)
         self.end += count
-        assert self.key_room is not None and self.value_room is not None
-        return self.key_room[:, :, first : self.end], self.value_room[:, :, first : self.end]
+        assert self.key_buffer is not None and self.value_buffer is not None
+        return self.key_buffer[:, :, first : self.end], self.value_buffer[:, :, first : self.end]
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
@@ -158,22 +158,22 @@ class SpareRoomLayer(DynamicLayer):
         """See `move_rows`."""
         if not self.is_initialized:
             return
-        assert self.key_room is not None and self.value_room is not None
+        assert self.key_buffer is not None and self.value_buffer is not None
         end = self.end - (self.get_seq_length() - slots)
         for row, move in enumerate(moves):
             source, target = self.start + max(-move, 0), self.start + max(move, 0)
             length = min(end - target, self.end - source)
             if move == 0 or length <= 0:
                 continue
-            for room in (self.key_room, self.value_room):
-                room[row, :, target : target + length] = room[row, :, source : source + length].clone()
+            for buffer in (self.key_buffer, self.value_buffer):
+                buffer[row, :, target : target + length] = buffer[row, :, source : source + length].clone()
         self.end = end
 
 
-class SpareRoomSlidingLayer(SpareRoomLayer):
+class BufferedSlidingLayer(BufferedLayer):
     """A `DynamicSlidingWindowLayer` that appends in place and can always be rolled back by what it was last given.
 
-    The room keeps the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the room is
+    The buffer keeps the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the buffer is
     full.
     """
 
@@ -208,8 +208,11 @@ class SpareRoomSlidingLayer(SpareRoomLayer):
 
     def trim(self) -> None:
         """Give the memory of slots back that no pass will see (after a long prompt)."""
-        if self.key_room is not None and self.key_room.shape[2] > 2 * (self.sliding_window + self.history) + _MIN_SPARE:
-            self.reserve(self.key_room.shape[2] - self.end + 1)
+        if (
+            self.key_buffer is not None
+            and self.key_buffer.shape[2] > 2 * (self.sliding_window + self.history) + _MIN_SPARE
+        ):
+            self.reserve(self.key_buffer.shape[2] - self.end + 1)
 
     def crop(self, tokens_to_remove: int) -> None:
         before = self.end
@@ -240,11 +243,11 @@ def _sliding_mask_sizes(seen: int, window: int, query_length: int) -> tuple[int,
 
 
 class _DraftLayer(CacheLayerMixin):
-    """What a draft sees of a layer with spare room: the valid slots, and behind them its own."""
+    """What a draft sees of a layer with a buffer: the valid slots, and behind them its own."""
 
     is_sliding = False
 
-    def __init__(self, base: SpareRoomLayer) -> None:
+    def __init__(self, base: BufferedLayer) -> None:
         super().__init__()
         self.base = base
         self.is_initialized = True
@@ -258,12 +261,12 @@ class _DraftLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         base, count = self.base, key_states.shape[2]
         base.reserve(self.drafted + count, self.drafted)
-        assert base.key_room is not None and base.value_room is not None
+        assert base.key_buffer is not None and base.value_buffer is not None
         base.write(base.end + self.drafted, key_states, value_states)
         first = self._first_visible()
         self.drafted += count
         stop = base.end + self.drafted
-        return base.key_room[:, :, first:stop], base.value_room[:, :, first:stop]
+        return base.key_buffer[:, :, first:stop], base.value_buffer[:, :, first:stop]
 
     def _first_visible(self) -> int:
         return 0
@@ -282,7 +285,7 @@ class _SlidingDraftLayer(_DraftLayer):
     """The same for a sliding layer."""
 
     is_sliding = True
-    base: SpareRoomSlidingLayer
+    base: BufferedSlidingLayer
 
     def _first_visible(self) -> int:
         return max(self.base.start, self.base.end + self.drafted - self.base.sliding_window + 1)
@@ -367,9 +370,9 @@ class DraftCache(Cache):
         for index, layer in enumerate(layers):
             if index in self.skipped or not isinstance(layer, CacheLayerMixin):
                 views.append(None if index in self.skipped else layer)
-            elif isinstance(layer, SpareRoomSlidingLayer):
+            elif isinstance(layer, BufferedSlidingLayer):
                 views.append(_SlidingDraftLayer(layer))
-            elif isinstance(layer, SpareRoomLayer):
+            elif isinstance(layer, BufferedLayer):
                 views.append(_DraftLayer(layer))
             else:
                 views.append(_fork(layer))
@@ -396,7 +399,7 @@ class DraftCache(Cache):
 
 
 def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
-    """A shallow copy of a layer without spare room: it aliases the tensors, and `cat` leaves those untouched."""
+    """A shallow copy of a layer without a buffer: it aliases the tensors, and `cat` leaves those untouched."""
     fork = copy.copy(layer)
     if getattr(fork, "record_past", False):
         fork.record_past = False
@@ -407,19 +410,19 @@ def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
 # whole caches
 
 
-def add_spare_room(cache: Cache, history: int = 0) -> None:
-    """Exchange the plain dynamic layers of a cache for layers with spare room, in place; what it holds stays.
+def add_buffers(cache: Cache, history: int = 0) -> None:
+    """Exchange the plain dynamic layers of a cache for layers with a buffer, in place; what it holds stays.
 
     `history` slots before the window of a sliding layer are kept too: as many as one row of a batch may have to be
     rolled back. Layers of other classes stay as they are: a draft then reads them through a fork, which copies the
     prefix once per token as plain decoding does.
     """
     for index, layer in enumerate(cache.layers):
-        new: SpareRoomLayer
+        new: BufferedLayer
         if type(layer) is DynamicLayer:
-            new = SpareRoomLayer()
+            new = BufferedLayer()
         elif type(layer) is DynamicSlidingWindowLayer:
-            new = SpareRoomSlidingLayer(layer.sliding_window, history)
+            new = BufferedSlidingLayer(layer.sliding_window, history)
             new.cumulative_length = layer.cumulative_length
         else:
             continue
@@ -428,19 +431,19 @@ def add_spare_room(cache: Cache, history: int = 0) -> None:
         cache.layers[index] = new
 
 
-def drop_spare_room(cache: Cache) -> None:
-    """The reverse of `add_spare_room`: plain dynamic layers again, holding views (nothing is copied)."""
+def drop_buffers(cache: Cache) -> None:
+    """The reverse of `add_buffers`: plain dynamic layers again, holding views (nothing is copied)."""
     for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, SpareRoomLayer):
+        if not isinstance(layer, BufferedLayer):
             continue
-        if isinstance(layer, SpareRoomSlidingLayer):
+        if isinstance(layer, BufferedSlidingLayer):
             plain = DynamicSlidingWindowLayer(layer.sliding_window)
         else:
             plain = DynamicLayer()
         if layer.is_initialized and layer.keys is not None and layer.values is not None:
             plain.lazy_initialization(layer.keys, layer.values)
             plain.keys, plain.values = layer.keys, layer.values
-        if isinstance(layer, SpareRoomSlidingLayer):
+        if isinstance(layer, BufferedSlidingLayer):
             plain.cumulative_length = layer.cumulative_length
         cache.layers[index] = plain
 
@@ -448,7 +451,7 @@ def drop_spare_room(cache: Cache) -> None:
 def trim_windows(cache: Cache) -> None:
     """After the prompt: sliding layers give back what lies before their window."""
     for layer in cache.layers:
-        if isinstance(layer, SpareRoomSlidingLayer):
+        if isinstance(layer, BufferedSlidingLayer):
             layer.trim()
 
 
@@ -471,7 +474,7 @@ def move_rows(cache: Cache, moves: Sequence[int], slots: int) -> None:
         cache.crop(slots - int(cache.get_seq_length()))
         return
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, SpareRoomLayer):
+        if isinstance(layer, BufferedLayer):
             layer.move_rows(moves, slots)
         elif isinstance(layer, CacheLayerMixin):
             raise ValueError(
@@ -483,10 +486,10 @@ def move_rows(cache: Cache, moves: Sequence[int], slots: int) -> None:
 def reaches_back(cache: Cache, tokens: int) -> bool:
     """Whether a cache, cropped by so many tokens, still holds all that the next token sees."""
     for layer in cache.layers:
-        if isinstance(layer, SpareRoomSlidingLayer):
+        if isinstance(layer, BufferedSlidingLayer):
             if layer.end - layer.start - tokens < min(layer.sliding_window - 1, layer.get_seq_length() - tokens):
                 return False
-        elif not isinstance(layer, SpareRoomLayer):
+        elif not isinstance(layer, BufferedLayer):
             return False
     return True
 

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..cache.layers import add_spare_room
+from ..cache.layers import add_buffers
 from ..config import SelfSpeculativeConfig
 from ..drafting.draft_length import DraftPolicy
 from ..drafting.drafter import Draft
@@ -151,7 +151,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         limit = self.max_length - input_ids.shape[1] - 1
         if is_first_iteration or cache is None or limit < 1:
             return input_ids, None
-        add_spare_room(cache)
+        add_buffers(cache)
         model_kwargs = model_kwargs or {}
         positions = model_kwargs.get("position_ids")
         context = Context(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..cache.layers import add_spare_room, reaches_back, trim_windows
+from ..cache.layers import add_buffers, reaches_back, trim_windows
 from ..drafting.drafter import Draft, Drafter
 from ..forward.forward import Context, Forward
 from ..forward.prompt_mode import prompt_mode
@@ -168,7 +168,7 @@ class DecodingLoop:
         self.statistics.target_passes += 1
         kwargs = model._update_model_kwargs_for_generation(answer, model_kwargs, is_encoder_decoder=False)
         cache = kwargs.pop("past_key_values")
-        add_spare_room(cache)  # a cache that was made without a config has got its layers just now
+        add_buffers(cache)  # a cache that was made without a config has got its layers just now
         trim_windows(cache)
         kwargs.pop("inputs_embeds", None)
         context = Context(

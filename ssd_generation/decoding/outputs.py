@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache.layers import SpareRoomSlidingLayer
+from ..cache.layers import BufferedSlidingLayer
 from .rows import Rows
 from .statistics import SpeculationStatistics
 
@@ -145,7 +145,7 @@ class StepOutputs:
                     attentions.append(None)
                     continue
                 stop = attention.shape[-1] - block + place + 1
-                window = layer.sliding_window if isinstance(layer, SpareRoomSlidingLayer) else seen
+                window = layer.sliding_window if isinstance(layer, BufferedSlidingLayer) else seen
                 first = stop - min(seen, window)
                 attentions.append(attention[row : row + 1, :, place : place + 1, max(first, 0) : stop])
             record["attentions"] = tuple(attentions)

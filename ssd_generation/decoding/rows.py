@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.layers import SpareRoomLayer, SpareRoomSlidingLayer, move_rows
+from ..cache.layers import BufferedLayer, BufferedSlidingLayer, move_rows
 from ..forward.forward import Context
 from .processors import Processors
 from .rotary import RotarySwitch
@@ -96,7 +96,7 @@ class Rows:
         if context.positions is not None:
             self._prompt_positions = context.positions[..., : context.length]
             context.positions = context.positions[..., -1:].expand(*context.positions.shape[:-2], self.batch, 1).clone()
-        is_sliding = any(isinstance(layer, SpareRoomSlidingLayer) for layer in context.cache.layers)
+        is_sliding = any(isinstance(layer, BufferedSlidingLayer) for layer in context.cache.layers)
         self._max_lead = _MAX_LEAD if self.batch > 1 and cache_is_returned and is_sliding else limits.max_length
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Rows:
         if self.batch > 1 or tokens < 1 or self.rotary:
             return None
         layers = context.cache.layers
-        holds_all = all(isinstance(layer, SpareRoomLayer) and layer.holds_all(context.length) for layer in layers)
+        holds_all = all(isinstance(layer, BufferedLayer) and layer.holds_all(context.length) for layer in layers)
         counts_from_0 = context.positions is None or bool((context.positions == context.length).all())
         is_masked = context.mask is not None and not bool(context.mask.all())
         # A continued cache may have tokens that the call was not given.
@@ -318,7 +318,7 @@ class Rows:
             return
         length = self.committed_slots
         for layer in self.context.cache.layers:  # each by itself: the exception may have come in the middle of a pass
-            if isinstance(layer, SpareRoomLayer):
+            if isinstance(layer, BufferedLayer):
                 layer.move_rows([-shift for shift in self.shifts], length)
             elif layer.get_seq_length() > length:
                 layer.crop(length - layer.get_seq_length())

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..cache.layers import SpareRoomLayer
+from ..cache.layers import BufferedLayer
 
 __all__ = ["CacheAttention", "live_layers"]
 
@@ -21,15 +21,15 @@ class CacheAttention:
     that no key is repeated.
     """
 
-    __slots__ = ("at", "count", "key_rooms", "mask", "value_rooms")
+    __slots__ = ("at", "count", "key_buffers", "mask", "value_buffers")
 
     def __init__(self) -> None:
         self.mask: dict[Any, torch.Tensor] = {}
 
     def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
-        """For a pass over `count` tokens at slots `at …` of the rooms, which must be large enough."""
-        self.key_rooms: list[Any] = [getattr(layer, "key_room", None) for layer in layers]
-        self.value_rooms: list[Any] = [getattr(layer, "value_room", None) for layer in layers]
+        """For a pass over `count` tokens at slots `at …` of the buffers, which must be large enough."""
+        self.key_buffers: list[Any] = [getattr(layer, "key_buffer", None) for layer in layers]
+        self.value_buffers: list[Any] = [getattr(layer, "value_buffer", None) for layer in layers]
         self.move_to(at, count)
 
     def move_to(self, at: int, count: int) -> None:
@@ -38,7 +38,7 @@ class CacheAttention:
 
     def let_go(self) -> None:
         """Hold no tensor of a cache any longer: it may be about to grow, or to be dropped."""
-        self.key_rooms = self.value_rooms = []
+        self.key_buffers = self.value_buffers = []
         self.mask.clear()
 
     def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,10 +53,10 @@ class CacheAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
     ) -> torch.Tensor:
         at, count = self.at, self.count
-        key_room, value_room = self.key_rooms[layer], self.value_rooms[layer]
-        key_room.narrow(2, at, count).copy_(key)
-        value_room.narrow(2, at, count).copy_(value)
-        keys, values = key_room.narrow(2, 0, at + count), value_room.narrow(2, 0, at + count)
+        key_buffer, value_buffer = self.key_buffers[layer], self.value_buffers[layer]
+        key_buffer.narrow(2, at, count).copy_(key)
+        value_buffer.narrow(2, at, count).copy_(value)
+        keys, values = key_buffer.narrow(2, 0, at + count), value_buffer.narrow(2, 0, at + count)
         if query.dtype is not keys.dtype:
             query = query.to(keys.dtype)
         heads, kv_heads = query.shape[1], keys.shape[1]
@@ -71,9 +71,9 @@ class CacheAttention:
         return result.reshape(1, heads, count, -1).transpose(1, 2)
 
 
-def live_layers(cache: Cache, skipped: frozenset[int]) -> list[SpareRoomLayer] | None:
+def live_layers(cache: Cache, skipped: frozenset[int]) -> list[BufferedLayer] | None:
     """The layers that a pass writes to, or `None` where one is not of the plain kind."""
     live = [layer for index, layer in enumerate(cache.layers) if index not in skipped]
-    if any(type(layer) is not SpareRoomLayer or not layer.is_initialized or layer.start != 0 for layer in live):
+    if any(type(layer) is not BufferedLayer or not layer.is_initialized or layer.start != 0 for layer in live):
         return None
     return live

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache.layers import DraftCache, add_spare_room
+from ..cache.layers import DraftCache, add_buffers
 from ..config import SelfSpeculativeConfig
 from .passes import CapturedPasses, captured_target, draft_of
 from .skip_mode import SkipMode
@@ -173,7 +173,7 @@ class Forward:
         outputs = self.model(**inputs, return_dict=True)
         if (cache := outputs.get("past_key_values")) is not None and cache is not context.cache:
             # phi3 starts a new cache where its long-context rotary embedding sets in.
-            add_spare_room(cache)
+            add_buffers(cache)
             context.cache = cache
         return outputs
 

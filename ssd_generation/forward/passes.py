@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache.layers import add_spare_room
+from ..cache.layers import add_buffers
 from ..config import SkipConfig
 from ..support.model_state import state_of
 from .cache_attention import CacheAttention, live_layers
@@ -281,16 +281,16 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         positions = torch.arange(9, 9 + length)[None]
         own = DynamicCache()
         model(input_ids=prompt, past_key_values=own, use_cache=True, logits_to_keep=1)
-        room = copy.deepcopy(own)
-        add_spare_room(room)
+        buffered = copy.deepcopy(own)
+        add_buffers(buffered)
         expected = model(input_ids=ids, position_ids=positions, past_key_values=own, use_cache=True).logits.float()
-        live = live_layers(room, frozenset())
+        live = live_layers(buffered, frozenset())
         if not live:
             raise CannotCapture("its cache has layers of a kind of their own")
         for layer in live:
             layer.reserve(length)
         attention = CacheAttention()
-        attention.begin(room.layers, 9, length)
+        attention.begin(buffered.layers, 9, length)
         got = program.run(ids, positions, attention).float()
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     if got.shape != expected.shape or not (got - expected).abs().max() <= tolerance * expected.std():

@@ -14,7 +14,7 @@ import transformers
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
-from ..cache.layers import SpareRoomLayer, add_spare_room
+from ..cache.layers import BufferedLayer, add_buffers
 from ..config import Costs, SelfSpeculativeConfig
 from ..config.values import SECONDS
 from ..forward.capturable import why_not_captured
@@ -207,13 +207,13 @@ class Passes:
 def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
     """A cache behind a text of random tokens."""
     cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    add_spare_room(cache)
+    add_buffers(cache)
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     first = prompt[:, :_CONTEXT]
     model(input_ids=first, past_key_values=cache, use_cache=True, **fewer)
     if prompt.shape[1] == first.shape[1]:
         return cache
-    if all(type(layer) is SpareRoomLayer for layer in cache.layers):
+    if all(type(layer) is BufferedLayer for layer in cache.layers):
         # What is in the cache does not change what a pass takes: the same keys over and over will do.
         for layer in cache.layers:
             times = -(-prompt.shape[1] // first.shape[1])
