@@ -35,8 +35,8 @@ _MIN_SPARE = 32
 
 def spare_slots(length: int) -> int:
     """Spare slots that a buffer over so many tokens gets."""
-    # A thirty-second of the context: a copy of the buffer every so many tokens, and at most 3 % more memory than the keys
-    # and values themselves.
+    # A thirty-second of the context: a copy of the buffer every so many tokens, and at most 3 % more memory than the
+    # keys and values themselves.
     return max(_MIN_SPARE, length // 32)
 
 
@@ -173,8 +173,8 @@ class BufferedLayer(DynamicLayer):
 class BufferedSlidingLayer(BufferedLayer):
     """A `DynamicSlidingWindowLayer` that appends in place and can always be rolled back by what it was last given.
 
-    The buffer keeps the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the buffer is
-    full.
+    The buffer keeps the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the
+    buffer is full.
     """
 
     is_sliding = True
