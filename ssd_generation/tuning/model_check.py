@@ -25,6 +25,7 @@ from torch import nn
 from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
+from ..decoding.refusals import CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
 from ..forward.sublayers import input_device
@@ -35,7 +36,7 @@ from .costs import describe_adapters, describe_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CannotDraft", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_model"]
+__all__ = ["ForcedText", "ModelCheck", "ScriptedDrafts", "check_model"]
 
 _PROMPT = 5
 _NEW = 8
@@ -57,10 +58,6 @@ _TOLERANCE_HALF = 0.02
 _MOST_HALF = 0.1
 """In half precision rounding may take more: four times what parts a text alone from the text beside itself."""
 _TIMES_ROUNDING = 4.0
-
-
-class CannotDraft(ValueError):
-    """What self-speculative decoding cannot do, with this model or beside what else was asked for."""
 
 
 @dataclass(frozen=True)

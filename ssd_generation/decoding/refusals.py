@@ -1,0 +1,162 @@
+"""What self-speculative decoding cannot do, said before anything is computed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
+
+__all__ = [
+    "CannotDraft",
+    "refuse_beforehand",
+    "refuse_cache",
+    "refuse_model",
+    "refuse_processors",
+    "refuse_what_cannot_be",
+]
+
+
+class CannotDraft(ValueError):
+    """What self-speculative decoding cannot do, with this model or beside what else was asked for."""
+
+
+def refuse_model(model: PreTrainedModel) -> None:
+    """Raise `CannotDraft` for a model that cannot draft for itself, whatever is asked of it."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise CannotDraft(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
+    if getattr(model, "_is_stateful", False):
+        raise CannotDraft(
+            f"{name} is a recurrent (stateful) model: it cannot take rejected tokens back, so it cannot draft for "
+            "itself."
+        )
+    parameters = inspect.signature(type(model).forward).parameters
+    if (
+        "past_key_values" not in parameters
+        and "cache_params" not in parameters
+        and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    ):
+        raise CannotDraft(
+            f"{name} keeps no KV cache: each of its passes computes the whole text anew, so that there is nothing to "
+            "verify drafted tokens behind."
+        )
+    if not model.can_generate():
+        raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
+
+
+_LEAVE_THE_CACHE = "Draft and target share a dynamic cache in place: leave `cache_implementation` out."
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise CannotDraft(f"`self_speculative` cannot be combined with {what}. {instead}")
+
+
+def refuse_what_cannot_be(
+    model: PreTrainedModel,
+    mode: GenerationMode,
+    config: GenerationConfig,
+    mode_kwargs: dict[str, Any],
+) -> None:
+    """Raise `CannotDraft` for a generation mode, or settings of the call, that drafting does not go with."""
+    refuse_model(model)
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        if config.prompt_lookup_num_tokens is not None:
+            _refuse(f"`prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}`", "Leave one of them out.")
+        if config.assistant_early_exit is not None:
+            _refuse(f"`assistant_early_exit={config.assistant_early_exit}`", "Leave one of them out.")
+        _refuse(f"the generation mode '{mode.value}'", "Use greedy decoding or sampling.")
+    if config.use_cache is False:
+        _refuse(
+            "`use_cache=False`",
+            "The draft reads the target's KV cache: pass `use_cache=True` (some models switch it off in their config).",
+        )
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        _refuse(
+            f"classifier-free guidance (`guidance_scale={config.guidance_scale}`)",
+            "Its processor keeps a KV cache of its own that cannot be rolled back: leave it out.",
+        )
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        _refuse(
+            f"`cache_implementation={config.cache_implementation!r}`",
+            _LEAVE_THE_CACHE,
+        )
+    if mode_kwargs.get("synced_gpus"):
+        _refuse(
+            "`synced_gpus` (FSDP or DeepSpeed ZeRO-3)",
+            "The ranks would make different numbers of passes: use `device_map` or tensor parallelism.",
+        )
+
+
+def refuse_processors(processors: LogitsProcessorList) -> None:
+    """Raise `CannotDraft` for processors that cannot see drafted tokens without harm."""
+    for processor in processors:
+        if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
+            _refuse(
+                "a SynthID watermark: its processor keeps a state that tokens which are drafted and then rejected "
+                "cannot be taken out of, and the mark would be lost",
+                "Leave `self_speculative` out, or use the watermark of `WatermarkingConfig`.",
+            )
+
+
+def refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConfig | None, kwargs: Any) -> None:
+    """Raise `CannotDraft` for what would be known too late, or not at all, once `generate` is on its way."""
+
+    def wanted(name: str) -> Any:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+        configs = (generation_config, model.generation_config)
+        return next((v for c in configs if c is not None and (v := getattr(c, name, None)) is not None), None)
+
+    if wanted("cache_implementation") == "paged":
+        _refuse('`cache_implementation="paged"` (continuous batching)', _LEAVE_THE_CACHE)
+    if (beams := wanted("num_beams") or 1) > 1:
+        _refuse(f"beam search (`num_beams={beams}`)", "Use `num_beams=1`, greedy or sampling.")
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise CannotDraft(
+            "`self_speculative` needs the KV cache, which transformers switches off under gradient checkpointing in "
+            "training mode. Call `model.eval()` first."
+        )
+    tuned = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", None)
+    if getattr(getattr(tuned, "active_peft_config", None), "is_prompt_learning", False):
+        _refuse(
+            "a PEFT adapter of prompt learning (prefix, prompt and P-tuning): its virtual tokens stand in the cache, "
+            "and belong to no text",
+            "LoRA and its kind work.",
+        )
+
+
+def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
+    """Raise `CannotDraft` for a cache that rejected tokens cannot be taken out of."""
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
+        raise CannotDraft(
+            f"{type(model).__name__} does not keep its keys and values in a transformers `DynamicCache` (but in "
+            f"{type(cache).__name__}), so that draft and target cannot share them."
+        )
+    if getattr(cache, "offloading", False):
+        raise CannotDraft(
+            "An offloaded cache cannot be drafted from: its layers are not on the model's device. Use a DynamicCache()."
+        )
+    for index, layer in enumerate(cache.layers):
+        if (
+            type(layer).__name__ == "DummyLayer"
+        ):  # holds nothing (KV sharing, MLP-only layers); not in transformers 5.18
+            continue
+        if isinstance(layer, (QuantizedLayer, StaticLayer)) or not isinstance(layer, CacheLayerMixin):
+            raise CannotDraft(
+                f"Layer {index} of the cache is a {type(layer).__name__}: rejected tokens cannot be taken out of "
+                "it again. Self-speculative decoding needs a DynamicCache(), and a model whose layers are all "
+                "attention layers."
+            )
+        if (
+            not isinstance(layer, DynamicLayer)
+            or not getattr(layer, "is_croppable", True)
+            or hasattr(layer, "recurrent_states")
+        ):
+            raise CannotDraft(
+                f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected "
+                "tokens cannot be taken out of it again. This model or cache cannot draft for itself."
+            )
