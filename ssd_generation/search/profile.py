@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from ..support.display import visible
 from ..support.files import write_whole
 from ..support.messages import shown
 from ..support.reading import PROFILE, read_json
-from ..tuning.costs import LONGEST_VERIFIED, Passes, describe_machine
+from ..tuning.costs import LONGEST_VERIFIED, Passes, describe_machine, time_in_turns
 from .space import KEEP
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ CONTEXTS = (64, 512, 2048)
 """Tokens in the cache at which attention is measured."""
 
 _VERSION = 2
-_PLAIN = "a plain step"
 _SECONDS = 4.0
 """Passes are repeated this long, once the least number is reached."""
 
@@ -315,24 +315,21 @@ class _Profiler:
         self.plain: list[float] = []  # seconds, in each part
 
     def _time(self, what: str, passes: Mapping[str, tuple[Passes, int]]) -> dict[str, float]:
-        """Minimum time of each pass, relative to plain steps timed in turns with it; length 0 is a draft step."""
+        """Time of each pass in plain steps, which take turns with it; length 0 is a draft step."""
         self.progress(what, self.done, self.parts)
         self.done += 1
-        passes = {_PLAIN: (self.whole, 1), **passes}
-        for which, length in passes.values():
+        for which, length in ((self.whole, 1), *passes.values()):
             which.once(length)  # captures the pass, touches the memory
-        times: dict[str, list[float]] = {name: [] for name in passes}
-        started = time.perf_counter()
-        for repeat in range(5 * self.repeats):
+        timings = time_in_turns(
+            partial(self.whole.once, 1),
+            {name: partial(which.once, length) for name, (which, length) in passes.items()},
             # Passes of small models vary more, and take less time.
-            if repeat >= self.repeats and time.perf_counter() - started > _SECONDS:
-                break
-            for name, (which, length) in passes.items():
-                times[name].append(which.once(length))
-        self.spreads += [statistics.median(values) / min(values) for values in times.values()]
-        least = {name: min(values) for name, values in times.items()}
-        self.plain.append(least.pop(_PLAIN))
-        return {name: seconds / self.plain[-1] for name, seconds in least.items()}
+            is_over=lambda repeats, spent: repeats >= self.repeats and spent > _SECONDS,
+            most_repeats=5 * self.repeats,
+        )
+        self.spreads += [statistics.median(values) / min(values) for values in timings.seconds]
+        self.plain.append(timings.plain)
+        return {name: timings.ratio(name) for name in passes}
 
     def _parts(
         self, what: str, context: int, precision: PrecisionConfig | None, cache: Any = None

@@ -6,7 +6,9 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,16 @@ from ..support.timing import Stopwatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Passes", "costs_of", "describe_adapters", "describe_machine", "describe_model", "measure_costs"]
+__all__ = [
+    "Passes",
+    "TimingsInTurns",
+    "costs_of",
+    "describe_adapters",
+    "describe_machine",
+    "describe_model",
+    "measure_costs",
+    "time_in_turns",
+]
 
 VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
 """Lengths of the verify passes that are measured; 13: the pending token and the 12 drafted ones of a longest round."""
@@ -105,18 +116,11 @@ def _put_together(model: PreTrainedModel, verify: dict[int, float], draft_ratio:
 def _measure(
     model: PreTrainedModel, config: SelfSpeculativeConfig | None, lengths: Sequence[int], what: str, shows: bool = True
 ) -> Any:
-    """Seconds of passes over so many tokens (0: a draft step), and of plain steps: a dictionary or `NoisyMeasurement`.
-
-    The machine is not the same from one moment to the next: other work takes its memory's bandwidth or its clock. So
-    each pass counts relative to the plain steps on either side of it, and the median of these ratios is taken.
-    """
-    times: dict[int, list[float]] = {1: []}
-    ratios: dict[int, list[float]] = {}
-    pairs = [lengths[i : i + 2] for i in range(0, len(lengths), 2)]
+    """Seconds of passes over so many tokens, 0 for a draft step: a dictionary, or a `NoisyMeasurement` of one."""
     with (
         torch.inference_mode(),
         hf_logging.tqdm(
-            total=len(lengths) + 1 + _REPEATS * (len(lengths) + len(pairs)),
+            total=len(lengths) + 1 + _REPEATS * (len(lengths) + -(-len(lengths) // 2)),
             desc=f"Measuring the cost of {what} here, once",
             leave=False,
             disable=not shows,
@@ -125,27 +129,85 @@ def _measure(
     ):
         passes = Passes(model, config)
         for length in (1, *lengths):
-            passes.once(length)  # recording, first touch
+            passes.once(length)  # capture, first touch
             bar.update()
-        started = time.perf_counter()
-        after = passes.once(1)
-        for repeat in range(_MOST_REPEATS):
-            for pair in pairs:
-                before, between = after, [passes.once(length) for length in pair]
-                after = passes.once(1)
-                times[1].append(after)
-                for length, seconds in zip(pair, between, strict=True):
-                    times.setdefault(length, []).append(seconds)
-                    ratios.setdefault(length, []).append(2 * seconds / (before + after))
-                if repeat < _REPEATS:
-                    bar.update(1 + len(pair))
-            spent = time.perf_counter() - started
-            if broadcast(model, spent > (_ENOUGH_SECONDS if repeat + 1 >= _REPEATS else _SECONDS)):
-                break
-    plain = statistics.median(times[1])
+        timings = time_in_turns(
+            partial(passes.once, 1),
+            {length: partial(passes.once, length) for length in lengths},
+            # Processes that compute one model together stop together.
+            is_over=lambda repeats, spent: broadcast(
+                model, spent > (_ENOUGH_SECONDS if repeats >= _REPEATS else _SECONDS)
+            ),
+            progress=lambda repeats, count: bar.update(count) if repeats < _REPEATS else None,
+        )
     return flag_if_noisy(
-        {1: plain} | {length: plain * statistics.median(values) for length, values in ratios.items()}, times.values()
+        {1: timings.plain} | {length: timings.plain * timings.ratio(length) for length in lengths}, timings.seconds
     )
+
+
+@dataclass(frozen=True)
+class TimingsInTurns:
+    """Passes that took turns with plain steps.
+
+    Attributes:
+        plain_steps: seconds of each plain step.
+        passes: seconds of each repetition, by pass.
+        ratios: each of these divided by the mean of the plain steps before and behind it, by pass.
+    """
+
+    plain_steps: list[float]
+    passes: dict[Any, list[float]]
+    ratios: dict[Any, list[float]]
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain step, the median."""
+        return statistics.median(self.plain_steps)
+
+    def ratio(self, name: Any) -> float:
+        """What a pass takes, in plain steps: the median of the ratios."""
+        return statistics.median(self.ratios[name])
+
+    @property
+    def seconds(self) -> list[list[float]]:
+        """Seconds of all that was repeated."""
+        return [self.plain_steps, *self.passes.values()]
+
+
+def time_in_turns(
+    plain: Callable[[], float],
+    passes: Mapping[Any, Callable[[], float]],
+    is_over: Callable[[int, float], bool],
+    most_repeats: int = _MOST_REPEATS,
+    progress: Callable[[int, int], Any] = lambda repeats, count: None,
+) -> TimingsInTurns:
+    """Time passes in turns with plain steps: the one way in which this library measures what a pass costs.
+
+    The machine is not the same from one moment to the next: other work takes its memory's bandwidth or its clock. So
+    each pass counts relative to the plain steps on either side of it, at most two passes between them.
+
+    Args:
+        plain: makes a plain step and gives its seconds.
+        passes: make the other passes; each was made once before.
+        is_over: `(repetitions, seconds spent)` → whether that is enough.
+        most_repeats: repetitions at the most.
+        progress: called with the repetitions done, and the passes made since.
+    """
+    timings = TimingsInTurns([], {name: [] for name in passes}, {name: [] for name in passes})
+    names = list(passes)
+    started, after = time.perf_counter(), plain()
+    for repeat in range(most_repeats):
+        for pair in (names[i : i + 2] for i in range(0, len(names), 2)):
+            before, between = after, [passes[name]() for name in pair]
+            after = plain()
+            timings.plain_steps.append(after)
+            for name, seconds in zip(pair, between, strict=True):
+                timings.passes[name].append(seconds)
+                timings.ratios[name].append(2 * seconds / (before + after))
+            progress(repeat, 1 + len(pair))
+        if is_over(repeat + 1, time.perf_counter() - started):
+            break
+    return timings
 
 
 class Passes:
