@@ -635,7 +635,7 @@ class _Refining:
 
 
 def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refinement:
-    """The refinement of a config's draft, as far as it has come; where it begins, what it goes by is measured."""
+    """The refinement of a config's draft, with what it has learnt so far; costs are measured where it is new."""
     refinements: dict[SelfSpeculativeConfig, Refinement] = state_of(model).refinements
     if config not in refinements or config.drafting.carry_state is False:
         costs = config.costs if config.costs is not None else costs_of(model, config)

@@ -12,7 +12,7 @@ __all__ = ["VerifiedText"]
 
 @dataclass(frozen=True)
 class VerifiedText:
-    """A text that the target has said, and what a draft of its continuation starts from.
+    """A text that the target has generated, and what a draft of its continuation starts from.
 
     Attributes:
         ids: the text, `(1, prompt_length + N)`.
