@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 DRAFT_MEMORY = 0.3
-"""Share of the weights' bytes that low-bit copies may take where nothing else is said."""
+"""Share of the weights' bytes that low-bit copies may take by default."""
 
 _SPEEDUP = Number(0, 1e6)
 _SHARE_OF_WEIGHTS = Number(0, 100, "a share of the weights' bytes", "0 allows no copies.")
@@ -44,7 +44,7 @@ _LOOKED_AT = 96
 """Tokens of the prompt that the candidates are tried on."""
 
 _LEAST_GAIN = 1.03
-"""A draft that promises less than this over plain decoding is not worth its memory."""
+"""A draft with a smaller predicted speed-up than this is not worth its memory."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class AutomaticChoice:
 
     @property
     def acceptance(self) -> float | None:
-        """How likely a drafted token was taken to be accepted; `None` for prompt lookup alone."""
+        """The acceptance rate that the choice assumed; `None` for prompt lookup alone."""
         return None if self.precision is None else self.config.drafting.acceptance[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_memory: float) -> None:
-    """See that a config's low-bit copies keep to a budget.
+    """Check that a config's low-bit copies fit a memory budget.
 
     Args:
         model: the target model.
@@ -125,7 +125,7 @@ def automatic_config(
 def automatic_choice(
     model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float = DRAFT_MEMORY
 ) -> AutomaticChoice:
-    """The config that promises most: prompt lookup, and low-bit copies where they pay and the budget allows them.
+    """The config with the greatest predicted speed-up: prompt lookup, and low-bit copies where they pay and fit.
 
     The first call for a model on a machine tries the candidates (seconds: their cost, and how often they agree with the
     model on `prompt`) and keeps the answer on the disk; later calls read it.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["SHARE", "Refinement"]
 
 SHARE = 0.02
-"""Of the time of generation, as the costs have it, that is spent on judging drafts."""
+"""Share of the generation time, by the measured costs, that is spent on judging drafts."""
 
 WINDOW = 32
 """Tokens that a draft is judged on at once."""
@@ -43,32 +43,33 @@ WINDOW = 32
 _LEAST_WINDOW = 16
 
 _DISCOUNT = 0.97
-"""What was seen counts this much less with each window that follows: texts change."""
+"""Discount: earlier counts are multiplied by this with each further window, because texts change."""
 
 _TO_WIN, _TO_LOSE = 2.0, 1.5
-"""Standard errors by which a race is decided. What wins by mistake costs some speed until the next race; what loses by
-mistake may run again."""
+"""Standard errors by which one draft must be ahead to replace the other, or behind to be dropped. A wrong winner costs
+some speed until the next comparison; a wrong loser may be tried again."""
 
 _MOST_WINDOWS = 10
 
 _SAME_AGAIN = 4
 _SAME_AFTER = 400
-"""A draft that lost may run again after so many changes of the draft in use, or so many passes: texts change."""
+"""A dropped draft may be tried again after so many changes of the draft in use, or so many passes: texts change."""
 
 # Plain steps: of trying out whether drafts can be judged, and of measuring a winner's costs.
 _TRYING_OUT = 8.0
 _MEASURING = 24.0
 
 _MOST_SAVED = 4
-"""Judging passes that are paid for ahead, at the most: texts that cannot be judged (batches) earn as well."""
+"""The most judging passes that can be saved up for: texts that cannot be judged (batches) earn as well."""
 
 _ABOVE_VERIFYING = 1.5
-"""A judging pass runs the model's own forward with a mask of its own; a verify pass is captured."""
+"""Cost of a judging pass / a verify pass of that length: it runs the model's own forward with a mask of its own, while a
+verify pass is captured."""
 
 
 @dataclass
 class _Runner:
-    """A draft in the race."""
+    """A draft that is compared with another."""
 
     config: SelfSpeculativeConfig
     costs: Costs
@@ -83,7 +84,7 @@ class _Runner:
         self.windows += 1
 
     def speedup(self, errors: float = 0.0) -> float:
-        """What it promises over plain decoding; below 1 it would not be used, and tells all the same where to go."""
+        """Predicted speed-up over plain decoding; below 1 it would not be used, but still guides the search."""
         return speedup_within_chance([self.seen], [self.right], self.costs, errors)[0]
 
     @property
@@ -93,7 +94,7 @@ class _Runner:
 
 @dataclass
 class _Change:
-    """A kind of change: how many sub-layers it takes, and how often it failed since it last succeeded."""
+    """A kind of change: how many sub-layers it changes, and how often it failed since it last succeeded."""
 
     first: int
     count: int = field(init=False)
@@ -161,11 +162,11 @@ class Refinement:
 
     @property
     def config(self) -> SelfSpeculativeConfig:
-        """What to draft with now: the costs are those of the draft, and its acceptance what it was judged by."""
+        """What to draft with now, with this draft's costs and its measured acceptance rate."""
         return self._in_use.config
 
     def to_dict(self) -> dict[str, Any]:
-        """What it has come to, as plain JSON types."""
+        """Counts, times and the current config, as plain JSON types."""
         return {
             "passes": self.passes,
             "seconds": self.seconds,
@@ -175,7 +176,7 @@ class Refinement:
         }
 
     def earn(self, draft_steps: int, verified: int) -> None:
-        """Book a round.
+        """Add a round to the time that judging may take a share of.
 
         Args:
             draft_steps: draft steps that it took.
@@ -271,7 +272,7 @@ class Refinement:
         self.changes += 1
 
     def _propose(self) -> _Runner | None:
-        """A draft that has not lost of late, of the kind of change that could gain most."""
+        """A draft that was not dropped recently, of the kind of change that could gain most."""
         for kind in sorted(self._kinds, key=self._hope, reverse=True):
             for _ in range(8):
                 self._proposals += 1
@@ -285,7 +286,7 @@ class Refinement:
         return None
 
     def _hope(self, kind: str) -> float:
-        """What a change would gain at best, the less the more often its like has failed."""
+        """The most that a kind of change can gain, discounted by how often it failed."""
         config = self._changed(kind, random.Random(0))
         if config is None:
             return -math.inf
@@ -371,7 +372,7 @@ def _distances(model: PreTrainedModel, text: VerifiedText) -> list[float]:
 
 
 class _Steps:
-    """What a draft step costs when sub-layers go or come back, told from the costs of one draft.
+    """Predicts a draft step's cost when sub-layers are left out or put back, from the measured costs of one draft.
 
     A plain step is taken to be spent where the weights are, but for attention, whose part is measured once per model
     and machine. What is in low bits costs the share of it that makes the known draft step come out right.
@@ -412,11 +413,11 @@ class _Steps:
             self._ratio = min(max((costs.draft_step / costs.plain_step - full) / low, 0.05), 1.0)
 
     def share(self, kind: str, layer: int) -> float:
-        """Of a plain step."""
+        """Share of a plain step that a sub-layer takes."""
         return self._shares[kind, layer]
 
     def costs(self, config: SelfSpeculativeConfig, beside: SelfSpeculativeConfig, known: Costs) -> Costs:
-        """Of a draft, from those of another one."""
+        """Predicted costs of a draft, from the known costs of another one."""
         saved = self._predicted(beside) - self._predicted(config)
         ratio = known.draft_step / known.plain_step - saved
         return dataclasses.replace(known, draft_step=max(ratio, 0.02) * known.plain_step)
