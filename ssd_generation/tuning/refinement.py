@@ -63,7 +63,7 @@ _MOST_SAVED = 4
 """The most judging passes that can be saved up for: texts that cannot be judged (batches) earn as well."""
 
 _ABOVE_VERIFYING = 1.5
-"""Cost of a judging pass / a verify pass of that length: it runs the model's own forward with a mask of its own, while a
+"""Cost of a judging pass / a verify pass of that length: it runs the model's own forward with its own mask, while a
 verify pass is captured."""
 
 
