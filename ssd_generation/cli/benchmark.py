@@ -251,13 +251,7 @@ def _run_paired(request: Request, folder: RunFolder, other: Path, announced: str
 
 
 def _print_summary(summary: dict[str, Any], path: Path, as_json: bool) -> None:
-    from .benchmark_view import benchmark_view
-    from .console import err, out, print_json
+    from .benchmark_view import benchmark_view, print_summary
 
-    if as_json:
-        print_json(summary)
-        return
-    console = out()
-    console.print(benchmark_view(summary, console.width))
     plot = "with a plot" if summary["plot"] == "plot.png" else f"plot {summary['plot']}"
-    err().print(f"\nWritten to {path} ({plot})", style="dim", soft_wrap=True)
+    print_summary(summary, benchmark_view, f"{path} ({plot})", as_json)

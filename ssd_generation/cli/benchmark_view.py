@@ -78,6 +78,30 @@ def _ratios(ratios: Mapping[str, float]) -> str:
     )
 
 
+def print_summary(
+    summary: Mapping[str, Any],
+    view: Callable[[Mapping[str, Any], int], RenderableType],
+    written: str,
+    as_json: bool,
+) -> None:
+    """The end of a command that measures: the tables and where they are kept, or one JSON document.
+
+    Args:
+        summary: as in summary.json.
+        view: makes the tables, for a console so many columns wide.
+        written: the folder, and the plots in it.
+        as_json: print the summary instead.
+    """
+    from .console import err, out, print_json
+
+    if as_json:
+        print_json(summary)
+        return
+    console = out()
+    console.print(view(summary, console.width))
+    err().print(f"\nWritten to {written}", style="dim", soft_wrap=True)
+
+
 def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
     """The tables of a finished run, with the conditions below.
 

@@ -356,16 +356,10 @@ def _about(request: Request, is_alone: bool) -> dict[str, Any]:
 
 
 def _print_summary(summary: dict[str, Any], path: Path, as_json: bool) -> None:
-    from .benchmark_view import evaluation_view
-    from .console import err, out, print_json
+    from .benchmark_view import evaluation_view, print_summary
 
-    if as_json:
-        print_json(summary)
-        return
-    console = out()
-    console.print(evaluation_view(summary, console.width))
     plots = f"with {', '.join(summary['plots'])}" if summary["plots"] else f"plot {summary['plot']}"
-    err().print(f"\nWritten to {path} ({plots})", style="dim", soft_wrap=True)
+    print_summary(summary, evaluation_view, f"{path} ({plots})", as_json)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

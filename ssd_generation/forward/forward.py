@@ -140,8 +140,7 @@ class Forward:
         """
         count = tokens.shape[1]
         positions = context.positions_of(count)
-        if whole is None and self._is_captured(tokens, context):
-            assert self._captured is not None
+        if whole is None and self._captured is not None and self._suits_capture(tokens, context):
             if positions is None:
                 positions = torch.arange(context.length, context.length + count, device=tokens.device)[None]
             logits = self._captured.run(context.cache, tokens, positions)
@@ -177,10 +176,10 @@ class Forward:
             context.cache = cache
         return outputs
 
-    def _is_captured(self, tokens: torch.Tensor, context: Context) -> bool:
+    @staticmethod
+    def _suits_capture(tokens: torch.Tensor, context: Context) -> bool:
         return (
-            self._captured is not None
-            and context.suits_capture(tokens.shape[0])
+            context.suits_capture(tokens.shape[0])
             and not context.token_types
             and not any(isinstance(value, torch.Tensor) for value in context.arguments.values())
         )
