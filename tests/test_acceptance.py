@@ -34,11 +34,11 @@ def continuation(model: Any, length: int = 20) -> torch.Tensor:
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
 
 
-def simulated_rounds(agreed: torch.Tensor, first: int) -> list[int]:
+def simulated_rounds(matches: torch.Tensor, first: int) -> list[int]:
     """How many tokens each round of a generation would accept."""
     rounds, at = [], first
-    while at + DEPTH < agreed.shape[0]:
-        accepted = int(agreed[at].clamp(min=0).cumprod(dim=0).sum())
+    while at + DEPTH < matches.shape[0]:
+        accepted = int(matches[at].clamp(min=0).cumprod(dim=0).sum())
         rounds.append(accepted)
         at += accepted + 1
     return rounds
@@ -57,7 +57,7 @@ def test_judged_rounds_are_those_of_generation(family: str) -> None:
     some_rejected = 0
     turn = FAMILIES.index(family)
     for skip in (SKIPS[turn % 3], SKIPS[(turn + 1) % 3]):  # each with two families in three
-        agreed, passes, tokens = agreements(model, SkipMode(model, skip), text, range(len(text)), DEPTH)
+        matches, passes, tokens = agreements(model, SkipMode(model, skip), text, range(len(text)), DEPTH)
         assert (passes, tokens) == (1, DEPTH * NEW - DEPTH * (DEPTH - 1) // 2)
         config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=DEPTH))
         ids = whole[:, :20]
@@ -66,7 +66,7 @@ def test_judged_rounds_are_those_of_generation(family: str) -> None:
         )
         assert torch.equal(again, whole)
         # The prompt's pass gives the first token; the first round drafts the second.
-        expected = simulated_rounds(agreed, 1)
+        expected = simulated_rounds(matches, 1)
         assert model.last_speculation.round_accepted[0][: len(expected)] == expected
         some_rejected += sum(accepted < DEPTH for accepted in expected)
     assert some_rejected > 0

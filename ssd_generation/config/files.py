@@ -139,8 +139,8 @@ class StoredParameters(Parameters):
 def single(data: Any, name: str | None) -> dict[str, Any]:
     """The one config that is meant, out of a dict that may hold several keyed by model name; without its version."""
     if not isinstance(data, Mapping):
-        told = "A config is a JSON object (a dict), such as {'attention': [3, 5], 'mlp': [6]}"
-        raise TypeError(f"{told}, but got {shown(data)}.")
+        problem = "A config is a JSON object (a dict), such as {'attention': [3, 5], 'mlp': [6]}"
+        raise TypeError(f"{problem}, but got {shown(data)}.")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be the name of a model in the config, but got {shown(name)}.")
     if len(data) > MOST_MODELS:
@@ -161,11 +161,11 @@ def single(data: Any, name: str | None) -> dict[str, Any]:
         if name is None and len(data) > 1:
             raise ValueError(f"There are configs for several models: {listed(data)}. Choose one with name=….")
         if name is not None and name not in data:
-            told = f"There is no config named {shown(name)}; there are {listed(data)}."
-            raise ValueError(f"{told}{did_you_mean(name, data)}")
+            problem = f"There is no config named {shown(name)}; there are {listed(data)}."
+            raise ValueError(f"{problem}{did_you_mean(name, data)}")
         data = data[name] if name is not None else next(iter(data.values()))
     version = FORMAT.check("format_version", data.get("format_version", FORMAT_VERSION))
     if version > FORMAT_VERSION:
-        told = f"The config is in format_version {version}, but this ssd_generation reads up to {FORMAT_VERSION}."
-        raise ValueError(f"{told} Update the package, or save the config with the version installed here.")
+        problem = f"The config is in format_version {version}, but this ssd_generation reads up to {FORMAT_VERSION}."
+        raise ValueError(f"{problem} Update the package, or save the config with the version installed here.")
     return {key: value for key, value in data.items() if key != "format_version"}

@@ -72,8 +72,8 @@ class SkipConfig(_BySublayer, title="a skip set"):
     def validate_for(self, num_layers: int) -> None:
         super().validate_for(num_layers)
         if len(self.attention) == num_layers:
-            told = f"The skip set leaves out all {num_layers} attention sub-layers: the draft would see no context."
-            raise ValueError(f"{told} Keep at least one.")
+            problem = f"The skip set leaves out all {num_layers} attention sub-layers: the draft would see no context."
+            raise ValueError(f"{problem} Keep at least one.")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], name: str | None = None) -> SkipConfig:
@@ -88,8 +88,8 @@ class SkipConfig(_BySublayer, title="a skip set"):
         """
         data = single(data, name)
         if data.keys() & set(PARTS):
-            told = f"This is a whole config (keys {listed(data)}), not a skip set."
-            raise ValueError(f"{told} Read it with SelfSpeculativeConfig.from_dict and take its `.skip`.")
+            problem = f"This is a whole config (keys {listed(data)}), not a skip set."
+            raise ValueError(f"{problem} Read it with SelfSpeculativeConfig.from_dict and take its `.skip`.")
         check_keys(data, ("attention", "mlp"), cls._title, aliases=("attn",))
         if "attention" in data and "attn" in data:
             raise ValueError("The skip set has both 'attention' and 'attn', two names of one thing. Keep 'attention'.")
@@ -143,8 +143,8 @@ class PrecisionConfig(_BySublayer, title="'precision'"):
             ValueError: another kind of sub-layer.
         """
         if kind not in ("attention", "mlp"):
-            told = f"There are sub-layers of kind 'attention' and 'mlp', but got {shown(kind)}."
-            raise ValueError(f"{told} Choose one of them.")
+            problem = f"There are sub-layers of kind 'attention' and 'mlp', but got {shown(kind)}."
+            raise ValueError(f"{problem} Choose one of them.")
         return {"attention": self.attention, "mlp": self.mlp}[kind].get(layer, self.default)
 
     @classmethod
@@ -174,8 +174,8 @@ class LookupConfig(Parameters, title="'lookup'"):
 
     def _check_together(self) -> None:
         if self.min_ngram > self.max_ngram:
-            told = f"min_ngram must be at most max_ngram ({self.max_ngram}), but got {self.min_ngram}."
-            raise ValueError(f"{told} Lower it, or raise max_ngram.")
+            problem = f"min_ngram must be at most max_ngram ({self.max_ngram}), but got {self.min_ngram}."
+            raise ValueError(f"{problem} Lower it, or raise max_ngram.")
 
 
 @dataclass(frozen=True)
@@ -300,8 +300,8 @@ class Provenance(Parameters, title="'provenance'", omits_defaults=True):
         except ValueError:
             canonical = None
         if self.date != canonical:
-            told = "date must be a day written YYYY-MM-DD, such as '2025-01-31'"
-            raise ValueError(f"{told}, but got {shown(self.date)}.")
+            problem = "date must be a day written YYYY-MM-DD, such as '2025-01-31'"
+            raise ValueError(f"{problem}, but got {shown(self.date)}.")
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> Provenance:
@@ -334,11 +334,11 @@ class Provenance(Parameters, title="'provenance'", omits_defaults=True):
         named = f" ({shown(self.model_id)[1:-1]})" if self.model_id else ""
         advice = "Use a config made for this model."
         if model_type is not None and self.model_type not in (None, model_type):
-            told = f"This config was made for a model of type {shown(self.model_type)}{named}"
-            raise ValueError(f"{told}, but the model is of type {shown(model_type)}. {advice}")
+            problem = f"This config was made for a model of type {shown(self.model_type)}{named}"
+            raise ValueError(f"{problem}, but the model is of type {shown(model_type)}. {advice}")
         if self.num_layers not in (None, num_layers):
-            told = f"This config was made for a model with {self.num_layers} layers{named}"
-            raise ValueError(f"{told}, but the model has {num_layers}. {advice}")
+            problem = f"This config was made for a model with {self.num_layers} layers{named}"
+            raise ValueError(f"{problem}, but the model has {num_layers}. {advice}")
 
     def __repr__(self) -> str:
         known = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -368,8 +368,8 @@ class SelfSpeculativeConfig(
             False (none) and a mapping of its fields are taken too.
         costs: measured costs of the steps, or None.
         adapt: whether the draft goes on improving while it is used: under greedy decoding of a single text, sub-layers
-            are left out or taken back by how often the draft would have said what was just verified. That takes at most
-            2 % of the time and never changes the text; what was learnt is kept from call to call
+            are left out or taken back by how often the draft would have predicted what was just verified. That takes
+            at most 2 % of the time and never changes the text; what was learnt is kept from call to call
             (`SpeculationStatistics.refinement`).
         provenance: where the config came from, or None. Where it names a model type or a number of layers, the config
             refuses any other model.
@@ -410,8 +410,8 @@ class SelfSpeculativeConfig(
         for kind in ("attention", "mlp") if self.precision is not None else ():
             exceptions = getattr(self.precision, kind)
             if both := [layer for layer in getattr(self.skip, kind) if layer in exceptions]:
-                told = f"The draft skips {kind} {listed(both)}, and the draft precision names the same."
-                raise ValueError(f"{told} Leave them out of one of the two.")
+                problem = f"The draft skips {kind} {listed(both)}, and the draft precision names the same."
+                raise ValueError(f"{problem} Leave them out of one of the two.")
         if self.provenance is not None and self.provenance.num_layers is not None:
             self.validate_for(self.provenance.num_layers)
 
@@ -449,8 +449,8 @@ class SelfSpeculativeConfig(
     def preset(cls, name: str) -> SelfSpeculativeConfig:
         """A published config; see `PRESETS`. ValueError: there is none of that name."""
         if not isinstance(name, str) or name not in PRESETS:
-            told = f"There is no preset {shown(name)}; there are {listed(PRESETS)}."
-            raise ValueError(f"{told}{did_you_mean(name, PRESETS)}")
+            problem = f"There is no preset {shown(name)}; there are {listed(PRESETS)}."
+            raise ValueError(f"{problem}{did_you_mean(name, PRESETS)}")
         return PRESETS[name]
 
     def to_dict(self) -> dict[str, Any]:

@@ -51,14 +51,14 @@ class _Layers(bounds.Entries):
     def _layer(self, name: str, value: Any) -> int:
         layer, last = bounds.index_of(value), self.most - 1
         if layer is None:
-            told = f"{name} has {shown(value)}, which is not an integer."
-            raise TypeError(f"{told} Give the numbers of the layers, counted from 0.")
+            problem = f"{name} has {shown(value)}, which is not an integer."
+            raise TypeError(f"{problem} Give the numbers of the layers, counted from 0.")
         if layer < 0:
-            told = f"{name} has the negative layer {shown(layer)}."
-            raise ValueError(f"{told} Layers are counted from 0; give the number itself.")
+            problem = f"{name} has the negative layer {shown(layer)}."
+            raise ValueError(f"{problem} Layers are counted from 0; give the number itself.")
         if layer > last:
-            told = f"{name} has layer {shown(layer)}, but layers are counted from 0 to {last:,} at the most."
-            raise ValueError(told)
+            problem = f"{name} has layer {shown(layer)}, but layers are counted from 0 to {last:,} at the most."
+            raise ValueError(problem)
         return layer
 
 
@@ -90,12 +90,12 @@ class _VerifyTimes(bounds.Entries):
                 raise kind(f"{name} must {self.form}, but it has {shown(given)}.")
             tokens = VERIFIED_TOKENS.check(f"A token count in {name}", pair[0])
             if pairs and tokens <= pairs[-1][0]:
-                told = f"The token counts in {name} must ascend, each once, but {tokens} comes after {pairs[-1][0]}."
-                raise ValueError(f"{told} Sort the pairs by tokens and keep one per count.")
+                problem = f"The token counts in {name} must ascend, each once, but {tokens} comes after {pairs[-1][0]}."
+                raise ValueError(f"{problem} Sort the pairs by tokens and keep one per count.")
             pairs.append((tokens, self.each.check(f"The time of verifying {tokens} tokens", pair[1])))
         if not pairs:
-            told = f"{name} must {self.form}, but it is empty."
-            raise ValueError(f"{told} Measure at least one verify pass, or leave out the costs.")
+            problem = f"{name} must {self.form}, but it is empty."
+            raise ValueError(f"{problem} Measure at least one verify pass, or leave out the costs.")
         return tuple(pairs)
 
 

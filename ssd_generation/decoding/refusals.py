@@ -1,4 +1,4 @@
-"""What self-speculative decoding cannot do, said before anything is computed."""
+"""What self-speculative decoding cannot do, refused before anything is computed."""
 
 from __future__ import annotations
 

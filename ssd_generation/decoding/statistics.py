@@ -203,13 +203,13 @@ class SpeculationStatistics:
 
     def __str__(self) -> str:
         """The call in a sentence."""
-        said = f"{self.generated_tokens} tokens in {self.target_passes} passes of the whole model"
+        summary = f"{self.generated_tokens} tokens in {self.target_passes} passes of the whole model"
         if not self.drafted_tokens:
             why = f": {self.refusal}" if self.refusal else ""
-            return f"{said}, {self.total_seconds:.2f} s; nothing was drafted{why}."
+            return f"{summary}, {self.total_seconds:.2f} s; nothing was drafted{why}."
         looked_up = f" ({self.looked_up_tokens} of them looked up)" if self.looked_up_tokens else ""
         return (
-            f"{said} and {self.draft_passes} of the draft, {self.total_seconds:.2f} s: {self.drafted_tokens} tokens "
+            f"{summary} and {self.draft_passes} of the draft, {self.total_seconds:.2f} s: {self.drafted_tokens} tokens "
             f"drafted{looked_up}, {self.accepted_tokens} accepted ({self.acceptance_rate:.0%}), "
             f"{self.tokens_per_round:.2f} tokens per round."
         )

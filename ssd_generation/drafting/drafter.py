@@ -112,8 +112,8 @@ class Drafter(ABC):
             return Draft.of_tokens([texts.text(row)[-1:] * min(4, limit) for row, limit in enumerate(limits)])
     ```
 
-    Whatever is drafted, the text is the model's: a drafted token that the target would not have said is dropped. One
-    object serves one call at a time; what it learns may be carried from call to call.
+    Whatever is drafted, the text is the model's: a drafted token that the target would not have generated is dropped.
+    One object serves one call at a time; what it learns may be carried from call to call.
 
     Attributes:
         draft_passes: passes of a model made for drafts so far, for the statistics.

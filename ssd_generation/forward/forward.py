@@ -47,7 +47,7 @@ _NOT_FOR_DRAFTS = frozenset(
 
 @dataclass
 class Context:
-    """What a pass stands behind: the KV cache, and what the model is told beside the tokens.
+    """What a pass stands behind: the KV cache, and the model's other arguments.
 
     Attributes:
         cache: the target's; it holds `length` slots of each row.

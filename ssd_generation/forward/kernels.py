@@ -125,7 +125,7 @@ def fastest_kernels(
     """The kernels that are the fastest here for a pass over `rows` tokens: known, or measured now.
 
     Args:
-        model: whose layers they are; in its company the answer is remembered.
+        model: the model that the layers are of; the answer is stored with it.
         layers: the linear layers of the pass.
         rows: tokens in the pass, ≥ 1.
 

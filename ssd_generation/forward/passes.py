@@ -132,7 +132,7 @@ class CapturedPasses:
             ids (`torch.LongTensor` of shape `(1, n)`): the tokens.
             positions (`torch.LongTensor` of shape `(1, n)`): their positions.
             drafted: tokens of this round's draft that are behind the cache already.
-            ahead: tokens that this round's draft will have in all, to make room for them at once.
+            ahead: tokens that this round's draft will have in all, to reserve cache for them at once.
 
         Returns:
             Logits `(1, n, V)`, or `None` where the pass cannot be played back: nothing has happened then.

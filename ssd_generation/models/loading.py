@@ -42,7 +42,7 @@ _ALLOWED = (
     "Allowed are a Hub id (`organisation/model`), a folder written by `save_pretrained` (model and tokenizer), "
     'the path of a `.gguf` file, or "demo".'
 )
-# What `from_pretrained` of the model and of the tokenizer both have to be told.
+# What `from_pretrained` of the model and of the tokenizer both have to be given.
 _SHARED_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder", "token")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "spiece*", "*.model", "*.tiktoken", "tekken.json")
 _GGUF_MAGIC = b"GGUF"
@@ -353,7 +353,7 @@ def _load(
         # Without it a machine with the right kernels would keep the weights packed, and the model could not be saved.
         options.setdefault("quantization_config", GgufConfig(dequantize=True))
     if options.get("local_files_only"):
-        # transformers looks for an adapter on the Hub all the same, unless told here.
+        # transformers looks for an adapter on the Hub all the same, unless asked not to.
         options.setdefault("adapter_kwargs", {"local_files_only": True})
 
     shared = (*_SHARED_OPTIONS, "revision", "trust_remote_code", "gguf_file")
@@ -519,11 +519,11 @@ def _without_bars() -> Iterator[None]:
 @contextlib.contextmanager
 def _lock(cache: Path, steps: _Steps) -> Iterator[None]:
     """One fetch at a time. The system drops the lock with the process that holds it, so none can go stale."""
-    lock, began, told = Lock(cache / f".{_DEMO.name}.lock"), time.monotonic(), False
+    lock, began, announced = Lock(cache / f".{_DEMO.name}.lock"), time.monotonic(), False
     while not lock.acquire():
-        if not told and time.monotonic() - began > 0.5:
+        if not announced and time.monotonic() - began > 0.5:
             steps.say("another process is fetching it; waiting")
-            told = True
+            announced = True
         time.sleep(0.05)
     try:
         yield

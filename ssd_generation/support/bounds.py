@@ -1,4 +1,4 @@
-"""What a number, a text or a list from outside may be: stated with its field, checked in one place, told in errors.
+"""What a number, a text or a list from outside may be: stated with its field, checked in one place, named in errors.
 
 A config from the Hub is input from a stranger. Whatever it says within these bounds is planned, indexed and shown in
 no time and little memory; whatever lies beyond them is refused in a message that names both ends and stays short.
@@ -153,8 +153,8 @@ class Choice(Bound):
             raise self.refusal(TypeError, name, value)
         if chosen in self.values:
             return chosen
-        told = f"{self.unknown} {shown(value)}; use {self}." if self.unknown else self.refusal(ValueError, name, value)
-        raise ValueError(f"{told}{did_you_mean(value, self.values)}")
+        refusal = f"{self.unknown} {shown(value)}; use {self}." if self.unknown else self.refusal(ValueError, name, value)
+        raise ValueError(f"{refusal}{did_you_mean(value, self.values)}")
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ def locate(
     allowed = ("name", "revision", *HUB_KEYWORDS)
     for key in keywords:
         if key not in HUB_KEYWORDS:
-            told = f"from_pretrained got an unknown keyword {shown(key)}; allowed are {', '.join(allowed)}."
-            raise TypeError(f"{told}{did_you_mean(key, allowed)}")
+            problem = f"from_pretrained got an unknown keyword {shown(key)}; allowed are {', '.join(allowed)}."
+            raise TypeError(f"{problem}{did_you_mean(key, allowed)}")
     if not isinstance(pretrained, (str, os.PathLike)) or not isinstance(os.fspath(pretrained), str):
         raise TypeError(
             f"from_pretrained takes a folder, a JSON file or a Hub id, but got {shown(pretrained)}. To read a dict, "

@@ -96,8 +96,8 @@ class Part(Bound):
                 return self.read(value)
             if isinstance(value, Mapping):
                 return self.kind.from_dict(value)
-        told = str(self.refusal(TypeError, name, value))
-        raise TypeError(f"{told} {self.advice}" if self.advice and isinstance(value, Mapping) else told)
+        problem = str(self.refusal(TypeError, name, value))
+        raise TypeError(f"{problem} {self.advice}" if self.advice and isinstance(value, Mapping) else problem)
 
 
 def check_keys(data: Iterable[Any], allowed: Iterable[str], title: str, aliases: Iterable[str] = ()) -> None:

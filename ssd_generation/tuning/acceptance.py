@@ -1,4 +1,4 @@
-"""How often a draft would be accepted, judged on text that the target has already said.
+"""How often a draft would be accepted, judged on text that the target has already generated.
 
 Real drafting goes round by round: behind the verified prefix, whose keys and values are the target's, each drafted
 token sees the target's prefix and the draft's own keys and values of the tokens drafted in that round. Under greedy
@@ -73,14 +73,14 @@ class Acceptance:
     passes: int = 0
     tokens: int = 0
 
-    def add_rounds(self, agreed: torch.Tensor) -> None:
+    def add_rounds(self, matches: torch.Tensor) -> None:
         """Count rounds of drafting.
 
         Args:
-            agreed: `(rounds, depth)`: 1 where the draft says what the target said, 0 where not, −1 beyond the text.
+            matches: `(rounds, depth)`: 1 where the draft predicts the target's token, 0 where not, −1 beyond the text.
         """
-        known = agreed >= 0
-        right = agreed.clamp(min=0).cumprod(dim=1)
+        known = matches >= 0
+        right = matches.clamp(min=0).cumprod(dim=1)
         reached = torch.cat((torch.ones_like(right[:, :1]), right[:, :-1]), dim=1) * known
         self.add(Acceptance(reached.sum(0).tolist(), (right * known).sum(0).tolist()))
 
@@ -163,7 +163,7 @@ def agreements(
     starts: Sequence[int],
     depth: int,
 ) -> tuple[torch.Tensor, int, int]:
-    """What a draft would say in rounds that start at given tokens of a text, all in one pass (or a few, if many).
+    """What a draft would predict in rounds that start at given tokens of a text, all in one pass (or a few, if many).
 
     Args:
         model: the target model.
@@ -173,10 +173,10 @@ def agreements(
         depth: tokens drafted in each round, ≥ 1.
 
     Returns:
-        Whether the draft says what the target said, `(len(starts), depth)` (1 yes, 0 no, −1 beyond the text); the
+        Whether the draft predicts the target's token, `(len(starts), depth)` (1 yes, 0 no, −1 beyond the text); the
         number of passes; the number of their inputs.
     """
-    agreed = torch.full((len(starts), depth), -1, dtype=torch.long)
+    matches = torch.full((len(starts), depth), -1, dtype=torch.long)
     rounds = max(1, _MOST_TOKENS // depth)
     passes = tokens = 0
     for first in range(0, len(starts), rounds):
@@ -185,14 +185,15 @@ def agreements(
         inside = index < len(text)
         which = torch.arange(len(chunk))[:, None].expand_as(index)
         logits = _logits(model, draft, text, which[inside], chunk[:, None].expand_as(index)[inside], index[inside])
-        said = logits.argmax(dim=-1)
-        right = said == text.ids[0, text.prompt_length :].to(said.device)[index[inside].to(said.device)]
+        predicted = logits.argmax(dim=-1)
+        generated = text.ids[0, text.prompt_length :].to(predicted.device)
+        right = predicted == generated[index[inside].to(predicted.device)]
         part = torch.full_like(index, -1)
         part[inside] = right.long().cpu()
-        agreed[first : first + rounds] = part
+        matches[first : first + rounds] = part
         passes += 1
         tokens += int(inside.sum())
-    return agreed, passes, tokens
+    return matches, passes, tokens
 
 
 def _logits(
@@ -242,9 +243,9 @@ def _masks(
     """
     config = model.config.get_text_config(decoder=True)
     key_position = torch.cat((torch.arange(length, device=position.device), position))
-    behind = position[:, None] - key_position  # ≥ 0: not in the token's future
+    distance = position[:, None] - key_position  # ≥ 0: not in the token's future
     visible = torch.cat((key_position[:length] < since[:, None], which[:, None] == which[None, :]), dim=1) & (
-        behind >= 0
+        distance >= 0
     )
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
@@ -252,7 +253,7 @@ def _masks(
     kinds = set(getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
     masks = {}
     for kind in kinds:
-        seen = visible & (behind < window) if kind == "sliding_attention" and window is not None else visible
+        seen = visible & (distance < window) if kind == "sliding_attention" and window is not None else visible
         mask = torch.zeros(seen.shape, dtype=model.dtype, device=position.device)
         masks[kind] = mask.masked_fill_(~seen, torch.finfo(model.dtype).min)[None, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -284,7 +285,7 @@ def judge(
             f"exact_depth={exact_depth}."
         )
     # The pass over the prompt gives the first token: the first round drafts the second.
-    return judge_rounds(model, config, text, range(1, len(text)), exact_depth, lambda agreed: replay(agreed, depth))
+    return judge_rounds(model, config, text, range(1, len(text)), exact_depth, lambda matches: replay(matches, depth))
 
 
 def judge_rounds(
@@ -293,7 +294,7 @@ def judge_rounds(
     text: VerifiedText,
     starts: Sequence[int],
     depth: int,
-    arranged: Callable[[torch.Tensor], torch.Tensor] = lambda agreed: agreed,
+    arranged: Callable[[torch.Tensor], torch.Tensor] = lambda matches: matches,
 ) -> Acceptance:
     """Acceptance by depth of a config's draft on one text, in rounds that start at given tokens.
 
@@ -309,29 +310,29 @@ def judge_rounds(
         ValueError: the config does not fit the model.
     """
     draft, _ = skip_mode_of(model, config)
-    agreed, passes, tokens = agreements(model, draft, text, starts, depth)
+    matches, passes, tokens = agreements(model, draft, text, starts, depth)
     result = Acceptance(passes=passes, tokens=tokens)
-    result.add_rounds(arranged(agreed))
+    result.add_rounds(arranged(matches))
     return result
 
 
-def replay(agreed: torch.Tensor, depth: int) -> torch.Tensor:
-    """The rounds of a generation, from what the draft says at each token of the text.
+def replay(matches: torch.Tensor, depth: int) -> torch.Tensor:
+    """The rounds of a generation, from what the draft predicts at each token of the text.
 
     Args:
-        agreed: `(N, E)`, see `agreements`: of a round that starts at each token. Beyond E tokens a round goes on as the
-            last of a later one.
+        matches: `(N, E)`, see `agreements`: of a round that starts at each token. Beyond E tokens a round goes on as
+            the last of a later one.
         depth: tokens of a round, ≥ E.
 
     Returns:
         `(rounds, depth)`, for `Acceptance.add_rounds`. The first round starts at the first token, each other one behind
         the token with which the target ends the one before.
     """
-    count, exact = agreed.shape
-    deeper = torch.full((count, depth - exact), -1, dtype=agreed.dtype, device=agreed.device)
+    count, exact = matches.shape
+    deeper = torch.full((count, depth - exact), -1, dtype=matches.dtype, device=matches.device)
     for beyond in range(min(depth - exact, count - 1)):
-        deeper[: count - 1 - beyond, beyond] = agreed[beyond + 1 :, exact - 1]
-    rounds = torch.cat((agreed, deeper), dim=1)
+        deeper[: count - 1 - beyond, beyond] = matches[beyond + 1 :, exact - 1]
+    rounds = torch.cat((matches, deeper), dim=1)
     accepted = rounds.clamp(min=0).cumprod(dim=1).sum(dim=1).tolist()
     starts, at = [], 0
     while at < count:

@@ -224,15 +224,15 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
         choices = None if text is None else _choices(model, text)
         for name in names:
             config = _candidate(name, _USUAL_AGREEMENT[name])
-            agreed, seen = 0, 0
+            right, seen = 0, 0
             if text is not None and choices is not None:
                 with skip_mode_of(model, config)[0]:
                     same = _choices(model, text) == choices
-                agreed, seen = int(same.sum()), same.numel()
+                right, seen = int(same.sum()), same.numel()
             usual = _USUAL_AGREEMENT[name]
-            acceptance = (agreed + usual * _USUAL_WEIGHT) / (seen + _USUAL_WEIGHT)
+            acceptance = (right + usual * _USUAL_WEIGHT) / (seen + _USUAL_WEIGHT)
             speedup = max(1.0, theoretical_speedup([acceptance], costs_of(model, config))[0])
-            tried[name] = {"agreed": agreed, "of": seen, "speedup": speedup}
+            tried[name] = {"agreed": right, "of": seen, "speedup": speedup}
             if speedup > best["speedup"]:
                 best = {"precision": name, "acceptance": acceptance, "speedup": speedup}
             if before == 0 and name == "int8":

@@ -1,10 +1,10 @@
 """A check of the model itself: may its tokens be verified several at a time?
 
 Drafting rests on one property: a pass over several tokens behind a cache says of each what passes over one at a time
-would have said. Not every model has it (experts chosen for a whole pass, positions counted from the length of the
+would have generated. Not every model has it (experts chosen for a whole pass, positions counted from the length of the
 cache), and no list of names knows tomorrow's models. So a model is tried before it first drafts, once per layout (a
 single text, a batch): a forced text is decoded by transformers' own loop, and again by this library's with drafts that
-are right and wrong by turns, and the logits of every step are held against each other.
+are right and wrong in alternation, and the logits of every step are held against each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PADDING = 2
 """Slots at the left of a batch's second row."""
 
 _WIDE = 12
-"""Drafted tokens of the widest pass: as many as a round has at the most where nothing else is said."""
+"""Drafted tokens of the widest pass: as many as a round has at the most where no config says otherwise."""
 
 # Tokens that a round drafts for a row: (right ones, wrong ones behind them). Rows of a batch run apart and meet again.
 _SCRIPTS: tuple[tuple[tuple[int, int], ...], ...] = (
@@ -287,8 +287,8 @@ def _too_far(model: nn.Module, apart: torch.Tensor, allowed: float) -> str | Non
     """What parts two runs whose logits lie so many standard deviations apart; `None` where they may."""
     if apart <= allowed:
         return None
-    said = "its pass over several tokens behind a cache gives other logits than passes over one"
-    return f"{_quantised_by_pass(model)}{said} (they lie {float(apart):.2g} standard deviations apart)"
+    reason = "its pass over several tokens behind a cache gives other logits than passes over one"
+    return f"{_quantised_by_pass(model)}{reason} (they lie {float(apart):.2g} standard deviations apart)"
 
 
 def _distances(plain: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
