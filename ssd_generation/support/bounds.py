@@ -153,8 +153,8 @@ class Choice(Bound):
             raise self.refusal(TypeError, name, value)
         if chosen in self.values:
             return chosen
-        refusal = f"{self.unknown} {shown(value)}; use {self}." if self.unknown else self.refusal(ValueError, name, value)
-        raise ValueError(f"{refusal}{did_you_mean(value, self.values)}")
+        error = f"{self.unknown} {shown(value)}; use {self}." if self.unknown else self.refusal(ValueError, name, value)
+        raise ValueError(f"{error}{did_you_mean(value, self.values)}")
 
 
 @dataclass(frozen=True)
