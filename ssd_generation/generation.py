@@ -558,11 +558,10 @@ def _model_type(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True).model_type)
 
 
-def _policy_of(model: Any, config: SelfSpeculativeConfig, sampled: bool) -> DraftPolicy:
+def _policy_of(model: Any, config: SelfSpeculativeConfig) -> DraftPolicy:
     """The draft-length policy of this model and config, with what it learnt in earlier calls where that is carried."""
     policies: dict[SelfSpeculativeConfig, DraftPolicy] = state_of(model).policies
-    carried = config.drafting.carry_state
-    if config not in policies or not (not sampled if carried is None else carried):
+    if config not in policies or config.drafting.carry_state is False:
         costs = config.costs
         if config.drafting.policy == "cost":
             if costs is None:
@@ -589,14 +588,14 @@ def _drafter_of(
     call: _Call, forward: Forward, generation_config: GenerationConfig, batch: int
 ) -> tuple[Drafter, _Refining | None]:
     """What drafts in a call, and what betters the draft between its rounds where the config asks for that."""
-    model, sampled = forward.model, bool(generation_config.do_sample)
+    model = forward.model
     if call.drafter is not None:
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        return CheckedDrafter(call.drafter, vocabulary, sampled), None
+        return CheckedDrafter(call.drafter, vocabulary), None
     assert call.config is not None
-    refinement = refinement_of(model, call.config) if call.config.adapt and not sampled else None
+    refinement = refinement_of(model, call.config) if call.config.adapt else None
     config = call.config if refinement is None else refinement.config
-    drafter = self_drafter(forward, config, generation_config, _policy_of(model, config, sampled), batch)
+    drafter = self_drafter(forward, config, generation_config, _policy_of(model, config), batch)
     return drafter, None if refinement is None else _Refining(model, refinement, drafter.draft_by)
 
 
@@ -627,7 +626,7 @@ class _Refining:
         if text is None or not refinement.learn(self.model, text):
             return
         policies: dict[SelfSpeculativeConfig, DraftPolicy] = state_of(self.model).policies
-        policy = _policy_of(self.model, refinement.config, sampled=False)
+        policy = _policy_of(self.model, refinement.config)
         old = policies[before] if before == refinement.base else policies.pop(before)
         if isinstance(policy, CostAwarePolicy) and isinstance(old, CostAwarePolicy):
             policy.take_over(old)  # of the new draft nothing is known

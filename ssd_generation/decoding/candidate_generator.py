@@ -16,6 +16,7 @@ from ..drafting.policies import make_policy
 from ..drafting.self_drafter import SelfDrafter
 from ..forward.forward import Context, Forward
 from ..forward.sublayers import locate_sublayers
+from ..support.tensors import argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ def self_drafter(
     generation_config: GenerationConfig,
     policy: DraftPolicy | None = None,
     batch: int = 1,
+    keeps_scores: bool = False,
 ) -> SelfDrafter:
     """The drafter of a config, for a call.
 
@@ -38,6 +40,7 @@ def self_drafter(
         generation_config: the prepared generation config of the call.
         policy: draft-length policy; by default a new one.
         batch: rows, B.
+        keeps_scores: as in `SelfDrafter`.
 
     Raises:
         ValueError: as `SelfSpeculativeCandidateGenerator`.
@@ -52,7 +55,7 @@ def self_drafter(
         )
     eos = getattr(generation_config, "_eos_token_tensor", None)
     ends = frozenset(eos.tolist()) if eos is not None else frozenset()
-    return SelfDrafter(forward, config, policy, bool(generation_config.do_sample), ends, batch)
+    return SelfDrafter(forward, config, policy, ends, batch, keeps_scores)
 
 
 class SelfSpeculativeCandidateGenerator(CandidateGenerator):
@@ -102,7 +105,10 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         policy: DraftPolicy | None = None,
     ) -> None:
         self.model = model
-        self.drafter = self_drafter(Forward(model, plays_back=False), config, generation_config, policy)
+        self._samples = bool(generation_config.do_sample)
+        self.drafter = self_drafter(
+            Forward(model, plays_back=False), config, generation_config, policy, keeps_scores=self._samples
+        )
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         self.max_length = int(generation_config.max_length)
         self._last_draft: Draft | None = None
@@ -161,11 +167,11 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
             positions=None if positions is None else positions[..., -1:],
             arguments=model_kwargs,
         )
-        draft = self.drafter.propose(_Text(input_ids, context, self.logits_processor), [limit])
+        draft = self.drafter.propose(_Text(input_ids, context, self.logits_processor, self._samples), [limit])
         self._last_draft = draft
         if draft.tokens.shape[1] == 0:
             return input_ids, None
-        scores = draft.distributions(self._vocabulary) if self.drafter.do_sample else None
+        scores = draft.distributions(self._vocabulary) if self._samples else None
         return torch.cat((input_ids, draft.tokens), dim=1), scores  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
@@ -190,8 +196,10 @@ class _Text:
 
     batch = 1
 
-    def __init__(self, input_ids: torch.Tensor, context: Context, processors: LogitsProcessorList) -> None:
-        self.input_ids, self.context, self._processors = input_ids, context, processors
+    def __init__(
+        self, input_ids: torch.Tensor, context: Context, processors: LogitsProcessorList, samples: bool
+    ) -> None:
+        self.input_ids, self.context, self._processors, self._samples = input_ids, context, processors, samples
         self.pending = input_ids[:, -1:]
         self.has_processors = len(processors) > 0
 
@@ -201,3 +209,8 @@ class _Text:
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         ids = torch.cat((self.input_ids, drafted), dim=1)
         return self._processors(ids, logits)  # type: ignore[no-any-return]
+
+    def choose(self, scores: torch.Tensor, ahead: int) -> torch.Tensor:
+        if self._samples:  # by its own rule of acceptance: from the draft's distribution, independently of the target
+            return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+        return argmax(scores)

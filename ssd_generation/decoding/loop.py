@@ -22,6 +22,7 @@ from ..drafting.drafter import Draft, Drafter
 from ..forward.forward import Context, Forward
 from ..forward.prompt_mode import prompt_mode
 from ..support.timing import Stopwatch
+from .choice import IMPOSSIBLE, Choice, SampledChoice
 from .outputs import SelfSpeculativeOutput, StepOutputs
 from .processors import Processors
 from .rotary import RotarySwitch
@@ -96,7 +97,6 @@ class DecodingLoop:
         self.drafter = drafter
         self.request = request
         self.after_round = after_round
-        self.do_sample = bool(request.generation_config.do_sample)
         self.statistics = SpeculationStatistics()
         self.drafting = Stopwatch(forward.device)
         self.verifying = Stopwatch(forward.device)
@@ -123,8 +123,11 @@ class DecodingLoop:
             new_tokens=[0] * batch,
         )
         outputs = StepOutputs(request.generation_config, batch)
-        rows, first = self._read_prompt(input_ids, model_kwargs, outputs)
+        sampled = bool(request.generation_config.do_sample)
+        choice = SampledChoice(batch, input_ids.device) if sampled else Choice()
+        rows: Rows | None = None
         try:
+            rows, first = self._read_prompt(input_ids, model_kwargs, outputs, choice)
             rows.append(first, [1] * batch)
             running = self._commit(rows, outputs)
             self.statistics.prompt_seconds = time.perf_counter() - started
@@ -134,9 +137,11 @@ class DecodingLoop:
                 self._complete_cache(rows)
         except BaseException:
             # Whoever cancels, say from a streamer, goes on from what was committed.
-            if request.cache_is_returned:
+            if request.cache_is_returned and rows is not None:
                 rows.take_back()
             raise
+        finally:
+            choice.end(0 if rows is None else rows.committed)
         self._sum_up(started)
         if request.streamer is not None:
             request.streamer.end()
@@ -156,7 +161,7 @@ class DecodingLoop:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _read_prompt(
-        self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], outputs: StepOutputs
+        self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], outputs: StepOutputs, choice: Choice
     ) -> tuple[Rows, torch.Tensor]:
         """The target's pass over the prompt; the rows behind it, and their first tokens, `(B, 1)`."""
         model, request, batch = self.forward.model, self.request, input_ids.shape[0]
@@ -182,13 +187,17 @@ class DecodingLoop:
         )
         processors = Processors(request.processors, batch)
         rotary = RotarySwitch(model)
-        rows = Rows(input_ids, context, processors, request.limits, rotary, request.in_step, request.cache_is_returned)
+        rows = Rows(
+            input_ids, context, processors, choice, request.limits, rotary, request.in_step, request.cache_is_returned
+        )
         raw, logits = outputs.float_logits(answer, 1, rows.device, processed=len(processors) > 0)
         scores = processors.block(rows.tokens, rows.lengths, rows.pending, logits)
         processors.check_possible(scores, [0] * batch, [True] * batch)
         outputs.add_prompt(answer, raw, scores)
-        _, first = accept(Draft.none(batch, rows.device), scores, self.do_sample)
-        return rows, first[:, None]
+        first = rows.choose(scores)
+        if IMPOSSIBLE in first:
+            choice.fail(scores[:, 0])
+        return rows, first
 
     def _round(self, rows: Rows, outputs: StepOutputs) -> bool:
         """One round; returns whether to go on."""
@@ -210,10 +219,12 @@ class DecodingLoop:
         raw, logits = outputs.float_logits(answer, drafted + 1, rows.device, processed=rows.has_processors)
         scores = rows.processors.block(rows.tokens, rows.lengths, rows.pending, logits)
 
-        # Accept: drafted tokens from the left, as long as the target agrees, and one token of its own behind them.
-        kept, following = accept(draft, scores, self.do_sample)
-        accepted = kept.tolist()  # the one place where the host waits for the device
+        # Accept: drafted tokens from the left, as long as they are the target's own, and one token of its behind them.
+        kept, following = accept(draft, rows.choose(scores))
+        accepted, last = torch.stack((kept, following)).tolist()  # the one place where the host waits for the device
         rows.processors.check_possible(scores, accepted, active)
+        if any(active[row] and token == IMPOSSIBLE for row, token in enumerate(last)):
+            rows.choice.fail(scores[:, 0])
         self.verifying.stop()
         going = [row for row in range(rows.batch) if active[row]]
         added = [accepted[row] + 1 if active[row] else 0 for row in range(rows.batch)]

@@ -106,6 +106,22 @@ class Processors:
                     break
         return logits
 
+    def places(self, tokens: torch.Tensor, columns: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Scores `(n, V)` for places of a single text.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(1, ≥ max(columns))`): the text.
+            columns: of the token that each place is for; its text ends before it.
+            logits (`torch.FloatTensor` of shape `(n, V)`): may be written into.
+        """
+        if not len(self):
+            return logits
+        if self.are_blind:
+            return self.once(tokens[:, :1].expand(len(columns), 1), logits)
+        for place, column in enumerate(columns):
+            logits[place] = self.once(tokens[:, :column].contiguous(), logits[place : place + 1].clone())[0]
+        return logits
+
     def check_possible(self, scores: torch.Tensor, places: Sequence[int], counts: Sequence[bool]) -> None:
         """As transformers does where a constraint allows a row nothing.
 

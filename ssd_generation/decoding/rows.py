@@ -15,6 +15,7 @@ import torch
 
 from ..cache.layers import BufferedLayer, BufferedSlidingLayer, move_rows
 from ..forward.forward import Context
+from .choice import Choice
 from .processors import Processors
 from .rotary import RotarySwitch
 from .verified_text import VerifiedText
@@ -50,6 +51,7 @@ class Rows:
         prompt (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts, padded at the left.
         context: what the next pass stands behind; its cache holds the prompt, its mask and positions are the prompt's.
         processors: the call's logits processors.
+        choice: picks tokens by their scores.
         limits: where texts end.
         rotary: where the model's rotary embedding changes.
         in_step: whether all rows take the same number of tokens in each round, for models that count positions from the
@@ -70,6 +72,7 @@ class Rows:
         prompt: torch.Tensor,
         context: Context,
         processors: Processors,
+        choice: Choice,
         limits: Limits,
         rotary: RotarySwitch,
         in_step: bool = False,
@@ -82,6 +85,7 @@ class Rows:
         self.tokens[:, : self.prompt_length] = prompt
         self.context = context
         self.processors = processors
+        self.choice = choice
         self.limits = limits
         self.rotary = rotary
         self.in_step = in_step
@@ -89,6 +93,7 @@ class Rows:
         self.shifts = [0] * self.batch
         self.committed = 0
         self.finished = [False] * self.batch
+        self._goes = [True] * self.batch  # in the round under way
         self._rests = [False] * self.batch  # known to finish at a step that is not committed yet
         self.last_columns = [sys.maxsize] * self.batch
         self.prompt_slots = context.length
@@ -131,6 +136,25 @@ class Rows:
         self.write_ahead(drafted)
         return self.processors.step(self.tokens, self.lengths, logits, drafted.shape[1])
 
+    def choose(self, scores: torch.Tensor, ahead: int = 0) -> torch.Tensor:
+        """The tokens that plain decoding would take behind the first `ahead` drafted ones.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `(B, V)`, or `(B, n, V)` for n places): after all logits processors.
+            ahead: drafted tokens before the first place.
+
+        Returns:
+            `torch.LongTensor` of shape `(B,)` or `(B, n)`.
+        """
+        behind = self.prompt_length - ahead
+        steps = [length - behind for length in self.lengths]
+        if not all(self._goes):  # what the others would take is of no use
+            some = next((step for step, goes in zip(steps, self._goes, strict=True) if goes), steps[0])
+            steps = [step if goes else some for step, goes in zip(steps, self._goes, strict=True)]
+        if scores.ndim == 2:
+            return self.choice.choose(scores[:, None], steps)[:, 0].clamp(min=0)  # a draft may be anything
+        return self.choice.choose(scores, steps)
+
     # ------------------------------------------------------------------------------------------------------------------
     # the limits of a round
 
@@ -144,6 +168,7 @@ class Rows:
             if min(map(self._columns, rows)) < self.rotary.length:
                 for row in rows:  # until the last one has reached the length at which the embedding changes
                     going[row] = self._columns(row) < self.rotary.length
+        self._goes = going
         return going
 
     def draft_limits(self, active: Sequence[bool]) -> list[int]:
@@ -154,7 +179,8 @@ class Rows:
     def _spare(self) -> list[int]:
         """Tokens that each row may still add."""
         end = self.prompt_length + self.committed
-        return [min(self.limits.max_length - length, self._max_lead - (length - end)) for length in self.lengths]
+        lead = min(self._max_lead, self.choice.longest_lead)
+        return [min(self.limits.max_length - length, lead - (length - end)) for length in self.lengths]
 
     def _columns(self, row: int) -> int:
         """Tokens in the text of a row, the pending one and padding included."""
@@ -248,6 +274,7 @@ class Rows:
             if self.is_padded(row):
                 self.tokens[row, end - 1] = self.limits.pad_token_id
         self.committed += 1
+        self.choice.commit(self.committed)
         return self.tokens[:, :end].contiguous()
 
     def finish(self, done: Sequence[bool]) -> list[int]:
@@ -302,7 +329,14 @@ class Rows:
         # A continued cache may have tokens that the call was not given.
         if not holds_all or is_masked or not counts_from_0 or context.length != length - 1:
             return None
-        return VerifiedText(self.tokens[:, :length], length - tokens, context.cache)
+        start = length - tokens
+
+        def choose(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            columns = [start + number for number in index.tolist()]
+            scores = self.processors.places(self.tokens, columns, logits.to(dtype=torch.float32, device=self.device))
+            return self.choice.choose_again(scores, [column - self.prompt_length for column in columns])
+
+        return VerifiedText(self.tokens[:, :length], start, context.cache, choose=choose)
 
     # ------------------------------------------------------------------------------------------------------------------
     # handing the cache back

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache
+
+from ..support.tensors import argmax
 
 __all__ = ["VerifiedText"]
 
@@ -19,12 +22,16 @@ class VerifiedText:
         prompt_length: tokens of the prompt, ≥ 1; the N tokens behind it are the target's.
         cache: the target's keys and values of all tokens but the last, in full.
         passes: forward passes of the model that this took.
+        choose: the tokens `(Q,)` that plain decoding would have taken by logits `(Q, V)` of a draft, for tokens `(Q,)`
+            of the continuation: with the logits processors of the call, and under sampling with its noise. By default
+            the most probable ones.
     """
 
     ids: torch.Tensor
     prompt_length: int
     cache: Cache
     passes: int = 1
+    choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda logits, index: argmax(logits)
 
     def __len__(self) -> int:
         """Tokens of the continuation, N."""

@@ -40,6 +40,13 @@ class Texts(Protocol):
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores `(B, V)`: logits `(B, V)` behind the drafted tokens `(B, i)`, after the call's logits processors."""
 
+    def choose(self, scores: torch.Tensor, ahead: int) -> torch.Tensor:
+        """The tokens `(B,)` that plain decoding would take by scores `(B, V)` behind the first `ahead` drafted ones.
+
+        Under sampling it draws with the very noise that the target's own token is drawn with at that place, so that a
+        draft whose scores come near the target's takes the same token.
+        """
+
 
 @dataclass
 class Draft:
@@ -49,9 +56,9 @@ class Draft:
         tokens (`torch.LongTensor` of shape `(B, k)`): per row, tokens that the model drafted itself and behind them
             tokens that were copied from somewhere; what stands behind `lengths` is ignored.
         lengths: tokens drafted per row, 0 … k.
-        self_lengths: how many of them, the first ones, were drawn from the draft's own distribution.
+        self_lengths: how many of them, the first ones, the model drafted itself.
         scores (`torch.FloatTensor` of shape `(B, ≥ max(self_lengths), V)`): after all logits processors, whose softmax
-            those were drawn from. `None` under greedy decoding, and where there are none.
+            those were drawn from. Only transformers' own assisted loop needs them; else `None`.
         matches: what n-gram lookup offered behind them, per row.
         complete: per row, whether the model drafted as far as the policy said at first.
     """
@@ -154,13 +161,11 @@ class CheckedDrafter(Drafter):
     Args:
         drafter: the drafter.
         vocabulary: tokens that the model knows, V.
-        do_sample: whether tokens are drawn.
     """
 
-    def __init__(self, drafter: Drafter, vocabulary: int, do_sample: bool) -> None:
+    def __init__(self, drafter: Drafter, vocabulary: int) -> None:
         self.drafter = drafter
         self._vocabulary = vocabulary
-        self._do_sample = do_sample
         self._passes_before = drafter.draft_passes
 
     @property
@@ -199,14 +204,6 @@ class CheckedDrafter(Drafter):
                 f"{name} must return tokens from 0 to {self._vocabulary - 1}, but returned {int(tokens.min())} to "
                 f"{int(tokens.max())}."
             )
-        if self._do_sample and any(draft.self_lengths):
-            most = max(draft.self_lengths)
-            scores = draft.scores
-            if scores is None or scores.ndim != 3 or scores.shape[0] != texts.batch or scores.shape[1] < most:
-                raise ValueError(
-                    f"{name} must return the scores, of shape ({texts.batch}, ≥ {most}, vocabulary), that its tokens "
-                    "were drawn from. Set self_lengths to 0 for tokens that were not drawn from a distribution."
-                )
         lengths = [min(length, max(limit, 0)) for length, limit in zip(draft.lengths, limits, strict=True)]
         return replace(
             draft,

@@ -8,7 +8,6 @@ import torch
 
 from ..config import SelfSpeculativeConfig
 from ..forward.forward import Forward
-from ..support.tensors import argmax
 from .draft_length import NO_MATCH, DraftPolicy, Match
 from .drafter import Draft, Drafter, Texts
 from .lookup import NGramIndex
@@ -25,9 +24,9 @@ class SelfDrafter(Drafter):
         forward: the model's passes; its draft is set to that of the config.
         config: what to draft with.
         policy: how far to draft.
-        do_sample: draw drafted tokens; else the most probable one is drafted.
         eos_token_ids: tokens behind which nothing is drafted.
         batch: rows, B.
+        keeps_scores: whether drafts come with the scores that their tokens were drawn from.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -38,13 +37,13 @@ class SelfDrafter(Drafter):
         forward: Forward,
         config: SelfSpeculativeConfig,
         policy: DraftPolicy,
-        do_sample: bool,
         eos_token_ids: frozenset[int],
         batch: int = 1,
+        keeps_scores: bool = False,
     ) -> None:
         self.forward = forward
-        self.do_sample = do_sample
         self.eos_token_ids = eos_token_ids
+        self.keeps_scores = keeps_scores
         self.draft_passes = 0
         self.indexes = [_new_index(config) for _ in range(batch)] if config.lookup is not None else None
         self.draft_by(config, policy)
@@ -118,9 +117,10 @@ class SelfDrafter(Drafter):
                             drafted = torch.cat(tokens, dim=1) if tokens else pending[:, :0]
                             # A copy: processors may write into their input, which may be a view of the model's output.
                             logits = texts.process(drafted, logits.clone())
-                    token, probability = self._choose(logits)
+                    token = texts.choose(logits, depth)[:, None]
                     tokens.append(token)
-                    if self.do_sample:
+                    probability = _probability(logits, token) if self.policy.needs_probability else None
+                    if self.keeps_scores:
                         scores.append(logits)
                     if reads:
                         for row, number in enumerate(token.squeeze(1).tolist()):
@@ -139,18 +139,6 @@ class SelfDrafter(Drafter):
             complete=[made == asked for made, asked in zip(lengths, wanted, strict=True)],
         )
         return draft, read
-
-    def _choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The next drafted token, `(B, 1)`, and its probability, `(B,)`, where the policy wants it."""
-        if self.do_sample:
-            probabilities = scores.softmax(dim=-1)
-            token = torch.multinomial(probabilities, num_samples=1)
-            return token, probabilities.gather(1, token).squeeze(1) if self.policy.needs_probability else None
-        token = argmax(scores)[:, None]
-        if not self.policy.needs_probability:
-            return token, None
-        # softmax of the largest score alone
-        return token, torch.exp(scores.gather(1, token).squeeze(1) - torch.logsumexp(scores, dim=-1))
 
     def _end_rows(
         self,
@@ -195,6 +183,11 @@ class SelfDrafter(Drafter):
                 first = draft.self_lengths[row]
                 tokens[row, first : first + len(found)] = torch.tensor(found, device=tokens.device)
         draft.tokens = tokens
+
+
+def _probability(scores: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Softmax of the scores `(B, V)` at one token `(B, 1)` alone, `(B,)`."""
+    return torch.exp(scores.gather(1, token).squeeze(1) - torch.logsumexp(scores, dim=-1))
 
 
 def _new_index(config: SelfSpeculativeConfig) -> NGramIndex:

@@ -185,7 +185,7 @@ def agreements(
         inside = index < len(text)
         which = torch.arange(len(chunk))[:, None].expand_as(index)
         logits = _logits(model, draft, text, which[inside], chunk[:, None].expand_as(index)[inside], index[inside])
-        predicted = logits.argmax(dim=-1)
+        predicted = text.choose(logits, index[inside])
         generated = text.ids[0, text.prompt_length :].to(predicted.device)
         right = predicted == generated[index[inside].to(predicted.device)]
         part = torch.full_like(index, -1)

@@ -1,0 +1,200 @@
+"""Which token follows: the most probable one, or the one that plain sampling would draw.
+
+`torch.multinomial(p, 1)` is an exponential race: it draws e_i ~ Exp(1) for every entry and returns argmax p_i / e_i. So
+the randomness of a sampled text is one tensor of exponentials for each step, drawn in the order of the steps. Here
+draft and target race with the *same* tensor, and a drafted token is accepted while it is the one that the target draws
+(drafter-invariant speculative decoding: Daliri, Musco and Suresh, arXiv 2408.07978). The text is then that of plain
+`generate` for the same seed, whatever was drafted. Greedy decoding is the same rule without noise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from ..support.forks import ForkSafeRLock
+from ..support.tensors import argmax
+
+__all__ = ["IMPOSSIBLE", "Choice", "SampledChoice"]
+
+IMPOSSIBLE = -1
+"""Stands for a token where the scores allow none: all are −∞, or one is not a number."""
+
+_MOST_BYTES = 2**28
+"""Of noise that is kept for rows of a batch that lag: so far may others run ahead of them."""
+
+_LEAST_LEAD = 8
+
+_HISTORY = 64
+"""Committed steps whose noise can be drawn again."""
+
+
+class Choice:
+    """Picks tokens by their scores; draft and target go by the same one. This one takes the most probable token."""
+
+    def choose(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """The tokens that plain decoding would take.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `(B, n, V)`): after all logits processors.
+            steps: per row, the step of its first place: 0 for the first new token.
+
+        Returns:
+            `torch.LongTensor` of shape `(B, n)`; under sampling `IMPOSSIBLE` where nothing can be drawn.
+        """
+        return argmax(scores)
+
+    def choose_again(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """The tokens that other scores would have led to at committed steps of a single text.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `(n, V)`): after all logits processors.
+            steps: of each place; of the last 64 that were committed.
+        """
+        return argmax(scores)
+
+    def fail(self, scores: torch.Tensor) -> None:
+        """Raise what plain decoding raises where nothing can be drawn from scores `(B, V)`."""
+
+    def commit(self, steps: int) -> None:
+        """So many steps have been committed: what belongs to earlier ones is not needed any more."""
+
+    def end(self, steps: int) -> None:
+        """The call is over, after so many committed steps."""
+
+    @property
+    def longest_lead(self) -> int:
+        """Steps that a row of a batch may be ahead of the slowest one."""
+        return sys.maxsize
+
+
+class SampledChoice(Choice):
+    """The token that `torch.multinomial` would draw, with the noise that it would draw at that step.
+
+    The noise comes from a generator of the call's own, which begins where torch's stands for the device; `end` leaves
+    torch's where plain decoding would have left it. So nothing that goes on in other threads changes the text. Calls
+    that run side by side and began at the same state, since nobody seeded between them, get noise of their own.
+
+    Args:
+        batch: rows, B.
+        device: of the scores.
+    """
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self._batch, self._device = batch, device
+        self._vocabulary = 0
+        self._noise: dict[int, torch.Tensor] = {}  # by step: (B, V)
+        self._unused: list[torch.Tensor] = []
+        self._states: dict[int, torch.Tensor] = {}  # by step: the generator before its noise is drawn
+        self._drawn = 0  # steps
+        self._first = 0  # step whose noise is still kept
+        self._generator = torch.Generator(device)
+        with _lock:
+            default = _default_generator(device)
+            start = default.get_state()
+            self._start = _key(start)
+            if any(self._start == call._start for call in _running):
+                # Somebody draws from there already, and nobody has seeded since.
+                seed = torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator)
+                self._generator.manual_seed(int(seed))
+                self._start = _key(default.get_state())
+            else:
+                self._generator.set_state(start)
+            _running.append(self)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def choose(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """See `Choice.choose`."""
+        count = scores.shape[1]
+        self._draw_up_to(max(steps) + count, scores.shape[2])
+        race = scores.softmax(dim=-1)
+        if len(set(steps)) == 1:
+            for place in range(count):
+                race[:, place] /= self._noise[steps[0] + place]
+        else:
+            for row, first in enumerate(steps):
+                for place in range(count):
+                    race[row, place] /= self._noise[first + place][row]
+        return _winners(race)
+
+    def choose_again(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """See `Choice.choose_again`."""
+        race = scores.softmax(dim=-1)
+        generator = torch.Generator(self._device)
+        noise = race.new_empty((1, race.shape[1]))
+        for step in sorted(set(steps)):
+            generator.set_state(self._states[step])
+            noise.exponential_(generator=generator)
+            for place, its_step in enumerate(steps):
+                if its_step == step:
+                    race[place] /= noise[0]
+        return _winners(race)
+
+    def fail(self, scores: torch.Tensor) -> None:
+        """See `Choice.fail`."""
+        torch.multinomial(scores.softmax(dim=-1), num_samples=1, generator=torch.Generator(self._device))
+        raise RuntimeError("No token can be drawn: a probability is not a number.")
+
+    def commit(self, steps: int) -> None:
+        """See `Choice.commit`."""
+        while self._first < steps:
+            noise = self._noise.pop(self._first, None)
+            if noise is not None:
+                self._unused.append(noise)
+            self._states.pop(self._first - _HISTORY, None)
+            self._first += 1
+
+    def end(self, steps: int) -> None:
+        """See `Choice.end`."""
+        with _lock:
+            _running.remove(self)
+            default = _default_generator(self._device)
+            # Beside others, only if nobody has moved it meanwhile.
+            if not _running or _key(default.get_state()) == self._start:
+                default.set_state(self._states[steps] if steps in self._states else self._generator.get_state())
+        self._noise.clear()
+        self._unused.clear()
+
+    @property
+    def longest_lead(self) -> int:
+        """Steps that a row may be ahead of the slowest one, for the noise between them to fit into 256 MiB."""
+        if self._batch == 1 or not self._vocabulary:
+            return sys.maxsize
+        return max(_LEAST_LEAD, _MOST_BYTES // (4 * self._batch * self._vocabulary))
+
+    def _draw_up_to(self, step: int, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        while self._drawn < step:
+            self._states[self._drawn] = self._generator.get_state()
+            shape = (self._batch, vocabulary)
+            noise = self._unused.pop() if self._unused else torch.empty(shape, device=self._device)
+            self._noise[self._drawn] = noise.exponential_(generator=self._generator)
+            self._drawn += 1
+
+
+_lock = ForkSafeRLock()
+_running: list[SampledChoice] = []
+
+
+def _winners(race: torch.Tensor) -> torch.Tensor:
+    winners = argmax(race)
+    best = race.gather(-1, winners[..., None]).squeeze(-1)
+    return winners.masked_fill_(best.isnan(), IMPOSSIBLE)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """The generator of torch that `torch.multinomial` draws from on a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()  # type: ignore[no-any-return]
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    return module.default_generators[index]  # type: ignore[no-any-return]
+
+
+def _key(state: torch.Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
