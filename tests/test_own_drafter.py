@@ -91,41 +91,21 @@ def test_what_it_learns_is_in_the_statistics() -> None:
 
 
 def test_sampled_tokens_are_the_models_own() -> None:
-    # A copied token is kept with the probability that the model gives it, and the next is drawn from what is left.
+    # A drafted token is kept where the target draws it too: the text is that of the seed.
     model = enable_self_speculative(tiny_model(vocab_size=5))
 
     class Always3(Drafter):
         def propose(self, texts: Any, limits: Sequence[int]) -> Draft:
             return Draft.of_tokens([[3][:limit] for limit in limits])
 
-    ids = prompt(6, vocab=5).repeat(1500, 1)
-    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 3, "pad_token_id": 0}
+    ids = prompt(6, vocab=5).repeat(50, 1)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0}
     torch.manual_seed(0)
     plain = model.generate(ids, **options)
+    torch.manual_seed(0)
     drafted = model.generate(ids, **options, self_speculative=Always3())
     assert 0 < model.last_speculation.accepted_tokens < model.last_speculation.drafted_tokens
-    for place in (-2, -1):
-        counts = [torch.bincount(texts[:, place], minlength=5) / len(ids) for texts in (plain, drafted)]
-        # Four standard deviations of the difference of two shares.
-        assert (counts[0] - counts[1]).abs().max() < 4 * (0.5 / len(ids)) ** 0.5
-
-
-def test_a_draft_drawn_by_itself_needs_its_scores() -> None:
-    model = enable_self_speculative(tiny_model())
-
-    class Uniform(Drafter):
-        def __init__(self, has_scores: bool) -> None:
-            self.has_scores = has_scores
-
-        def propose(self, texts: Any, limits: Sequence[int]) -> Draft:
-            draft = Draft.of_tokens([[int(torch.randint(0, 64, ()))][:limit] for limit in limits])
-            draft.self_lengths = list(draft.lengths)
-            draft.scores = torch.zeros(len(limits), 1, 64) if self.has_scores else None
-            return draft
-
-    plain_and_drafted(model, {"input_ids": prompt(9)}, Uniform(True), do_sample=True)
-    with pytest.raises(ValueError, match=r"Uniform\.propose must return the scores"):
-        plain_and_drafted(model, {"input_ids": prompt(9)}, Uniform(False), do_sample=True)
+    assert torch.equal(plain, drafted)
 
 
 def drafts(change: Callable[[Draft], Any]) -> Drafter:

@@ -13,7 +13,7 @@ from .layers import describe_skip
 
 if TYPE_CHECKING:
     from ..config import Costs, SelfSpeculativeConfig
-    from ..harness.comparison import Comparison, MethodResult
+    from ..harness.comparison import Comparison, Difference, MethodResult
     from .generate_run import Answer, Draft
 
 _NONE = "–"
@@ -58,7 +58,7 @@ def _table(comparison: Comparison) -> Table:
     ):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column()  # a gap
-    table.add_column("drawn as\nplain, z" if comparison.sampling else "identical\nto plain", min_width=13)
+    table.add_column("identical\nto plain; z" if comparison.sampling else "identical\nto plain", min_width=13)
     for method in comparison.methods:
         is_result = method is comparison.self_speculative
         table.add_row(
@@ -90,13 +90,16 @@ def _drafted(method: MethodResult) -> str:
 
 
 def _identity(comparison: Comparison, method: MethodResult) -> str:
-    if comparison.sampling:
+    text = "" if method is comparison.plain else _sameness(method.difference)
+    if method.draws is not None:
         from ..harness.sampling_check import z_figure
 
-        return (method.draws and z_figure(method.draws.z, method.draws.impossible)) or _NONE
-    if method is comparison.plain:
-        return _NONE
-    difference = method.difference
+        z = z_figure(method.draws.z, method.draws.impossible)
+        text = "; ".join(part for part in (text, z) if part)
+    return text or _NONE
+
+
+def _sameness(difference: Difference | None) -> str:
     if difference is None:
         return "yes"
     where = f"differs at token {difference.token}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from ..support.timing import Stopwatch
 from .choice import IMPOSSIBLE, Choice, SampledChoice
 from .outputs import SelfSpeculativeOutput, StepOutputs
 from .processors import Processors
+from .random_use import is_foreign, no_draws
 from .rotary import RotarySwitch
 from .rows import Limits, Rows
 from .statistics import SpeculationStatistics
@@ -97,6 +99,9 @@ class DecodingLoop:
         self.drafter = drafter
         self.request = request
         self.after_round = after_round
+        # Under sampling: what of the user's sees each token, and must not draw random numbers.
+        users = (*request.criteria, *(() if request.streamer is None else (request.streamer,)))
+        self._watched = [user for user in users if is_foreign(user)] if request.generation_config.do_sample else []
         self.statistics = SpeculationStatistics()
         self.drafting = Stopwatch(forward.device)
         self.verifying = Stopwatch(forward.device)
@@ -260,9 +265,10 @@ class DecodingLoop:
             for row, is_finished in enumerate(rows.finished):
                 self.statistics.new_tokens[row] += not is_finished
             outputs.commit()
-            done = self.request.criteria(ids, outputs.scores)
-            if self.request.streamer is not None:
-                self.request.streamer.put(ids[:, -1].cpu())
+            with no_draws(self._watched) if self._watched else nullcontext():
+                done = self.request.criteria(ids, outputs.scores)
+                if self.request.streamer is not None:
+                    self.request.streamer.put(ids[:, -1].cpu())
             for row in rows.finish(done.tolist()):
                 if rows.limits.stops_at_eos:
                     outputs.drop(row)

@@ -10,6 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
+from .random_use import is_foreign, no_draws, state_of_generators
+
 __all__ = ["Processors"]
 
 # Processors that look at the scores alone: all positions of all rows can go through them at once. (A class derived from
@@ -52,14 +54,28 @@ class Processors:
                 [_RowPrefixes(p) if type(p) is PrefixConstrainedLogitsProcessor else p for p in processors]
             )
         self._processors = processors
+        self._foreign = [processor for processor in processors if is_foreign(processor)]
 
     def __len__(self) -> int:
         """Processors."""
         return len(self._processors)
 
     def once(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores `(n, V)` of logits `(n, V)` behind the texts `(n, columns)`."""
-        return self._processors(ids, logits)  # type: ignore[no-any-return]
+        """Scores `(n, V)` of logits `(n, V)` behind the texts `(n, columns)`.
+
+        Raises:
+            CannotDraft: a processor of the user's draws random numbers.
+        """
+        if not self._foreign:
+            return self._processors(ids, logits)  # type: ignore[no-any-return]
+        before = state_of_generators(logits.device)
+        scores: torch.Tensor = self._processors(ids, logits)
+        if state_of_generators(logits.device) != before:
+            # Or another thread did: once more, with an eye on this one.
+            for processor in self._foreign:
+                with no_draws([processor]):
+                    processor(ids, scores.clone())
+        return scores
 
     def step(self, tokens: torch.Tensor, lengths: Sequence[int], logits: torch.Tensor, ahead: int) -> torch.Tensor:
         """Scores `(B, V)` for the token behind the first `ahead` drafted ones.
@@ -118,9 +134,12 @@ class Processors:
             return logits
         if self.are_blind:
             return self.once(tokens[:, :1].expand(len(columns), 1), logits)
-        for place, column in enumerate(columns):
-            logits[place] = self.once(tokens[:, :column].contiguous(), logits[place : place + 1].clone())[0]
-        return logits
+        return torch.cat(
+            [
+                self.once(tokens[:, :column].contiguous(), logits[place : place + 1].clone())
+                for place, column in enumerate(columns)
+            ]
+        )
 
     def check_possible(self, scores: torch.Tensor, places: Sequence[int], counts: Sequence[bool]) -> None:
         """As transformers does where a constraint allows a row nothing.

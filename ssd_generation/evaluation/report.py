@@ -328,7 +328,10 @@ def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], l
                     name,
                     "1" if ratio is None else f"{ratio['geometric_mean']:.2f}",
                     _NONE if overall is None else f"{overall['min']:.2f}–{overall['max']:.2f}",
-                    f"{text['identical']} of {text['calls']}" if text else "z = " + cell if cell != _NONE else _NONE,
+                    "; ".join(
+                        [f"{text['identical']} of {text['calls']}"] * bool(text) + [f"z = {cell}"] * (cell != _NONE)
+                    )
+                    or _NONE,
                     _NONE if own is None else f"{_NAMES.get(str(metric), metric)} {_percent(own)}",
                     _points(own["difference"]) if own and "difference" in own else _NONE,
                 ]

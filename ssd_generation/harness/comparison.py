@@ -52,8 +52,9 @@ class Difference:
         token: its number among the new tokens, from 1.
         plain_token: id of plain decoding's token; `None` where the plain text has ended.
         other_token: id of the other text's token; `None` where that one has ended.
-        logit_margin: logit of plain decoding's token minus that of the other, after the logits processors; `None` where
-            a text has ended or a token was forbidden. Near zero means a near tie, which rounding can reverse.
+        logit_margin: logit of plain decoding's token minus that of the other, after the logits processors and under
+            sampling with the step's noise (the log of each exponential taken off); `None` where a text has ended or a
+            token was forbidden. Near zero means a near tie, which rounding can reverse.
     """
 
     token: int
@@ -88,9 +89,10 @@ def find_difference(
     inputs: Mapping[str, torch.Tensor],
     plain: Sequence[int],
     other: Sequence[int],
+    seed: int | None = None,
     **generate_kwargs: Any,
 ) -> Difference | None:
-    """The first difference of a text to that of greedy plain decoding, with the logit margin there.
+    """The first difference of a text to that of plain decoding, with the logit margin there.
 
     One pass of the whole model over prompt and common prefix gives the margin.
 
@@ -99,6 +101,7 @@ def find_difference(
         inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
         plain: new tokens of plain decoding.
         other: new tokens of the other method.
+        seed: of both, where they were sampled; `None` where they are greedy. Torch's random state stays as it is.
         **generate_kwargs: those of `generate` that change logits, such as `repetition_penalty`.
 
     Returns:
@@ -123,8 +126,16 @@ def find_difference(
     others = {key: value for key, value in generate_kwargs.items() if key not in ("max_length", "streamer")}
     # Through `generate`, so that the logits processors of the call apply.
     asked = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-    step = model.generate(**prefix, **{**others, **asked})
-    scores = step.scores[0][0].double()
+    if seed is None:
+        scores = model.generate(**prefix, **{**others, **asked}).scores[0][0].double()
+    else:
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+            scores = model.generate(**prefix, **{**others, **asked, "do_sample": True}).scores[0]
+            torch.manual_seed(seed)
+            noise = torch.empty_like(scores)
+            for _ in range(index + 1):  # as torch.multinomial draws it, step by step
+                noise.exponential_()
+        scores = (scores.double() - noise.double().log())[0]
     margin = float(scores[plain[index]] - scores[other[index]])
     return Difference(index + 1, plain[index], other[index], margin if abs(margin) < float("inf") else None)
 
@@ -143,7 +154,8 @@ class MethodResult:
         seconds: per repeat, wall-clock time of the whole `generate` call, the pass over the prompt included.
         ratios: per repeat, tokens per second relative to plain decoding of the same repeat.
         speculation: per repeat, the statistics (self-speculative decoding only).
-        difference: the first difference to plain decoding in any repeat; `None` where there is none, or under sampling.
+        difference: the first difference to plain decoding (from the same seed) in any repeat; `None` where there is
+            none.
         peak_bytes: highest memory allocated on the CUDA device during the calls; `None` elsewhere.
         draws: under sampling, how the tokens of all repeats compare with the model's distributions; else `None`.
         draws_error: why they could not be judged.
@@ -219,8 +231,8 @@ class Comparison:
         draft: the draft alone; `None` where the draft is no cheaper version of the model: prompt lookup, nothing left
             out, or nothing drafted.
         self_speculative: self-speculative decoding.
-        sampling: whether tokens were sampled: the texts then differ legitimately, and tokens are judged by the model's
-            distributions instead (`MethodResult.draws`).
+        sampling: whether tokens were sampled: then they are judged by the model's distributions, too
+            (`MethodResult.draws`).
         skipped_sublayers: how many sub-layers the draft leaves out.
         sublayers: how many there are.
         parameters: how many parameters the model has.
@@ -294,7 +306,7 @@ class Comparison:
         }
         if method.peak_bytes is not None:
             data["peak_bytes"] = method.peak_bytes
-        if method is not self.plain and not self.sampling:
+        if method is not self.plain:
             data["identical_to_plain"] = method.difference is None
             data["first_difference"] = None if method.difference is None else method.difference.to_dict()
         if method.draws is not None:
@@ -396,16 +408,20 @@ def compare(
             return {"draws_error": f"{type(error).__name__}: {error}"}
 
     def result(name: str) -> MethodResult:
-        parted = next((pair for pair in zip(texts[PLAIN], texts[name], strict=True) if pair[0] != pair[1]), None)
+        pairs = zip(texts[PLAIN], texts[name], strict=True)
+        difference = None
+        for number, (plain, other) in enumerate(pairs):
+            if plain != other:
+                seeded = {"seed": seed + number} if sampling else {}
+                difference = find_difference(model, inputs, plain, other, **seeded, **generate_kwargs)
+                break
         return MethodResult(
             name=name,
             token_ids=tuple(map(tuple, texts[name])),
             seconds=timings.seconds(name),
             ratios=timings.ratios(name),
             speculation=tuple(speculation) if name == SELF_SPECULATIVE else (),
-            difference=(
-                None if sampling or parted is None else find_difference(model, inputs, *parted, **generate_kwargs)
-            ),
+            difference=difference,
             peak_bytes=peaks[name] if on_cuda else None,
             **judged(name),
         )

@@ -299,7 +299,7 @@ def summarise(
             entry["tokens_per_second"] = spread([_timing(row).tokens_per_second for row, _ in own])
             if arguments["do_sample"]:
                 entry["draws"] = _sampling_check(rows, name)
-            else:
+            if of_loop or not arguments["do_sample"]:  # others sample by other rules, and may part from the same seed
                 entry["text"] = _identity(own, margins)
             entry["drafting"] = _drafting([row for row, _ in own])
             entry["assisted"] = _assisted([row for row, _ in own])

@@ -84,7 +84,8 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     paired = summary["kind"] == "paired"
     sampling = summary["arguments"]["do_sample"] and not paired
     header = ["method", "geometric mean", "worst category"]
-    header += ["identical text"] if paired else ["decoding only", "drawn as plain, z" if sampling else "identical text"]
+    header += ["identical text"] if paired else ["decoding only", "identical text"]
+    header += ["drawn as plain, z"] * sampling
     header += [] if paired else ["acceptance", "tokens per round", "engine efficiency", "extra memory"]
     lines = []
     for name, entry in summary["methods"].items():
@@ -105,7 +106,8 @@ def overview(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             [
                 *line,
                 _figure(entry["decode_ratio"]["geometric_mean"]),
-                sampling_cell(entry) if sampling else _text_cell(text),
+                _text_cell(text),
+                *[sampling_cell(entry)] * sampling,
                 _percent(drafting.get("acceptance_rate")),
                 _figure(drafting.get("tokens_per_round")),
                 _NONE if efficiency is None else _figure(efficiency["median"]),

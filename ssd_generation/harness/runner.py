@@ -60,7 +60,7 @@ class RunSettings:
         repeats: how often every item is run, ≥ 1.
         warm_up: calls of each method on the first item that can be run, ≥ 0. They do not count: the first makes the
             measurements, captures and copies that a method needs, the second runs with these in place.
-        do_sample: sample instead of greedy decoding; the texts are then not compared.
+        do_sample: sample instead of greedy decoding, all methods from the same seeds.
         temperature: of the sampling, > 0; `None` for the model's.
         seed: of the sampling and of `random-half`.
         memory: whether the peak memory is measured, in one more call of each method.
@@ -410,11 +410,10 @@ class SideBySide:
         return max(copy_bytes(self.model), self.copies.get(method.name, 0))
 
     def _compare_texts(self) -> None:
-        """Compare the texts of each method with plain decoding, or its samples with the model's distribution."""
+        """Compare the texts of each method with plain decoding, and its samples with the model's distribution."""
         if self.settings.do_sample:
             self._check_sampling()
-        else:
-            self._measure_margins()
+        self._measure_margins()
 
     def _check_sampling(self) -> None:
         """Whether tokens were drawn from the model's distribution."""
@@ -447,18 +446,22 @@ class SideBySide:
         """The logit margin of plain decoding wherever a text differs from its text."""
         known = {_key(row) for row in self.rows if row["kind"] == "difference"}
         calls = finished_calls(self.rows)
-        plain = {row["prompt"]: row for row in calls if row["method"] == PLAIN}
+        plain = {(row["prompt"], row["repeat"]): row for row in calls if row["method"] == PLAIN}
+        own = {method.name for method in self.methods if method.is_own or not self.settings.do_sample}
         indices = self._item_indices()
         for row in calls:
-            base = plain.get(row["prompt"])
-            if base is None or row["method"] == PLAIN or _key(row) in known or row["prompt"] not in indices:
+            base = plain.get((row["prompt"], row["repeat"]))
+            if base is None or row["method"] not in own or _key(row) in known or row["prompt"] not in indices:
                 continue
             if first_difference(base["token_ids"], row["token_ids"]) is None:
                 continue
             found: dict[str, Any] = {key: row[key] for key in ("prompt", "method", "repeat")}
             try:
                 inputs = self.inputs(indices[row["prompt"]])
-                difference = find_difference(self.model, inputs, base["token_ids"], row["token_ids"], **self.options)
+                seed = self.settings.seed_of(indices[row["prompt"]], row["repeat"])
+                difference = find_difference(
+                    self.model, inputs, base["token_ids"], row["token_ids"], seed, **self.options
+                )
                 assert difference is not None
                 found |= difference.to_dict()
             except Exception as error:

@@ -1,0 +1,67 @@
+"""Code of the user's that draws random numbers in the middle of a call.
+
+The noise of a sampled call is drawn ahead, and logits processors are called for drafted tokens, too. So a processor, a
+stopping criterion or a streamer that draws from torch's own generator would lead to another text than that of plain
+`generate` for the same seed: it is refused. One with a generator of its own is not noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .refusals import CannotDraft
+
+__all__ = ["is_foreign", "no_draws", "state_of_generators"]
+
+
+class _Watch(TorchDispatchMode):
+    """Notes what draws from torch's own generators, in this thread alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self.found = str(func)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def no_draws(users: Iterable[object]) -> Iterator[None]:
+    """Run code that must not draw random numbers from torch's own generators.
+
+    Args:
+        users: the objects whose code it is, for the message.
+
+    Raises:
+        CannotDraft: it does.
+    """
+    with _Watch() as watch:
+        yield
+    if watch.found is not None:
+        names = ", ".join(dict.fromkeys(type(user).__name__ for user in users))
+        raise CannotDraft(
+            f"{names} draws random numbers from torch's own generator ({watch.found}), which a drafted text is not "
+            "called as often for, or in the same order, as a plain one. Give it a `torch.Generator` of its own, or "
+            "leave `self_speculative` out."
+        )
+
+
+def is_foreign(user: object) -> bool:
+    """Whether a processor, criterion or streamer is of somebody else's making than transformers'."""
+    return type(user).__module__.partition(".")[0] not in ("transformers", __package__.partition(".")[0])
+
+
+def state_of_generators(device: torch.device) -> bytes:
+    """Changes when somebody, in whichever thread, draws from torch's own generator for the CPU or for a device."""
+    state = torch.default_generator.get_state().numpy().tobytes()
+    if device.type != "cpu":
+        state += torch.get_device_module(device).get_rng_state(device).cpu().numpy().tobytes()
+    return state
