@@ -1,4 +1,4 @@
-"""Sampled texts are those of plain `generate` for the same seed, and torch's generator stands afterwards where it would."""
+"""Sampled texts are those of plain `generate` for the same seed, and torch's generator ends where plain decoding ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ssd_generation import (
     Draft,
-    DraftingConfig,
     Drafter,
+    DraftingConfig,
     LookupConfig,
     SelfSpeculativeConfig,
     SkipConfig,
@@ -225,9 +225,7 @@ def test_judged_with_the_noise_of_the_text(model: PreTrainedModel) -> None:
         patch.setattr(refinement.Refinement, "learn", judge)
         patch.setattr(refinement.Refinement, "is_due", lambda self, tokens: tokens >= 16)
         for setting in ("temperature and top-p", "custom"):
-            sample(
-                model, self_speculative=CONFIGS["adapt"], max_new_tokens=64, eos_token_id=None, **SETTINGS[setting]
-            )
+            sample(model, self_speculative=CONFIGS["adapt"], max_new_tokens=64, eos_token_id=None, **SETTINGS[setting])
     assert len(judged) >= 4
     assert all(found.first() == 1.0 and found.tried[0] >= 16 for found in judged)
 

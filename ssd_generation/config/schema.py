@@ -201,8 +201,8 @@ class DraftingConfig(Parameters, title="'drafting'"):
             () for a cautious default.
         exploration: the largest share of the time that the policy "cost" spends on trying drafts again after they had
             stopped to pay, in [0, 0.5].
-        carry_state: whether what the policy has learnt is carried from one call to the next. None: under greedy
-            decoding, whose text does not hang on it; a sampled text then hangs on its seed alone.
+        carry_state: whether what the policy has learnt is carried from one call to the next. No text depends on it.
+            None stands for True.
 
     Raises:
         TypeError, ValueError: a parameter of the wrong type or out of range, or an unknown policy.
@@ -367,7 +367,7 @@ class SelfSpeculativeConfig(
         lookup: draft by prompt lookup too, where the context offers something, or None. True (the default lookup),
             False (none) and a mapping of its fields are taken too.
         costs: measured costs of the steps, or None.
-        adapt: whether the draft goes on improving while it is used: under greedy decoding of a single text, sub-layers
+        adapt: whether the draft goes on improving while it is used: in calls with a single text, sub-layers
             are left out or taken back by how often the draft would have predicted what was just verified. That takes
             at most 2 % of the time and never changes the text; what was learnt is kept from call to call
             (`SpeculationStatistics.refinement`).

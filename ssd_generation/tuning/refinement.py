@@ -3,7 +3,7 @@
 Now and then, when 2 % of the time have paid for it, another draft is judged on the last tokens in one pass over the
 cache as it stands (`acceptance.py`): how often it would have predicted the target's token. Two drafts race: the one in
 use and a challenger that leaves out some sub-layers more, some fewer, or others. The text they are judged on is the
-target's, so under greedy decoding nothing about the output can change; only how soon it is there.
+target's, so nothing about the output can change; only how soon it is there.
 
 The challengers come from a (1 + 1) evolution strategy: of each kind of change the number of sub-layers doubles after a
 success and halves after a failure. Which ones: those whose layers turn the hidden states least (SWIFT, arXiv
