@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .cache.layers import add_buffers, drop_buffers
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
+from .config.values import BITWISE, NUMERIC
 from .decoding.candidate_generator import self_drafter
 from .decoding.loop import DecodingLoop, Request, end_tokens
 from .decoding.outputs import SelfSpeculativeOutput
@@ -39,7 +40,9 @@ from .support.display import visible
 from .support.messages import clipped, shown
 from .support.model_state import state_of
 from .tuning.automatic import DRAFT_MEMORY, automatic_config, check_budget
-from .tuning.costs import costs_of, describe_machine
+from .tuning.costs import costs_of
+from .tuning.exactness import invariant_of
+from .tuning.measuring import describe_machine
 from .tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_model
 from .tuning.refinement import WINDOW, Refinement
 
@@ -288,7 +291,7 @@ class SelfSpeculativeMixin:
         returns_states = bool(states and generation_config.return_dict_in_generate)
         try:
             add_buffers(cache, history=_HISTORY if batch > 1 and call.cache_is_returned else 0)
-            forward = Forward(model, plays_back=batch == 1 and not returns_states)
+            forward, reason = _forward_of(call, batch, returns_states)
             drafter, refining = _drafter_of(call, forward, generation_config, batch)
             request = Request(
                 generation_config, logits_processor, stopping_criteria, streamer, call.cache_is_returned, in_step
@@ -301,6 +304,7 @@ class SelfSpeculativeMixin:
                 drop_buffers(cache)
         if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
             drop_buffers(output.past_key_values)
+        _note_exactness(loop.statistics, forward, reason)
         if refining is not None:
             loop.statistics.refinement = refining.refinement.to_dict()
         if not call.is_check:
@@ -313,14 +317,43 @@ class SelfSpeculativeMixin:
         return _rebuild, (_original_class(type(self)),), state
 
 
+def _forward_of(call: _Call, batch: int, returns_states: bool) -> tuple[Forward, str | None]:
+    """The model's passes for a call, and why their bits may depend on what is drafted; `None` where they do not."""
+    model, invariant = call.model, None
+    plays_back = batch == 1 and not returns_states
+    if call.is_check:
+        reason: str | None = "the model is checked"
+    elif batch > 1:
+        reason = "the rows of a batch go through the model's own code together"
+    elif returns_states:
+        reason = "attentions and hidden states come from the model's own code"
+    else:
+        exactness = None if call.config is None else call.config.exactness
+        invariant, reason = invariant_of(model, exactness)
+        if exactness == BITWISE and reason is not None:
+            _warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
+    return Forward(model, plays_back=plays_back, invariant=invariant), reason
+
+
+def _note_exactness(statistics: SpeculationStatistics, forward: Forward, reason: str | None) -> None:
+    """Say in the statistics of a call whether its bits may depend on what was drafted."""
+    if forward.is_bitwise:
+        statistics.exactness = BITWISE
+    else:
+        statistics.exactness = NUMERIC
+        statistics.exactness_reason = reason or "a pass was run by the model's own code"
+
+
 def _warn_of_refusal(model: PreTrainedModel, refusal: str) -> None:
-    """Once per model and reason."""
+    _warn_once(model, f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.")
+
+
+def _warn_once(model: PreTrainedModel, message: str) -> None:
+    """Once per model and message."""
     given = state_of(model).warnings
-    if refusal not in given:
-        given.add(refusal)
-        warnings.warn(
-            f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.", stacklevel=6
-        )
+    if message not in given:
+        given.add(message)
+        warnings.warn(message, stacklevel=7)
 
 
 def _rebuild(original: type) -> Any:

@@ -30,7 +30,8 @@ from ssd_generation.support import measurements
 from ssd_generation.support.measurements import cached_measurement
 from ssd_generation.tuning import automatic, costs
 from ssd_generation.tuning.automatic import automatic_choice, automatic_config, check_budget, weight_bytes
-from ssd_generation.tuning.costs import VERIFIED, describe_machine, measure_costs
+from ssd_generation.tuning.costs import VERIFIED, measure_costs
+from ssd_generation.tuning.measuring import describe_machine
 from tiny_models import forget_measurements, left_padded, prompt, tiny_model
 
 NEW = 12

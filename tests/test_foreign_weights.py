@@ -20,7 +20,7 @@ from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, en
 from ssd_generation.forward.capturable import why_not_captured
 from ssd_generation.forward.low_bit import check_precision
 from ssd_generation.forward.sublayers import input_device
-from ssd_generation.tuning.costs import describe_model
+from ssd_generation.tuning.measuring import describe_model
 from test_models import write_gguf
 from tiny_models import prompt, tiny_model
 

@@ -166,7 +166,7 @@ def test_low_bit_copies_are_made_of_nothing_more() -> None:
 
 @pytest.mark.usefixtures("often")
 def test_a_winner_is_measured_where_the_costs_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.tuning.costs import describe_machine
+    from ssd_generation.tuning.measuring import describe_machine
 
     model: Any = model_with_needless_parts()
     asked: list[SkipConfig] = []

@@ -1,4 +1,4 @@
-"""Sampled texts are those of plain `generate` for the same seed, and torch's generator ends where plain decoding ends."""
+"""Sampled texts are those of plain `generate` for the same seed, and torch's generator ends where it ends there."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from ..config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
 from ..harness.interleaved import interleaved
 from ..models import load_model
-from ..tuning.costs import Passes, describe_machine
+from ..tuning.costs import Passes
+from ..tuning.measuring import describe_machine
 
 __all__ = ["measure_contexts"]
 

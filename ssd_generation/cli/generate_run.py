@@ -279,7 +279,8 @@ def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | Non
     from ..forward.low_bit import check_precision
     from ..forward.sublayers import locate_sublayers
     from ..tuning.automatic import check_budget
-    from ..tuning.costs import costs_of, describe_machine
+    from ..tuning.costs import costs_of
+    from ..tuning.measuring import describe_machine
 
     layout = locate_sublayers(target)
     config.validate_for(num_layers=len(layout), model_type=target.config.get_text_config(decoder=True).model_type)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "self_speculative_config.json"
 FORMAT_VERSION = 1
 SKIP_KEYS = ("attention", "attn", "mlp")
-PARTS = ("skip", "drafting", "precision", "lookup", "costs", "provenance", "adapt")
+PARTS = ("skip", "drafting", "precision", "lookup", "costs", "provenance", "adapt", "exactness")
 
 # By name, what `from_dict` reads. SmolLM2 has little to spare: the attention sub-layers whose absence changes it least.
 PUBLISHED: Mapping[str, Any] = read_json(Path(__file__).with_name("presets.json"), CONFIG)

@@ -373,6 +373,9 @@ class SelfSpeculativeConfig(
             (`SpeculationStatistics.refinement`).
         provenance: where the config came from, or None. Where it names a model type or a number of layers, the config
             refuses any other model.
+        exactness: "bitwise": the target's passes give a token the same bits however many tokens they verify, wherever
+            this machine can (`SpeculationStatistics.exactness` says whether it could). "numeric": they may differ by
+            rounding. None: bitwise where that is nearly free (2 % of the time in float32, 5 % in half precision).
 
     Raises:
         TypeError, ValueError: a part of the wrong type, a skip set or precision that does not fit the number of layers
@@ -390,6 +393,7 @@ class SelfSpeculativeConfig(
     costs: Costs | None = field(default=None, metadata=_part(Costs))
     provenance: Provenance | None = field(default=None, metadata=_part(Provenance))
     adapt: bool = field(default=False, metadata=values.SWITCH.metadata)
+    exactness: str | None = field(default=None, metadata=values.EXACTNESS.metadata)
 
     if TYPE_CHECKING:
 
@@ -402,6 +406,7 @@ class SelfSpeculativeConfig(
             costs: Costs | None = None,
             provenance: Provenance | None = None,
             adapt: bool = False,
+            exactness: str | None = None,
         ) -> None: ...
 
     def _check_together(self) -> None:

@@ -26,6 +26,8 @@ FREE_TEXT = bounds.Text(10_000)
 MOST_MODELS = 1_000
 FORMAT = bounds.Integer(1, 1_000_000)
 EXPLORATION = bounds.Number(0, 0.5)
+BITWISE, NUMERIC = "bitwise", "numeric"
+EXACTNESS = bounds.Choice((BITWISE, NUMERIC), none="for bitwise where that is nearly free")
 POLICY = bounds.Choice(POLICIES, unknown="Unknown draft-length policy")
 PRECISION = bounds.Choice(PRECISIONS, none="for the weights as loaded")
 PRECISION_NAME = bounds.Choice(PRECISIONS, unknown="There is no precision")

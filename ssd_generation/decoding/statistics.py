@@ -42,6 +42,9 @@ class SpeculationStatistics:
             took, changes of the draft, all since the first call, why the model's drafts cannot be judged (`reason`,
             `None` where they can), and the config with the draft as it is now; else `None`.
         refusal: why nothing could be drafted with this model, so that transformers decoded the text; else `None`.
+        exactness: "bitwise": the bits of the target's logits did not depend on what was drafted. "numeric": they may
+            have, by rounding.
+        exactness_reason: why it is not "bitwise"; else `None`.
     """
 
     batch_size: int = 1
@@ -64,6 +67,8 @@ class SpeculationStatistics:
     policy_state: dict[str, float] = field(default_factory=dict)
     refinement: dict[str, Any] | None = None
     refusal: str | None = None
+    exactness: str = "numeric"
+    exactness_reason: str | None = None
 
     @classmethod
     def of_plain(

@@ -286,7 +286,7 @@ def _own_attention(function: Callable[..., Any]) -> Iterator[None]:
                 put_back()
 
 
-def capture_pass(model: PreTrainedModel, length: int, behind: int) -> CapturedPass:
+def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequence[int | None] = ()) -> CapturedPass:
     """Capture a pass over `length` tokens behind a cache that holds `behind`.
 
     The large products are not computed: what a capture takes is the time of the model's Python code and little more.
@@ -295,6 +295,7 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int) -> CapturedPa
         model: the target model, in skip mode or not.
         length: n ≥ 1.
         behind: tokens in the cache, ≥ 1. What is captured must not depend on it: see `captured.same_pass`.
+        windows: by layer, the sliding window that the attention it is played back with knows of.
 
     Raises:
         CannotCapture: the pass is not a pure function of ids, positions and cache.
@@ -319,6 +320,9 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int) -> CapturedPa
         if id(key) not in keys or id(value) not in keys or keys[id(key)][0] != keys[id(value)][0]:
             raise CannotCapture("an attention reads keys or values that did not come from the cache of one layer")
         unknown = ("softcap", "s_aux", "position_bias", "sliding_window", "cache")
+        layer = keys[id(key)][0]
+        if layer < len(windows) and windows[layer] is not None and kwargs.get("sliding_window") == windows[layer]:
+            kwargs["sliding_window"] = None
         odd = [name for name in unknown if kwargs.get(name) is not None]
         if odd or attention_mask is not None or dropout or is_causal is False:
             raise CannotCapture(f"an attention of its own kind ({', '.join(odd) or 'mask, dropout or not causal'})")
@@ -327,7 +331,7 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int) -> CapturedPa
         with torch._C.DisableTorchFunction():
             # Laid out as when it is played back, where code that needs it otherwise would fail.
             result = query.new_zeros((1, query.shape[1], length, value.shape[3])).transpose(1, 2)
-            (layer, _, new_key), (_, _, new_value) = keys[id(key)], keys[id(value)]
+            (_, _, new_key), (_, _, new_value) = keys[id(key)], keys[id(value)]
             scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
             states = map(capture.argument, (query, new_key, new_value))
             made = capture.graph.call_method("attend", (attend, *states, layer, scale))

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.layers import DraftCache, add_buffers
 from ..config import SelfSpeculativeConfig
+from .invariant import Invariant
 from .passes import CapturedPasses, captured_target, draft_of
 from .skip_mode import SkipMode
 from .sublayers import input_device
@@ -92,17 +93,28 @@ class Forward:
         config: what to draft with; `None` where the model does not draft.
         plays_back: whether the target's passes may be played back from a capture: not where hidden states or attentions
             are asked for, which a captured pass does not have, and of no use for more than one row.
+        invariant: how the bits of the target's logits are kept from depending on the width of a pass; `None`: they may.
+
+    Attributes:
+        is_bitwise: whether the bits of all passes of the target so far did not depend on their width.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: SelfSpeculativeConfig | None = None, plays_back: bool = True
+        self,
+        model: PreTrainedModel,
+        config: SelfSpeculativeConfig | None = None,
+        plays_back: bool = True,
+        invariant: Invariant | None = None,
     ) -> None:
         self.model = model
         self.device = input_device(model)
-        self._captured = captured_target(model) if plays_back else None
+        self.is_bitwise = invariant is not None
+        self._captured = captured_target(model, invariant) if plays_back else None
+        # In half precision a plain step is the model's own: captured, it would round otherwise.
+        self._shortest = 2 if invariant is None and model.dtype in (torch.bfloat16, torch.float16) else 1
         self._draft: _DraftForward | None = None
         if config is not None:
             self.draft_by(config)
@@ -140,12 +152,15 @@ class Forward:
         """
         count = tokens.shape[1]
         positions = context.positions_of(count)
-        if whole is None and self._captured is not None and self._suits_capture(tokens, context):
+        plays_back = whole is None and self._captured is not None and count >= self._shortest
+        if plays_back and self._suits_capture(tokens, context):
             if positions is None:
                 positions = torch.arange(context.length, context.length + count, device=tokens.device)[None]
+            assert self._captured is not None
             logits = self._captured.run(context.cache, tokens, positions)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits)
+        self.is_bitwise = False
         mask = context.mask
         if mask is not None and count > 1:
             mask = functional.pad(mask, (0, count - 1), value=1)

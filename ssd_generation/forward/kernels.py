@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..support.machine import cpu_name, is_intel
 from ..support.measurements import cached_measurement, flag_if_noisy
 
-__all__ = ["KERNELS", "Layer", "Linear", "fastest_kernels", "linear_of_few_rows"]
+__all__ = ["KERNELS", "Layer", "Linear", "fastest_kernels", "linear_of_few_rows", "onednn_linear"]
 
 Layer = tuple[torch.Tensor, "torch.Tensor | None"]
 """Weight `(N, K)` and bias `(N,)`."""
@@ -47,7 +47,8 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return lambda x: functional.linear(x, weight, bias)
 
 
-def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The layer by oneDNN on the plain weight, which is read as it lies."""
     kernel = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ def _mkl_turned(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 KERNELS: Mapping[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
     "linear": _plain,
-    "onednn": _onednn,
+    "onednn": onednn_linear,
     "onednn-turned": _onednn_turned,
     "mkl-turned": _mkl_turned,
 }

@@ -19,13 +19,14 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache.layers import add_buffers
+from ..cache.layers import BufferedLayer, BufferedSlidingLayer, add_buffers
 from ..config import SkipConfig
 from ..support.model_state import state_of
 from .cache_attention import CacheAttention, live_layers
 from .capturable import fingerprint, why_not_captured
 from .capture import CannotCapture, capture_pass
 from .captured import CapturedPass, Program, at_length, compile_pass, of_any_length, same_pass
+from .invariant import LINEARS, Invariant, RowAttention, live_layers_of_any_window
 from .kernels import fastest_kernels, linear_of_few_rows
 from .low_bit import LowBitCopies, LowBitCopy, copies_of
 from .rewrites import (
@@ -67,6 +68,7 @@ class CapturedPasses:
         skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
         skipped_attention: layers whose attention the draft leaves out.
         copies: low-bit copies that the draft computes from, or `None`.
+        invariant: of the whole model: how its bits are kept from depending on the width of a pass; `None`: they may.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class CapturedPasses:
         skip_mode: SkipMode | None = None,
         skipped_attention: frozenset[int] = frozenset(),
         copies: LowBitCopies | None = None,
+        invariant: Invariant | None = None,
     ) -> None:
         self._model = weakref.ref(model)
+        self._invariant = invariant
         self._skip_mode = skip_mode
         self._skipped = skipped_attention
         # Not held: the copies hold their passes, and are to go when they are dropped.
@@ -119,7 +123,13 @@ class CapturedPasses:
 
     def can_run(self, cache: Cache, length: int) -> bool:
         """Whether `run` can play back a pass over `length` tokens behind this cache."""
-        return self.program(length) is not None and bool(live_layers(cache, self._skipped))
+        return self.program(length) is not None and bool(self._live(cache))
+
+    def _live(self, cache: Cache) -> list[BufferedLayer] | None:
+        return live_layers(cache, self._skipped) if self._invariant is None else live_layers_of_any_window(cache)
+
+    def _new_attention(self) -> CacheAttention:
+        return CacheAttention() if self._invariant is None else RowAttention()
 
     def run(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, drafted: int = 0, ahead: int = 0
@@ -138,16 +148,26 @@ class CapturedPasses:
             Logits `(1, n, V)`, or `None` where the pass cannot be played back: nothing has happened then.
         """
         count = ids.shape[1]
-        program = self.program(count)
+        if self._invariant is not None and count > (widest := self._invariant.widths[-1]):
+            parts = zip(ids.split(widest, dim=1), positions.split(widest, dim=1), strict=True)
+            found = [self.run(cache, *part) for part in parts]
+            return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
+        width = count if self._invariant is None else self._invariant.width(count)
+        program = None if width is None else self.program(width)
         if program is None:
             return None
+        if program.length > count:
+            # What fills a pass up is computed for nobody.
+            fill = (1, program.length - count)
+            ids = torch.cat((ids, ids[:, -1:].expand(fill)), dim=1)
+            positions = torch.cat((positions, positions[:, -1:].expand(fill)), dim=1)
         attention: CacheAttention | None = getattr(self._attention, "value", None)
         if attention is None:
-            attention = self._attention.value = CacheAttention()
+            attention = self._attention.value = self._new_attention()
         if self.is_draft and drafted:
             attention.move_to(attention.at + attention.count, count)
         else:
-            live = live_layers(cache, self._skipped)
+            live = self._live(cache)
             if not live:
                 return None
             for layer in live:
@@ -163,7 +183,9 @@ class CapturedPasses:
             attention.let_go()
             for layer in cache.layers:
                 layer.end += count
-        return logits
+                if isinstance(layer, BufferedSlidingLayer):
+                    layer.cumulative_length += count
+        return logits[:, :count] if program.length > count else logits
 
     def end_round(self) -> None:
         """No further step of this round's draft: what is held of the cache is let go."""
@@ -181,6 +203,8 @@ class CapturedPasses:
             if copies is None:
                 raise CannotCapture("the low-bit copies were dropped")
             _use_copies(captured, copies)
+        elif self._invariant is not None:
+            swap_linears(captured, LINEARS[self._invariant.linear])
         elif model.dtype == torch.float32:
             layers = [layer for node in captured.nodes if (layer := linear_weight(captured, node)) is not None]
             swap_linears(captured, fastest_kernels(model, layers, length))
@@ -190,22 +214,28 @@ class CapturedPasses:
         if self.is_draft:
             _try_out(model, program)
         elif not any(self._programs.values()):
-            _compare(model, program, length)
+            _compare(model, program, length, self._new_attention())
         return program
 
     def _captured(self, model: PreTrainedModel, length: int) -> CapturedPass:
+        windows: list[int | None] = []
+        if self._invariant is not None:
+            layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+            windows = [getattr(layer, "sliding_window", None) for layer in layers]
         with nullcontext() if self._skip_mode is None else self._skip_mode:
             if length > 1 and not self._longer_known:
                 self._longer_known = True
                 # A single token is a case of its own in many models; beyond that, one is like another.
                 with contextlib.suppress(Exception):  # such as a context that is shorter
-                    common = of_any_length([capture_pass(model, n, at) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))])
+                    common = of_any_length(
+                        [capture_pass(model, n, at, windows) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))]
+                    )
                     if common is not None:
                         self._simplify(model, common)
                         self._longer = common
             if length > 1 and self._longer is not None:
                 return at_length(self._longer, length)
-            one, other = (capture_pass(model, length, behind) for behind in (7, 19))
+            one, other = (capture_pass(model, length, behind, windows) for behind in (7, 19))
         if not same_pass(one, other):
             raise CannotCapture("the pass depends on the length of the text")
         self._simplify(model, one)
@@ -268,7 +298,7 @@ def _try_out(model: PreTrainedModel, program: Program) -> None:
         program.run(ids, torch.arange(9, 9 + program.length)[None], Nothing())
 
 
-def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
+def _compare(model: PreTrainedModel, program: Program, length: int, attention: CacheAttention) -> None:
     """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
 
     Raises:
@@ -279,17 +309,22 @@ def _compare(model: PreTrainedModel, program: Program, length: int) -> None:
         prompt = torch.arange(1, 10)[None] % vocabulary
         ids = (torch.arange(length) * 7 + 11)[None] % vocabulary
         positions = torch.arange(9, 9 + length)[None]
-        own = DynamicCache()
+        # Layers with a window have none here, unless the attention knows about windows.
+        config = model.config.get_text_config(decoder=True)
+        own = DynamicCache(config=config) if isinstance(attention, RowAttention) else DynamicCache()
         model(input_ids=prompt, past_key_values=own, use_cache=True, logits_to_keep=1)
         buffered = copy.deepcopy(own)
         add_buffers(buffered)
         expected = model(input_ids=ids, position_ids=positions, past_key_values=own, use_cache=True).logits.float()
-        live = live_layers(buffered, frozenset())
+        live = (
+            live_layers_of_any_window(buffered)
+            if isinstance(attention, RowAttention)
+            else live_layers(buffered, frozenset())
+        )
         if not live:
             raise CannotCapture("its cache has layers of a kind of their own")
         for layer in live:
             layer.reserve(length)
-        attention = CacheAttention()
         attention.begin(buffered.layers, 9, length)
         got = program.run(ids, positions, attention).float()
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
@@ -332,12 +367,17 @@ def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple
     return SkipMode(model, config.skip, () if copies is None else copies.forwards()), copies
 
 
-def captured_target(model: PreTrainedModel) -> CapturedPasses | None:
-    """The whole model's passes, or `None` where they may not be captured; made anew when the model changed."""
+def captured_target(model: PreTrainedModel, invariant: Invariant | None = None) -> CapturedPasses | None:
+    """The whole model's passes, or `None` where they may not be captured; made anew when the model changed.
+
+    Args:
+        model: the target model.
+        invariant: how bits are kept from depending on the width of a pass; `None`: they may.
+    """
     if why_not_captured(model) is not None:
         return None
-    state = state_of(model)
-    passes: CapturedPasses | None = state.captured_target
+    known: dict[Invariant | None, CapturedPasses] = state_of(model).captured_targets
+    passes = known.get(invariant)
     if passes is None or not passes.is_current(model):
-        passes = state.captured_target = CapturedPasses(model)
+        passes = known[invariant] = CapturedPasses(model, invariant=invariant)
     return passes

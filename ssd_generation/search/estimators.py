@@ -22,7 +22,7 @@ from ..decoding.verified_text import VerifiedText
 from ..forward.sublayers import locate_sublayers
 from ..models import load_model
 from ..tuning.acceptance import Acceptance, judge, judge_rounds
-from ..tuning.costs import describe_machine
+from ..tuning.measuring import describe_machine
 from ..tuning.speedup import expected_tokens
 from .calibration import Calibration, calibrate, calibration_prompts
 from .confirm import generated_acceptance

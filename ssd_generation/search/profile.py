@@ -32,7 +32,8 @@ from ..support.display import visible
 from ..support.files import write_whole
 from ..support.messages import shown
 from ..support.reading import PROFILE, read_json
-from ..tuning.costs import LONGEST_VERIFIED, Passes, describe_machine, time_in_turns
+from ..tuning.costs import LONGEST_VERIFIED, Passes
+from ..tuning.measuring import describe_machine, time_in_turns
 from .space import KEEP
 
 if TYPE_CHECKING:

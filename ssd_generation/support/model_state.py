@@ -22,7 +22,7 @@ class ModelState:
         layout: its attention and MLP sub-layers (forward/sublayers.py).
         low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
-        captured_target: captured passes of the whole model (forward/passes.py).
+        captured_targets: captured passes of the whole model, by how their bits are kept the same (forward/passes.py).
         captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
         capture_refusal: why no pass may be captured, as the check of the model found (forward/capturable.py).
         measurements: what was measured of it, by a fingerprint (support/measurements.py).
@@ -48,7 +48,7 @@ class ModelState:
         """Free what takes memory, and forget what was learnt; what was measured and found out stays."""
         self.layout: Any = None
         self.drop_copies()
-        self.captured_target: Any = None
+        self.captured_targets: dict[Any, Any] = {}
         self.captured_drafts: dict[Any, Any] = {}
         self.policies: dict[Any, Any] = {}
         self.refinements: dict[Any, Any] = {}

@@ -15,7 +15,8 @@ from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copie
 from ..forward.passes import skip_mode_of
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
-from .costs import costs_of, describe_model
+from .costs import costs_of
+from .measuring import describe_model
 from .speedup import theoretical_speedup
 
 if TYPE_CHECKING:

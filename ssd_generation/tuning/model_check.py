@@ -31,7 +31,7 @@ from ..forward.capturable import does_something, forbid_capture, why_not_capture
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import state_of
-from .costs import describe_adapters, describe_model
+from .measuring import describe_adapters, describe_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

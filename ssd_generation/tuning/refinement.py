@@ -26,7 +26,8 @@ from ..config import Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..decoding.verified_text import VerifiedText
 from ..forward.sublayers import locate_sublayers
 from .acceptance import judge_rounds, round_inputs, why_not_judged
-from .costs import costs_of, describe_machine
+from .costs import costs_of
+from .measuring import describe_machine
 from .speedup import speedup_within_chance
 
 if TYPE_CHECKING:

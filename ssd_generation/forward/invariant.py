@@ -1,0 +1,96 @@
+"""Passes that give a token the same bits however many tokens stand beside it.
+
+What makes bits depend on the width of a pass are kernels that add up in another order for another number of rows. So
+each linear layer runs by a kernel whose rows were found to be independent of one another, at widths at which they were;
+a pass in between is filled up to the next of these, a single token to two. Attention is done for each token by itself,
+over exactly the keys that it sees: the very call that a pass over one token makes. Everything else in a layer works on
+each row alone. Whether it all holds, a check finds out on the model itself (tuning/exactness.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import Cache
+
+from ..cache.layers import BufferedLayer, BufferedSlidingLayer
+from .cache_attention import CacheAttention
+from .kernels import Linear, onednn_linear
+
+__all__ = ["LINEARS", "WIDTHS", "Invariant", "RowAttention", "live_layers_of_any_window"]
+
+WIDTHS = (2, 3, 4, 5, 6, 8, 13, 16, 24, 33)
+"""Widths that are tried: those of rounds, each at most half as wide again as the one before."""
+
+LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
+    "linear": lambda weight, bias: None,
+    "onednn": onednn_linear,
+}
+"""Kernels for linear layers by name; `None` leaves a layer at `F.linear`."""
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """How a model's passes are run for their bits not to depend on their width.
+
+    Attributes:
+        linear: the kernel of its linear layers, by its name in `LINEARS`.
+        widths: widths that agree with each other, ascending; a pass is filled up to the next one.
+    """
+
+    linear: str
+    widths: tuple[int, ...]
+
+    def width(self, count: int) -> int | None:
+        """The width of a pass for `count` tokens; `None` where there is none as wide."""
+        return next((width for width in self.widths if width >= count), None)
+
+
+class RowAttention(CacheAttention):
+    """Attends for each token by itself, in passes that are filled up behind their tokens."""
+
+    __slots__ = ("ends", "windows")
+
+    def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
+        """For a pass over `count` tokens behind the slots that each layer holds."""
+        super().begin(layers, at, count)
+        self.ends = [getattr(layer, "end", 0) for layer in layers]
+        self.windows = [getattr(layer, "sliding_window", None) for layer in layers]
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+    ) -> torch.Tensor:
+        at, count, window = self.ends[layer], self.count, self.windows[layer]
+        key_buffer, value_buffer = self.key_buffers[layer], self.value_buffers[layer]
+        key_buffer.narrow(2, at, count).copy_(key[:, :, :count])
+        value_buffer.narrow(2, at, count).copy_(value[:, :, :count])
+        if query.dtype is not key_buffer.dtype:
+            query = query.to(key_buffer.dtype)
+        heads, width, kv_heads = query.shape[1], query.shape[2], key_buffer.shape[1]
+        grouped = query.view(kv_heads, heads // kv_heads, width, -1)
+        rows = []
+        for place in range(count):
+            end = at + place + 1
+            first = 0 if window is None else max(end - window, 0)
+            rows.append(
+                functional.scaled_dot_product_attention(
+                    grouped[None, :, :, place],
+                    key_buffer.narrow(2, first, end - first),
+                    value_buffer.narrow(2, first, end - first),
+                    scale=scaling,
+                ).reshape(1, 1, heads, -1)
+            )
+        rows += rows[-1:] * (width - count)
+        return torch.cat(rows, dim=1)
+
+
+def live_layers_of_any_window(cache: Cache) -> list[BufferedLayer] | None:
+    """The layers that a pass writes to, or `None` where one is of another kind."""
+    layers = cache.layers
+    if any(type(layer) not in (BufferedLayer, BufferedSlidingLayer) or not layer.is_initialized for layer in layers):
+        return None
+    return layers if all(layer.start == 0 for layer in layers if type(layer) is BufferedLayer) else None

@@ -1,0 +1,232 @@
+"""Whether a model's passes can be run so that their bits do not depend on their width: found out on this machine.
+
+A forced text is decoded by passes of each width, and the logits of every token are compared to the last bit. Widths
+that agree are the certificate (`Invariant`), which is stored with the other measurements: it holds for the model, its
+dtype, the processor, the number of threads and the versions of torch and transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import logging as hf_logging
+
+from ..cache.layers import add_buffers
+from ..config.values import NUMERIC
+from ..forward.capturable import why_not_captured
+from ..forward.forward import Context, Forward
+from ..forward.invariant import LINEARS, WIDTHS, Invariant
+from ..forward.sublayers import input_device
+from ..support.bounds import Number
+from ..support.measurements import cached_measurement, flag_if_noisy
+from ..support.parallel import broadcast
+from ..support.timing import Stopwatch
+from .measuring import describe_model, time_in_turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Certificate", "certificate_of", "invariant_of"]
+
+
+_FREE = {torch.float32: 1.02, torch.bfloat16: 1.05, torch.float16: 1.05}
+"""What passes that are exact to the bit may cost, relative to others, where nobody asked for them."""
+
+_PROMPT, _NEW = 21, 33
+_BASES = (2, 4, 8, 16)
+"""Widths that a single token may be filled up to."""
+
+_TIMED = (1, 4, 8)
+"""Tokens of the passes whose times are compared."""
+
+_SECONDS = 4.0
+_RATIO = Number(1e-3, 1e3, "a ratio of times")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was found of a model on a machine.
+
+    Attributes:
+        invariant: how passes are run whose bits do not depend on their width; `None` where there is no such way.
+        cost: their time / that of the others, over passes of 1, 4 and 8 tokens.
+        refusal: why there is no such way.
+    """
+
+    invariant: Invariant | None
+    cost: float = 1.0
+    refusal: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {
+            "linear": None if self.invariant is None else self.invariant.linear,
+            "widths": [] if self.invariant is None else list(self.invariant.widths),
+            "cost": self.cost,
+            "refusal": self.refusal,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Certificate:
+        """The inverse of `to_dict`; anything wrong with what was stored raises."""
+        if data["linear"] is None:
+            return cls(None, refusal=str(data["refusal"]))
+        widths = tuple(data["widths"])
+        if data["linear"] not in LINEARS or not widths or widths != tuple(w for w in WIDTHS if w in widths):
+            raise ValueError(f"there are no passes by {data['linear']!r} of the widths {data['widths']!r}")
+        return cls(Invariant(data["linear"], widths), _RATIO.check("The cost", data["cost"]))
+
+
+def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | None, str | None]:
+    """How the passes of a call are run: so that their bits do not depend on their width, or `None` and why not.
+
+    Args:
+        model: the target model.
+        exactness: what was asked for; `None`: to the bit where that is nearly free.
+    """
+    if exactness == NUMERIC:
+        return None, "it was asked for"
+    refusal = why_not_captured(model)
+    if refusal is not None:
+        return None, f"its passes run by the model's own code: {refusal}"
+    found = certificate_of(model)
+    if found.invariant is None:
+        return None, found.refusal
+    if exactness is None and found.cost > _FREE.get(model.dtype, 1.0):
+        return None, f'passes exact to the bit take {found.cost - 1:.0%} longer here: exactness="bitwise" asks for them'
+    return found.invariant, None
+
+
+def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
+    """The certificate of a model on this machine: known, or found out now (seconds).
+
+    Args:
+        model: the target model; its passes can be captured.
+        again: find out anew.
+    """
+    described = {"what": "exactness", **describe_model(model), "widths": list(WIDTHS), "format": 1}
+    found = cached_measurement(model, described, lambda: _find_out(model), again, use=Certificate.from_dict)
+    return Certificate.from_dict(found)
+
+
+def _find_out(model: PreTrainedModel) -> Any:
+    """A certificate as a dictionary, or a `NoisyMeasurement` of it."""
+    names = list(LINEARS) if model.dtype != torch.float32 else list(LINEARS)[::-1]
+    with (
+        torch.inference_mode(),
+        hf_logging.tqdm(
+            total=len(WIDTHS) + 1,
+            desc="Checking the bits of this model's passes here, once",
+            leave=False,
+            bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
+        ) as bar,
+    ):
+        text = _Text(model)
+        for name in names:
+            bar.reset()
+            logits: dict[int, torch.Tensor | None] = {}
+            for width in WIDTHS:
+                logits[width] = text.logits(Invariant(name, (width,)), width)
+                bar.update()
+            agreeing = _agreeing(logits)
+            if agreeing is not None:
+                return _timed(model, text, Invariant(name, agreeing))
+    reason = "no kernel here gives a token the same bits wherever it stands in a pass"
+    return Certificate(None, refusal=reason).to_dict()
+
+
+def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...] | None:
+    """Widths that give every token the same bits, from one that a single token may be filled up to."""
+    best: tuple[int, ...] = ()
+    for base in _BASES:
+        wanted = logits[base]
+        if wanted is None:
+            continue
+        found = tuple(
+            width for width, got in logits.items() if width >= base and got is not None and torch.equal(got, wanted)
+        )
+        if len(found) > len(best):
+            best = found
+    return best or None
+
+
+class _Text:
+    """A text of random tokens behind a prompt, decoded by passes of one width."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        generator = torch.Generator().manual_seed(0)
+        device = input_device(model)
+        ids = torch.randint(0, vocabulary, (1, _PROMPT + _NEW), generator=generator).to(device)
+        self.ids = ids[:, _PROMPT:]
+        self._cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        model(input_ids=ids[:, :_PROMPT], past_key_values=self._cache, use_cache=True, **fewer)
+
+    def context(self) -> Context:
+        """What the text stands behind."""
+        cache = copy.deepcopy(self._cache)
+        add_buffers(cache)
+        positions = torch.full((1, 1), _PROMPT, device=self.ids.device)
+        return Context(cache, length=_PROMPT, positions=positions)
+
+    def logits(self, invariant: Invariant, width: int) -> torch.Tensor | None:
+        """Of all tokens, by passes of this width whose tokens begin at each of its places; `None` if not captured."""
+        forward = Forward(self.model, invariant=invariant)
+        found = []
+        # A first pass that is not full, so that a token's place changes from width to width; then full ones.
+        for first in (width, max(width // 2, 1)):
+            context, at, count = self.context(), 0, first
+            while at < _NEW:
+                count = min(count, _NEW - at)
+                answer = forward.target(self.ids[:, at : at + count], context)
+                if not forward.is_bitwise:
+                    return None
+                found.append(answer.logits[0, -count:].clone())
+                at += count
+                context.length += count
+                assert context.positions is not None
+                context.positions = context.positions + count
+                count = width
+        whole = torch.cat(found)
+        once, again = whole[:_NEW], whole[_NEW:]
+        return once if torch.equal(once, again) else None
+
+
+def _timed(model: PreTrainedModel, text: _Text, invariant: Invariant) -> Any:
+    """The certificate with what it costs."""
+
+    def passes(forward: Forward, context: Context) -> Callable[[int], float]:
+        def once(count: int) -> float:
+            watch = Stopwatch(text.ids.device)
+            watch.start()
+            forward.target(text.ids[:, :count], context).logits[:, -count:].float().argmax(-1).tolist()
+            context.cache.crop(-count)
+            watch.stop()
+            return watch.seconds()
+
+        for count in _TIMED:
+            once(count)  # captured, touched
+        return once
+
+    usual = passes(Forward(model), text.context())
+    exact = passes(Forward(model, invariant=invariant), text.context())
+    ratios, times = [], []
+    for count in _TIMED:
+        timings = time_in_turns(
+            partial(usual, count),
+            {count: partial(exact, count)},
+            is_over=lambda repeats, spent: broadcast(model, repeats >= 3 and spent > _SECONDS / len(_TIMED)),
+        )
+        ratios.append(timings.ratio(count))
+        times += timings.seconds
+    found = Certificate(invariant, statistics.geometric_mean(ratios)).to_dict()
+    return flag_if_noisy(found, times)

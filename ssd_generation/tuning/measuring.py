@@ -1,0 +1,158 @@
+"""How passes are timed, and all that their times depend on, by which they are stored."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from ..forward.capturable import why_not_captured
+from ..forward.low_bit import is_plain
+from ..forward.sublayers import input_device
+from ..support.machine import cpu_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TimingsInTurns", "describe_adapters", "describe_machine", "describe_model", "time_in_turns"]
+
+_MOST_REPEATS = 15
+
+
+def describe_machine(model: PreTrainedModel) -> str:
+    """What the costs depend on besides model and config: device, threads, dtype, attention, versions of torch."""
+    device = input_device(model)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{device.type} ({name}), {dtype}, {attention}, torch {torch.__version__}"
+
+
+def describe_model(model: PreTrainedModel) -> dict[str, Any]:
+    """All that the cost of a model's passes depends on, as plain JSON types: what measurements are stored by."""
+    text_config = model.config.get_text_config(decoder=True)
+    return {
+        "machine": describe_machine(model),
+        "transformers": transformers.__version__,
+        "model": type(model).__name__,
+        "weights": _describe_weights(model),
+        "adapters": describe_adapters(model),
+        "config": {
+            key: value
+            for key, value in sorted(text_config.to_dict().items())
+            if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
+        },
+        "recorded": why_not_captured(model) is None,
+        "format": 5,
+    }
+
+
+def _describe_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """Of which kind the weights are, where they lie, and what is done to bring them there."""
+    kinds: Counter[str] = Counter()
+    for parameter in itertools.chain(model.parameters(), model.buffers()):
+        kind = "" if is_plain(parameter) else f" {type(parameter).__name__}"
+        kinds[f"{parameter.device.type} {str(parameter.dtype).removeprefix('torch.')}{kind}"] += parameter.numel()
+    # A quantiser's layers differ in class from those that they took the place of, an offloaded layer in its hook.
+    layers = Counter(f"{type(m).__module__}.{type(m).__qualname__}" for m in model.modules())
+    hooks = Counter(type(m._hf_hook).__name__ for m in model.modules() if hasattr(m, "_hf_hook"))
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    return {
+        "kinds": dict(sorted(kinds.items())),
+        "layers": dict(sorted(layers.items())),
+        "hooks": dict(sorted(hooks.items())),
+        "quantisation": None if method is None else str(method),
+    }
+
+
+def describe_adapters(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Which adapters are loaded and in use: their layers are in the model's own, and may be switched off."""
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        return None
+    active = {
+        tuple(map(str, names if isinstance(names, (list, tuple)) else [names]))
+        for module in model.modules()
+        if (names := getattr(module, "active_adapters", None)) is not None and not callable(names)
+    }
+    disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    return {"names": sorted(map(str, adapters)), "active": sorted(active), "disabled": disabled}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# taking turns
+
+
+@dataclass(frozen=True)
+class TimingsInTurns:
+    """Passes that took turns with plain steps.
+
+    Attributes:
+        plain_steps: seconds of each plain step.
+        passes: seconds of each repetition, by pass.
+        ratios: each of these divided by the mean of the plain steps before and behind it, by pass.
+    """
+
+    plain_steps: list[float]
+    passes: dict[Any, list[float]]
+    ratios: dict[Any, list[float]]
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain step, the median."""
+        return statistics.median(self.plain_steps)
+
+    def ratio(self, name: Any) -> float:
+        """What a pass takes, in plain steps: the median of the ratios."""
+        return statistics.median(self.ratios[name])
+
+    @property
+    def seconds(self) -> list[list[float]]:
+        """Seconds of all that was repeated."""
+        return [self.plain_steps, *self.passes.values()]
+
+
+def time_in_turns(
+    plain: Callable[[], float],
+    passes: Mapping[Any, Callable[[], float]],
+    is_over: Callable[[int, float], bool],
+    most_repeats: int = _MOST_REPEATS,
+    progress: Callable[[int, int], Any] = lambda repeats, count: None,
+) -> TimingsInTurns:
+    """Time passes in turns with plain steps: the one way in which this library measures what a pass costs.
+
+    The machine is not the same from one moment to the next: other work takes its memory's bandwidth or its clock. So
+    each pass counts relative to the plain steps on either side of it, at most two passes between them.
+
+    Args:
+        plain: makes a plain step and gives its seconds.
+        passes: make the other passes; each was made once before.
+        is_over: `(repetitions, seconds spent)` → whether that is enough.
+        most_repeats: repetitions at the most.
+        progress: called with the repetitions done, and the passes made since.
+    """
+    timings = TimingsInTurns([], {name: [] for name in passes}, {name: [] for name in passes})
+    names = list(passes)
+    started, after = time.perf_counter(), plain()
+    for repeat in range(most_repeats):
+        for pair in (names[i : i + 2] for i in range(0, len(names), 2)):
+            before, between = after, [passes[name]() for name in pair]
+            after = plain()
+            timings.plain_steps.append(after)
+            for name, seconds in zip(pair, between, strict=True):
+                timings.passes[name].append(seconds)
+                timings.ratios[name].append(2 * seconds / (before + after))
+            progress(repeat, 1 + len(pair))
+        if is_over(repeat + 1, time.perf_counter() - started):
+            break
+    return timings
