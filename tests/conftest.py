@@ -84,6 +84,8 @@ LONGEST = (
     "test_acceptance.py",
     "test_search_runner.py",
     "test_precision.py",
+    "test_same_seed.py",
+    "test_exactness.py",
 )
 # The fast subset: of each of these files all tests, or those whose names have one of the endings.
 FAST: dict[str, tuple[str, ...]] = {
@@ -156,11 +158,14 @@ def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if _is_slow(request) or request.node.get_closest_marker("measures") is not None:
         return
     from ssd_generation import Costs, generation
-    from ssd_generation.tuning import automatic, costs
+    from ssd_generation.tuning import automatic, costs, exactness
 
     def costs_of(*args: Any, **kwargs: Any) -> Costs:
         return Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
 
+    # Nor is it tried out for each of so many models whether its bits can be the same at any width.
+    untried = exactness.Certificate(None, refusal="not tried in this test")
+    monkeypatch.setattr(exactness, "certificate_of", lambda model, again=False: untried)
     monkeypatch.setattr(generation, "costs_of", costs_of)
     monkeypatch.setattr(automatic, "costs_of", costs_of)
     monkeypatch.setattr(costs, "costs_of", costs_of)

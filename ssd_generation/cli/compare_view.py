@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from ..config.values import BITWISE
 from .console import styled
 from .layers import describe_skip
 
@@ -113,7 +114,7 @@ def _sameness(difference: Difference | None) -> str:
 def _verdict(comparison: Comparison, draft: Draft) -> list[str]:
     """What the figures mean, a short paragraph each."""
     config, result = draft.config, comparison.self_speculative
-    lines = _text_verdict(comparison) + _sampling_verdict(comparison)
+    lines = _text_verdict(comparison) + _exactness_verdict(comparison) + _sampling_verdict(comparison)
     if config.drafts_itself and not config.skip and not config.precision:
         lines.append("The draft leaves out nothing, so it costs what the model costs: no speed-up can come of that.")
         return lines
@@ -125,18 +126,38 @@ def _verdict(comparison: Comparison, draft: Draft) -> list[str]:
 
 def _text_verdict(comparison: Comparison) -> list[str]:
     """Whether the text is plain decoding's, and if not, why."""
-    difference = comparison.self_speculative.difference
+    result = comparison.self_speculative
+    difference = result.difference
     if difference is None:
         return []
     line = f"The text differs from plain decoding at token {difference.token}."
+    undrafted = result.undrafted_difference
     if difference.logit_margin is not None and difference.logit_margin > _MORE_THAN_ROUNDING:
         line += " The logit margin is larger than rounding explains: please report it, with the model's name."
-    elif difference.logit_margin is not None:
+    elif result.is_as_undrafted:
+        line += (
+            " Drafting has no part in it: undrafted decoding by this library gives the same text. Its kernels round "
+            "otherwise than the model's own, which can turn a near tie over: look at the logit margin."
+        )
+    elif undrafted is not None and undrafted.token == difference.token:
+        line += (
+            " Undrafted decoding by this library parts from plain decoding at the same token: its kernels round "
+            "otherwise than the model's own, which can turn a near tie over. Further on, drafting parts the two."
+        )
+    else:
         line += (
             " Checking several tokens in one pass rounds differently from one at a time, which can turn a near tie "
-            "over: look at the logit margin. In float32 that is rare (--dtype float32)."
+            "over: look at the logit margin. With --exact it does not, where this machine can; in float32 it is rare."
         )
     return [line]
+
+
+def _exactness_verdict(comparison: Comparison) -> list[str]:
+    """Whether the logits depend on what was drafted."""
+    last = comparison.self_speculative.speculation[-1]
+    if last.exactness == BITWISE:
+        return ["Exact to the bit: the logits are those of undrafted decoding by this library, whatever was drafted."]
+    return [f"Not certified to the bit: {last.exactness_reason}."] if last.exactness_reason else []
 
 
 def _sampling_verdict(comparison: Comparison) -> list[str]:

@@ -110,6 +110,14 @@ class DecodingOptions:
         ),
     ] = None
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling. The same seed, the same text.")] = None
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Have the target's logits not depend on what is drafted, to the last bit, whatever that costs. "
+            "Default: where it is nearly free.",
+        ),
+    ] = False
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the prompt.")] = None
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Continue the prompt as it is, not as a chat.")

@@ -230,6 +230,7 @@ def choose_draft(
         ValueError: the config does not fit the model, or takes more memory than it may.
     """
     from ..config import SelfSpeculativeConfig
+    from ..config.values import BITWISE
     from ..generation import refinement_of, why_no_drafts
 
     draft, length = request.draft, request.length
@@ -249,8 +250,10 @@ def choose_draft(
         config = choice.config if draft.lookup is not False else _without_lookup(choice.config)
     if adapt is not None:
         config = dataclasses.replace(config, adapt=adapt)
+    if request.decoding.exact and config.exactness != BITWISE:
+        config = dataclasses.replace(config, exactness=BITWISE, costs=None)  # of other passes
     config = _ready(target, with_drafting(config, policy, length.draft_length), draft.draft_memory)
-    if config.adapt and not request.is_sampling:
+    if config.adapt:
         with measuring():
             refinement_of(target, config)
     return config, choice

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..cache.layers import spare_slots
-from ..config import Costs, Provenance, SelfSpeculativeConfig
+from ..config import Costs, DraftingConfig, Provenance, SelfSpeculativeConfig
 from ..decoding.statistics import SpeculationStatistics
 from ..forward.low_bit import copies_of, copy_bytes
 from ..forward.skip_mode import draft_mode_with
@@ -156,6 +156,8 @@ class MethodResult:
         speculation: per repeat, the statistics (self-speculative decoding only).
         difference: the first difference to plain decoding (from the same seed) in any repeat; `None` where there is
             none.
+        undrafted_difference: where there is one, that of this library's undrafted text to plain's, of the same repeat.
+        is_as_undrafted: where there is one, whether the text is that of this library's undrafted decoding.
         peak_bytes: highest memory allocated on the CUDA device during the calls; `None` elsewhere.
         draws: under sampling, how the tokens of all repeats compare with the model's distributions; else `None`.
         draws_error: why they could not be judged.
@@ -167,6 +169,8 @@ class MethodResult:
     ratios: tuple[float, ...]
     speculation: tuple[SpeculationStatistics, ...] = ()
     difference: Difference | None = None
+    undrafted_difference: Difference | None = None
+    is_as_undrafted: bool | None = None
     peak_bytes: int | None = None
     draws: SamplingCheck | None = None
     draws_error: str | None = None
@@ -309,6 +313,10 @@ class Comparison:
         if method is not self.plain:
             data["identical_to_plain"] = method.difference is None
             data["first_difference"] = None if method.difference is None else method.difference.to_dict()
+        if method.is_as_undrafted is not None:
+            undrafted = method.undrafted_difference
+            data["identical_to_undrafted"] = method.is_as_undrafted
+            data["first_difference_of_undrafted"] = None if undrafted is None else undrafted.to_dict()
         if method.draws is not None:
             data["draws"] = {**method.draws.to_dict(), "z": method.draws.z}
         if method.draws_error is not None:
@@ -408,12 +416,22 @@ def compare(
             return {"draws_error": f"{type(error).__name__}: {error}"}
 
     def result(name: str) -> MethodResult:
-        pairs = zip(texts[PLAIN], texts[name], strict=True)
-        difference = None
-        for number, (plain, other) in enumerate(pairs):
+        parted: dict[str, Any] = {}
+        for number, (plain, other) in enumerate(zip(texts[PLAIN], texts[name], strict=True)):
             if plain != other:
-                seeded = {"seed": seed + number} if sampling else {}
-                difference = find_difference(model, inputs, plain, other, **seeded, **generate_kwargs)
+                seeded = seed + number if sampling else None
+
+                def against(
+                    tokens: list[int], plain: list[int] = plain, seed: int | None = seeded
+                ) -> Difference | None:
+                    return find_difference(model, inputs, plain, tokens, seed, **generate_kwargs)
+
+                parted["difference"] = against(other)
+                if name == SELF_SPECULATIVE:
+                    if seeded is not None:
+                        torch.manual_seed(seeded)
+                    undrafted = _run(model, inputs, _undrafted(config), name, generate_kwargs)
+                    parted |= {"undrafted_difference": against(undrafted), "is_as_undrafted": undrafted == other}
                 break
         return MethodResult(
             name=name,
@@ -421,8 +439,8 @@ def compare(
             seconds=timings.seconds(name),
             ratios=timings.ratios(name),
             speculation=tuple(speculation) if name == SELF_SPECULATIVE else (),
-            difference=difference,
             peak_bytes=peaks[name] if on_cuda else None,
+            **parted,
             **judged(name),
         )
 
@@ -457,6 +475,11 @@ def compare(
         left_as_loaded=tuple(copies_of(model, config.skip, config.precision).left) if config.precision else (),
         costs=config.costs,
     )
+
+
+def _undrafted(config: SelfSpeculativeConfig) -> SelfSpeculativeConfig:
+    """Decoding by this library's passes, as a config has them, with nothing drafted."""
+    return SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness=config.exactness)
 
 
 def _run(

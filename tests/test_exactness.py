@@ -1,0 +1,305 @@
+"""Passes whose bits do not depend on their width: the check that certifies them, and what decoding by them gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward import passes
+from ssd_generation.forward.cache_attention import CacheAttention
+from ssd_generation.forward.invariant import WIDTHS, Invariant
+from ssd_generation.forward.passes import CapturedPasses
+from ssd_generation.support.model_state import state_of
+from ssd_generation.tuning import exactness
+from ssd_generation.tuning.exactness import Certificate, certificate_of, invariant_of
+from tiny_models import WINDOW, left_padded, prompt, tiny_model
+
+pytestmark = pytest.mark.measures
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NEW = 40
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exactness, "_SECONDS", 0.01)
+
+
+def fixed(length: int, **options: Any) -> SelfSpeculativeConfig:
+    return SelfSpeculativeConfig(
+        SkipConfig(attention=[1], mlp=[2]),
+        DraftingConfig(policy="fixed", max_draft_length=length),
+        exactness="bitwise",
+        **options,
+    )
+
+
+UNDRAFTED = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness="bitwise")
+WAYS = {
+    **{f"fixed {length}": fixed(length) for length in range(1, 9)},
+    "int8": dataclasses.replace(fixed(5), skip=SkipConfig(), precision="int8"),  # type: ignore[arg-type]
+    "lookup": fixed(3, lookup=LookupConfig(max_ngram=2, min_ngram=1, max_tokens=10)),
+    "wide": SelfSpeculativeConfig(
+        drafting=DraftingConfig(policy="fixed", max_draft_length=48),
+        lookup=LookupConfig(max_ngram=1, min_ngram=1, max_tokens=48),
+        exactness="bitwise",
+    ),
+    "cost": dataclasses.replace(fixed(6), drafting=DraftingConfig()),
+}
+
+
+def model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    return enable_self_speculative(tiny_model(family).to(dtype))
+
+
+def decode(model: Any, config: Any, ids: torch.Tensor | None = None, **options: Any) -> tuple[list[int], torch.Tensor]:
+    """Tokens, and the logits of every step."""
+    ids = prompt(9) if ids is None else ids
+    torch.manual_seed(4)
+    asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True,
+        self_speculative=config, **asked,
+    )  # fmt: skip
+    return out.sequences[0].tolist(), torch.stack(out.logits)
+
+
+def assert_same_bits(model: Any, ways: list[str], **options: Any) -> None:
+    tokens, logits = decode(model, UNDRAFTED, **options)
+    assert model.last_speculation.exactness == "bitwise", model.last_speculation.exactness_reason
+    for way in ways:
+        own, bits = decode(model, WAYS[way], **options)
+        assert model.last_speculation.exactness == "bitwise" and model.last_speculation.exactness_reason is None
+        assert own == tokens and torch.equal(bits, logits), way
+
+
+# --- bits
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_drafting_changes_no_bit(dtype: torch.dtype) -> None:
+    assert_same_bits(model_of("llama", dtype), list(WAYS))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2", "phi3", "opt", "granite"])
+def test_other_families(family: str) -> None:
+    assert_same_bits(model_of(family, torch.bfloat16), ["fixed 1", "fixed 4", "lookup", "wide"])
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2-sliding"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_across_a_sliding_window(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    for length in (3, 4 * WINDOW):
+        assert_same_bits(model, ["fixed 1", "fixed 4", "fixed 7", "lookup", "wide"], ids=prompt(length))
+    # And it is the model's own text: its window is what the passes see.
+    plain = tiny_model(family)
+    ids = prompt(4 * WINDOW)
+    text = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+                          eos_token_id=None)  # fmt: skip
+    assert decode(model_of(family, torch.float32), WAYS["fixed 4"], ids=ids)[0] == text[0].tolist()
+
+
+def test_sampled_texts_too() -> None:
+    model = model_of("llama", torch.bfloat16)
+    options = {"do_sample": True, "top_k": 0, "temperature": 1.2, "repetition_penalty": 1.2}
+    assert_same_bits(model, ["fixed 1", "fixed 6", "lookup", "int8"], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_without_it_a_plain_step_is_the_models_own(dtype: torch.dtype) -> None:
+    # To the last bit: nothing that is captured decides a token in half precision where nothing is drafted.
+    numeric = dataclasses.replace(UNDRAFTED, exactness="numeric")
+    for family in ("llama", "qwen2", "gpt2", "gemma2", "mistral"):
+        model = model_of(family, dtype)
+        tokens, logits = decode(model, None)
+        own, bits = decode(model, numeric)
+        assert own == tokens and torch.equal(bits, logits)
+        assert model.last_speculation.exactness == "numeric"
+        assert model.last_speculation.exactness_reason == "it was asked for"
+
+
+# --- the check
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_certificate_is_stored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama", torch.bfloat16)
+    found = certificate_of(model)
+    assert found.invariant is not None and set(found.invariant.widths) <= set(WIDTHS) and found.refusal is None
+    assert 0.1 < found.cost < 100
+    if not state_of(model).has_noisy_measurements:
+        assert list(cache.rglob("*.json"))
+        monkeypatch.setattr(exactness, "_find_out", lambda model: pytest.fail("checked again"))
+        assert certificate_of(model_of("llama", torch.bfloat16)) == found
+    assert Certificate.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"linear": "secret", "widths": [2], "cost": 1.0},
+        {"linear": "linear", "widths": [], "cost": 1.0},
+        {"linear": "linear", "widths": [7], "cost": 1.0},
+        {"linear": "linear", "widths": [4, 2], "cost": 1.0},
+        {"linear": "linear", "widths": [2], "cost": -1.0},
+        {"linear": "linear", "widths": [2]},
+        [],
+    ],
+)
+def test_a_certificate_that_cannot_be_is_not_read(stored: Any) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Certificate.from_dict(stored)
+
+
+def by_width(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """A kernel that adds up from the other end from five rows on."""
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-2] < 5:
+            return functional.linear(x, weight, bias)
+        half = weight.shape[1] // 2
+        y = functional.linear(x[..., half:], weight[:, half:]) + functional.linear(x[..., :half], weight[:, :half])
+        return y if bias is None else y + bias
+
+    return linear
+
+
+def by_place(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """A kernel that rounds its last row otherwise."""
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(x, weight, bias)
+        other = by_width(weight, bias)(x.repeat_interleave(5, dim=-2))[..., ::5, :]
+        return torch.cat((y[..., :-1, :], other[..., -1:, :]), dim=-2)
+
+    return linear
+
+
+def by_neighbours(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """A kernel that scales by the largest entry of all rows and back."""
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax() * 1.7
+        return functional.linear(x / scale, weight, bias) * scale
+
+    return linear
+
+
+@pytest.fixture
+def only_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    def put(kernel: Any) -> None:
+        for module in (exactness, passes):
+            monkeypatch.setattr(module, "LINEARS", {"linear": kernel})
+
+    return put
+
+
+def test_a_kernel_that_looks_at_the_width_is_noticed(only_kernel: Any) -> None:
+    only_kernel(by_width)
+    model = model_of("llama", torch.bfloat16)
+    found = certificate_of(model)
+    # Below five rows it is one kernel, from there on another: widths of one kind alone.
+    assert found.invariant is not None
+    assert len({width < 5 for width in found.invariant.widths}) == 1
+    assert_same_bits(model, ["fixed 1", "fixed 6", "lookup"])
+
+
+@pytest.mark.parametrize("kernel", [by_place, by_neighbours])
+def test_a_kernel_that_looks_at_other_rows_is_noticed(only_kernel: Any, kernel: Any) -> None:
+    only_kernel(kernel)
+    model = model_of("llama", torch.bfloat16)
+    found = certificate_of(model)
+    assert found.invariant is None and "the same bits" in str(found.refusal)
+    with pytest.warns(UserWarning, match="cannot decode exactly to the bit here: no kernel here"):
+        decode(model, WAYS["fixed 4"])
+    assert model.last_speculation.exactness == "numeric"
+    assert model.last_speculation.exactness_reason == found.refusal
+
+
+def test_attention_over_the_whole_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The attention of passes that need not be exact: all tokens in one call.
+    class Whole(CacheAttention):
+        def attend(self, query: Any, key: Any, value: Any, layer: int, scaling: float) -> torch.Tensor:
+            count, width = self.count, query.shape[2]
+            out = super().attend(query[:, :, :count], key[:, :, :count], value[:, :, :count], layer, scaling)
+            return functional.pad(out, (0, 0, 0, 0, 0, width - count))
+
+    monkeypatch.setattr(CapturedPasses, "_new_attention", lambda self: Whole())
+    model = model_of("llama", torch.bfloat16)
+    found = certificate_of(model)
+    assert found.invariant is None or len(found.invariant.widths) < len(WIDTHS)
+
+
+# --- when it is the way to decode
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cost", "is_exact"),
+    [
+        (torch.bfloat16, 1.04, True),
+        (torch.bfloat16, 1.06, False),
+        (torch.float32, 1.01, True),
+        (torch.float32, 1.04, False),
+        (torch.float16, 0.9, True),
+    ],
+)
+def test_by_default_where_it_is_nearly_free(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cost: float, is_exact: bool
+) -> None:
+    found = Certificate(Invariant("linear", (2, 3)), cost)
+    monkeypatch.setattr(exactness, "certificate_of", lambda model: found)
+    model = model_of("llama", dtype)
+    way, reason = invariant_of(model, None)
+    assert (way is not None) == is_exact == (reason is None)
+    assert is_exact or 'exactness="bitwise" asks for them' in str(reason)
+    assert invariant_of(model, "bitwise") == (found.invariant, None)
+    assert invariant_of(model, "numeric") == (None, "it was asked for")
+
+
+def test_what_cannot_be_exact_says_why() -> None:
+    model = model_of("llama", torch.float32)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "self_speculative": fixed(2)}
+    model.generate(**left_padded([7, 9]), **options)
+    assert "rows of a batch" in model.last_speculation.exactness_reason
+    model.generate(prompt(9), **options, output_hidden_states=True, return_dict_in_generate=True)
+    assert "hidden states" in model.last_speculation.exactness_reason
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="to the bit here: its passes run by the model's own code"):
+        model.generate(prompt(9), **options)
+    assert "a hook is installed" in model.last_speculation.exactness_reason
+    eager = enable_self_speculative(tiny_model("llama", attn_implementation="eager"))
+    with pytest.warns(UserWarning, match="cannot decode exactly"):
+        eager.generate(prompt(9), **options)
+    assert eager.last_speculation.to_dict()["exactness"] == "numeric"
+
+
+def test_a_pass_that_falls_back_is_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama", torch.float32)
+    certificate_of(model)
+    calls = iter(range(10**9))
+    original = CapturedPasses.run
+
+    def run(self: CapturedPasses, *args: Any, **kwargs: Any) -> Any:
+        return None if next(calls) == 5 else original(self, *args, **kwargs)
+
+    monkeypatch.setattr(CapturedPasses, "run", run)
+    decode(model, UNDRAFTED)
+    assert model.last_speculation.exactness == "numeric"
+    assert model.last_speculation.exactness_reason == "a pass was run by the model's own code"
