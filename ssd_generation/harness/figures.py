@@ -13,7 +13,7 @@ from ..config import Costs
 from ..decoding.statistics import SpeculationStatistics
 from .comparison import first_difference
 from .interleaved import Timing, spread
-from .methods import PLAIN
+from .methods import PLAIN, UNDRAFTED
 from .sampling_check import SamplingCheck
 
 __all__ = [
@@ -227,19 +227,24 @@ def _assisted(rows: Sequence[Row]) -> dict[str, Any] | None:
     }
 
 
-def _identity(pairs: Sequence[tuple[Row, Row]], margins: Mapping[tuple[Any, ...], Row]) -> dict[str, Any]:
-    """How many texts are plain decoding's, and where the others part."""
+def _identity(
+    pairs: Sequence[tuple[Row, Row]], margins: Mapping[tuple[Any, ...], Row], undrafted: Mapping[Any, Row]
+) -> dict[str, Any]:
+    """How many texts are plain decoding's, where the others part, and whether undrafted decoding parts there too."""
     parted = []
     for row, plain in pairs:
         index = first_difference(plain["token_ids"], row["token_ids"])
         if index is not None:
             known = margins.get((row["prompt"], row["method"], row["repeat"]), {})
+            beside = undrafted.get(_group(row))
+            apart = None if beside is None else first_difference(plain["token_ids"], beside["token_ids"])
             parted.append(
                 {
                     "prompt": row["prompt"],
                     "repeat": row["repeat"],
                     "token": index + 1,
                     "logit_margin": known.get("logit_margin"),
+                    **({} if beside is None else {"undrafted_parts_too": apart is not None and apart <= index}),
                 }
             )
     found = [entry["logit_margin"] for entry in parted if entry["logit_margin"] is not None]
@@ -282,6 +287,7 @@ def summarise(
     pairs = beside_plain(rows)
     plain_calls = [row for row in latest_calls(rows) if row["method"] == PLAIN]
     prompts = {(row["prompt"], row["category"]) for row in finished_calls(rows)}
+    undrafted = {_group(row): row for row in finished_calls(rows) if row["method"] == UNDRAFTED}
     margins = {(r["prompt"], r["method"], r["repeat"]): r for r in rows if r["kind"] == "difference"}
     memory = {row["method"]: row for row in rows if row["kind"] == "memory" and "error" not in row}
     configs = {row["method"]: row["config"] for row in rows if row["kind"] == "config"}
@@ -300,7 +306,7 @@ def summarise(
             if arguments["do_sample"]:
                 entry["draws"] = _sampling_check(rows, name)
             if of_loop or not arguments["do_sample"]:  # others sample by other rules, and may part from the same seed
-                entry["text"] = _identity(own, margins)
+                entry["text"] = _identity(own, margins, {} if name == UNDRAFTED else undrafted)
             entry["drafting"] = _drafting([row for row, _ in own])
             entry["assisted"] = _assisted([row for row, _ in own])
             entry["config"] = configs.get(name)

@@ -15,6 +15,7 @@ from ..forward.sublayers import DecoderLayout, locate_sublayers
 __all__ = [
     "METHODS",
     "PLAIN",
+    "UNDRAFTED",
     "Method",
     "check_methods",
     "default_methods",
@@ -24,7 +25,7 @@ __all__ = [
     "random_half",
 ]
 
-PLAIN = "plain"
+PLAIN, UNDRAFTED = "plain", "plain-loop"
 
 METHODS: Mapping[str, str] = {
     PLAIN: "transformers' own decoding; always there",
@@ -36,7 +37,7 @@ METHODS: Mapping[str, str] = {
     "int4": "this library, all linear layers in int4 while drafting",
     "config": "this library, --config as it is",
     "random-half": "this library, a random half of all sub-layers left out while drafting",
-    "plain-loop": "this library's loop with nothing drafted",
+    UNDRAFTED: "this library's loop with nothing drafted",
     "paper": "the skip set of --config and Draft & Verify's own rule for the draft length",
     "prompt-lookup-N": "transformers' prompt lookup of N tokens",
     "assistant": "transformers' assisted decoding by --assistant",
@@ -85,7 +86,7 @@ def default_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -
         "auto",
         "auto-free",
         *of_config(config),
-        "plain-loop",
+        UNDRAFTED,
         "prompt-lookup-2",
         "prompt-lookup-3",
         "prompt-lookup-10",
@@ -172,7 +173,7 @@ def _mode_config(name: str, model: Any, config: SelfSpeculativeConfig | None, se
         return SelfSpeculativeConfig(precision=name)
     if name == "random-half":
         return SelfSpeculativeConfig(skip=random_half(locate_sublayers(model), seed))
-    assert name == "plain-loop", name
+    assert name == UNDRAFTED, name
     return SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
 
 

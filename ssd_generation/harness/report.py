@@ -241,9 +241,17 @@ def problems(summary: Mapping[str, Any]) -> list[str]:
             known = "" if margin is None else f"; the largest logit margin is {margin:.3g}"
             lines.append(
                 f"{name} differs from plain decoding in {len(text['differences'])} of {text['calls']} texts, first at "
-                f"token {first['token']} of {first['prompt']}{known}."
+                f"token {first['token']} of {first['prompt']}{known}." + _cause(text["differences"])
             )
     return lines
+
+
+def _cause(differences: Sequence[Mapping[str, Any]]) -> str:
+    """Whether drafting or a kernel parted texts, where undrafted decoding was run beside them."""
+    known = [entry["undrafted_parts_too"] for entry in differences if "undrafted_parts_too" in entry]
+    if not known:
+        return ""
+    return f" In {sum(known)} of these, undrafted decoding parts there or before: a kernel did it, not drafting."
 
 
 def _by_depth(figures: Mapping[str, Any]) -> str:
