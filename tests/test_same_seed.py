@@ -285,7 +285,8 @@ class Breaks(BaseStreamer):  # type: ignore[misc]
     """Fails with a token of the text."""
 
     def __init__(self, at: int) -> None:
-        self.at, self.tokens = at, []
+        self.at = at
+        self.tokens: list[Any] = []
 
     def put(self, value: torch.Tensor) -> None:
         self.tokens.append(value.tolist())

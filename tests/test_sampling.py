@@ -18,7 +18,7 @@ from ssd_generation import (
     enable_self_speculative,
     generation,
 )
-from ssd_generation.decoding import loop
+from ssd_generation.decoding import loop, verification
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.processors import Processors
 from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
@@ -157,7 +157,7 @@ def test_the_joint_distribution_with_prompt_lookup(model: PreTrainedModel, monke
 
 
 def test_it_sees_drafts_accepted_unseen(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.accept
+    original = verification.accept
 
     def trusting(draft: Draft, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         _, following = original(draft, choices)

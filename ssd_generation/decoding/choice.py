@@ -190,7 +190,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "mps":
-        return torch.mps._get_default_mps_generator()  # type: ignore[no-any-return]
+        return torch.mps._get_default_mps_generator()
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()
     return module.default_generators[index]  # type: ignore[no-any-return]

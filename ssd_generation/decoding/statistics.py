@@ -241,6 +241,8 @@ class SpeculationStatistics:
             "prompt_seconds": self.prompt_seconds,
             "total_seconds": self.total_seconds,
             "policy_state": dict(self.policy_state),
+            "exactness": self.exactness,
+            **({} if self.exactness_reason is None else {"exactness_reason": self.exactness_reason}),
             **({} if self.refinement is None else {"refinement": self.refinement}),
             **({} if self.refusal is None else {"refusal": self.refusal}),
         }

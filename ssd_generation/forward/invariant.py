@@ -4,11 +4,14 @@ What makes bits depend on the width of a pass are kernels that add up in another
 each linear layer runs by a kernel whose rows were found to be independent of one another, at widths at which they were;
 a pass in between is filled up to the next of these, a single token to two. Attention is done for each token by itself,
 over exactly the keys that it sees: the very call that a pass over one token makes. Everything else in a layer works on
-each row alone. Whether it all holds, a check finds out on the model itself (tuning/exactness.py).
+each row alone; but torch computes exp and its kind for most of a tensor by vector instructions, and for what is left
+over at the end by others, which round otherwise now and then. Passes in which that can be are not used (`uneven`).
+Whether the rest holds, a check finds out on the model itself (tuning/exactness.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +22,10 @@ from transformers.cache_utils import Cache
 
 from ..cache.layers import BufferedLayer, BufferedSlidingLayer
 from .cache_attention import CacheAttention
+from .captured import CapturedPass
 from .kernels import Linear, onednn_linear
 
-__all__ = ["LINEARS", "WIDTHS", "Invariant", "RowAttention", "live_layers_of_any_window"]
+__all__ = ["LINEARS", "WIDTHS", "Invariant", "RowAttention", "live_layers_of_any_window", "uneven"]
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 13, 16, 24, 33)
 """Widths that are tried: those of rounds, each at most half as wide again as the one before."""
@@ -86,6 +90,50 @@ class RowAttention(CacheAttention):
             )
         rows += rows[-1:] * (width - count)
         return torch.cat(rows, dim=1)
+
+
+# Elementwise functions that vector instructions and others may round differently.
+_NAMES = (
+    "silu gelu tanh sigmoid logsigmoid exp exp2 expm1 log log2 log10 log1p softplus softsign mish erf erfc sin cos tan "
+    "pow hypot addcmul addcdiv lerp hardswish selu elu celu hardsigmoid"
+)
+_ROUNDED = frozenset(_NAMES.split())
+_EXACT_POWERS = (2, 3, 2.0, 3.0)  # products
+_GRAIN = 32768
+"""Elements from which on torch shares an elementwise operation among threads."""
+
+
+def uneven(captured: CapturedPass) -> str | None:
+    """The name of an operation that may round an element otherwise for its place in the pass; `None`: there is none.
+
+    torch's vectorised loops take two vectors at a time, of each thread's share, and the rest one by one.
+
+    Args:
+        captured: a pass of a certain length.
+    """
+    vector = 64 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 32  # bytes
+    threads = torch.get_num_threads()
+    for node in captured.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = name.strip("_")
+        shape = node.meta.get("shape")
+        if name == "pow" and len(node.args) > 1 and node.args[1] in _EXACT_POWERS:
+            continue
+        if name == "norm":  # of rewrites.py: hypot of one number for each token
+            shape = (*shape[:-1], 1) if shape else None
+        elif name not in _ROUNDED and name != "rotate":
+            continue
+        dtype = node.meta.get("dtype")
+        if not shape or dtype is None:
+            return name
+        step = 2 * vector // dtype.itemsize
+        count = math.prod(shape)
+        if count < step:
+            continue  # all of it one by one
+        shares = min(threads, -(-count // _GRAIN))
+        if shape[-1] % step or (shares > 1 and -(-count // shares) % step):
+            return name
+    return None
 
 
 def live_layers_of_any_window(cache: Cache) -> list[BufferedLayer] | None:

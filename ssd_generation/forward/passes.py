@@ -26,7 +26,7 @@ from .cache_attention import CacheAttention, live_layers
 from .capturable import fingerprint, why_not_captured
 from .capture import CannotCapture, capture_pass
 from .captured import CapturedPass, Program, at_length, compile_pass, of_any_length, same_pass
-from .invariant import LINEARS, Invariant, RowAttention, live_layers_of_any_window
+from .invariant import LINEARS, Invariant, RowAttention, live_layers_of_any_window, uneven
 from .kernels import fastest_kernels, linear_of_few_rows
 from .low_bit import LowBitCopies, LowBitCopy, copies_of
 from .rewrites import (
@@ -80,7 +80,7 @@ class CapturedPasses:
         invariant: Invariant | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self._invariant = invariant
+        self.invariant = invariant
         self._skip_mode = skip_mode
         self._skipped = skipped_attention
         # Not held: the copies hold their passes, and are to go when they are dropped.
@@ -92,6 +92,8 @@ class CapturedPasses:
         self._fingerprint = fingerprint(model)
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: str | None = None
+        self.uneven: str | None = None
+        """An operation of the last pass that was captured that keeps its bits from being the same at any width."""
 
     @property
     def is_draft(self) -> bool:
@@ -112,7 +114,9 @@ class CapturedPasses:
             model = self._model()
             assert model is not None
             try:
-                self._programs[length] = self._make(model, length)
+                captured = self._captured(model, length)
+                self.uneven = None if self.invariant is None else uneven(captured)
+                self._programs[length] = None if self.uneven is not None else self._make(model, captured)
             except Exception as error:
                 # Whatever a model's code does that the capture does not know: its passes are then run as they are.
                 self.refusal = f"{type(error).__name__}: {error}"
@@ -126,13 +130,19 @@ class CapturedPasses:
         return self.program(length) is not None and bool(self._live(cache))
 
     def _live(self, cache: Cache) -> list[BufferedLayer] | None:
-        return live_layers(cache, self._skipped) if self._invariant is None else live_layers_of_any_window(cache)
+        return live_layers(cache, self._skipped) if self.invariant is None else live_layers_of_any_window(cache)
 
     def _new_attention(self) -> CacheAttention:
-        return CacheAttention() if self._invariant is None else RowAttention()
+        return CacheAttention() if self.invariant is None else RowAttention()
 
     def run(
-        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, drafted: int = 0, ahead: int = 0
+        self,
+        cache: Cache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        drafted: int = 0,
+        ahead: int = 0,
+        width: int | None = None,
     ) -> torch.Tensor | None:
         """Run a pass.
 
@@ -143,16 +153,20 @@ class CapturedPasses:
             positions (`torch.LongTensor` of shape `(1, n)`): their positions.
             drafted: tokens of this round's draft that are behind the cache already.
             ahead: tokens that this round's draft will have in all, to reserve cache for them at once.
+            width: to fill the pass up to; by default that of `invariant`, where there is one.
 
         Returns:
             Logits `(1, n, V)`, or `None` where the pass cannot be played back: nothing has happened then.
         """
         count = ids.shape[1]
-        if self._invariant is not None and count > (widest := self._invariant.widths[-1]):
-            parts = zip(ids.split(widest, dim=1), positions.split(widest, dim=1), strict=True)
+        if self.invariant is not None and count > (widest := self.invariant.widths[-1]):
+            for layer in self._live(cache) or ():
+                layer.reserve(count)  # at once: a window is to be rolled back by all of it
+            parts = zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True)
             found = [self.run(cache, *part) for part in parts]
             return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
-        width = count if self._invariant is None else self._invariant.width(count)
+        if width is None:
+            width = count if self.invariant is None else self.invariant.width(count)
         program = None if width is None else self.program(width)
         if program is None:
             return None
@@ -195,16 +209,15 @@ class CapturedPasses:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _make(self, model: PreTrainedModel, length: int) -> Program:
-        captured = self._captured(model, length)
-        copies = None
+    def _make(self, model: PreTrainedModel, captured: CapturedPass) -> Program:
+        length, copies = captured.length, None
         if self._copies is not None:
             copies = self._copies()
             if copies is None:
                 raise CannotCapture("the low-bit copies were dropped")
             _use_copies(captured, copies)
-        elif self._invariant is not None:
-            swap_linears(captured, LINEARS[self._invariant.linear])
+        elif self.invariant is not None:
+            swap_linears(captured, LINEARS[self.invariant.linear])
         elif model.dtype == torch.float32:
             layers = [layer for node in captured.nodes if (layer := linear_weight(captured, node)) is not None]
             swap_linears(captured, fastest_kernels(model, layers, length))
@@ -219,7 +232,7 @@ class CapturedPasses:
 
     def _captured(self, model: PreTrainedModel, length: int) -> CapturedPass:
         windows: list[int | None] = []
-        if self._invariant is not None:
+        if self.invariant is not None:
             layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
             windows = [getattr(layer, "sliding_window", None) for layer in layers]
         with nullcontext() if self._skip_mode is None else self._skip_mode:
@@ -376,8 +389,10 @@ def captured_target(model: PreTrainedModel, invariant: Invariant | None = None) 
     """
     if why_not_captured(model) is not None:
         return None
-    known: dict[Invariant | None, CapturedPasses] = state_of(model).captured_targets
-    passes = known.get(invariant)
+    known: dict[str | None, CapturedPasses] = state_of(model).captured_targets
+    kind = None if invariant is None else invariant.linear
+    passes = known.get(kind)
     if passes is None or not passes.is_current(model):
-        passes = known[invariant] = CapturedPasses(model, invariant=invariant)
+        passes = known[kind] = CapturedPasses(model, invariant=invariant)
+    passes.invariant = invariant  # the same passes, at fewer widths
     return passes

@@ -22,7 +22,8 @@ class ModelState:
         layout: its attention and MLP sub-layers (forward/sublayers.py).
         low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
-        captured_targets: captured passes of the whole model, by how their bits are kept the same (forward/passes.py).
+        captured_targets: captured passes of the whole model, by the kernel that keeps their bits the same
+            (forward/passes.py).
         captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
         capture_refusal: why no pass may be captured, as the check of the model found (forward/capturable.py).
         measurements: what was measured of it, by a fingerprint (support/measurements.py).

@@ -23,6 +23,7 @@ from ..config.values import NUMERIC
 from ..forward.capturable import why_not_captured
 from ..forward.forward import Context, Forward
 from ..forward.invariant import LINEARS, WIDTHS, Invariant
+from ..forward.passes import captured_target
 from ..forward.sublayers import input_device
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
@@ -39,7 +40,7 @@ __all__ = ["Certificate", "certificate_of", "invariant_of"]
 _FREE = {torch.float32: 1.02, torch.bfloat16: 1.05, torch.float16: 1.05}
 """What passes that are exact to the bit may cost, relative to others, where nobody asked for them."""
 
-_PROMPT, _NEW = 21, 33
+_PROMPT, _NEW = 21, 20
 _BASES = (2, 4, 8, 16)
 """Widths that a single token may be filled up to."""
 
@@ -133,17 +134,25 @@ def _find_out(model: PreTrainedModel) -> Any:
             bar.reset()
             logits: dict[int, torch.Tensor | None] = {}
             for width in WIDTHS:
-                logits[width] = text.logits(Invariant(name, (width,)), width)
+                logits[width] = text.logits(name, width, max(width // 2, 1))
                 bar.update()
             agreeing = _agreeing(logits)
-            if agreeing is not None:
+            if len(agreeing) == 1:
+                # With itself, that is: a token's bits must not hang on its place in the pass.
+                (width,) = agreeing
+                again = text.logits(name, width, width)
+                agreeing = agreeing if again is not None and torch.equal(again, logits[width]) else ()
+            if agreeing:
                 return _timed(model, text, Invariant(name, agreeing))
-    reason = "no kernel here gives a token the same bits wherever it stands in a pass"
+    reason = text.refusal or "no kernel here gives a token the same bits wherever it stands in a pass"
     return Certificate(None, refusal=reason).to_dict()
 
 
-def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...] | None:
-    """Widths that give every token the same bits, from one that a single token may be filled up to."""
+def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...]:
+    """Widths that give every token the same bits, from one that a single token may be filled up to.
+
+    Each width has the tokens at other places of its passes.
+    """
     best: tuple[int, ...] = ()
     for base in _BASES:
         wanted = logits[base]
@@ -154,14 +163,19 @@ def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...] | None:
         )
         if len(found) > len(best):
             best = found
-    return best or None
+    return best
 
 
 class _Text:
-    """A text of random tokens behind a prompt, decoded by passes of one width."""
+    """A text of random tokens behind a prompt, decoded by passes of one width.
+
+    Attributes:
+        refusal: why the last passes that could not be captured could not.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.refusal: str | None = None
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         generator = torch.Generator().manual_seed(0)
         device = input_device(model)
@@ -171,34 +185,43 @@ class _Text:
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         model(input_ids=ids[:, :_PROMPT], past_key_values=self._cache, use_cache=True, **fewer)
 
-    def context(self) -> Context:
-        """What the text stands behind."""
+    def cache(self) -> Cache:
+        """A cache of the prompt, to write to."""
         cache = copy.deepcopy(self._cache)
         add_buffers(cache)
-        positions = torch.full((1, 1), _PROMPT, device=self.ids.device)
-        return Context(cache, length=_PROMPT, positions=positions)
+        return cache
 
-    def logits(self, invariant: Invariant, width: int) -> torch.Tensor | None:
-        """Of all tokens, by passes of this width whose tokens begin at each of its places; `None` if not captured."""
-        forward = Forward(self.model, invariant=invariant)
-        found = []
-        # A first pass that is not full, so that a token's place changes from width to width; then full ones.
-        for first in (width, max(width // 2, 1)):
-            context, at, count = self.context(), 0, first
-            while at < _NEW:
-                count = min(count, _NEW - at)
-                answer = forward.target(self.ids[:, at : at + count], context)
-                if not forward.is_bitwise:
-                    return None
-                found.append(answer.logits[0, -count:].clone())
-                at += count
-                context.length += count
-                assert context.positions is not None
-                context.positions = context.positions + count
-                count = width
-        whole = torch.cat(found)
-        once, again = whole[:_NEW], whole[_NEW:]
-        return once if torch.equal(once, again) else None
+    def context(self) -> Context:
+        """What the text stands behind."""
+        positions = torch.full((1, 1), _PROMPT, device=self.ids.device)
+        return Context(self.cache(), length=_PROMPT, positions=positions)
+
+    def logits(self, linear: str, width: int, first: int) -> torch.Tensor | None:
+        """Of all tokens, by passes of this width; `None` where they cannot be captured.
+
+        Args:
+            linear: the kernel of the linear layers.
+            width: of all passes.
+            first: tokens of the first pass, which is filled up; the others are full.
+        """
+        passes = captured_target(self.model, Invariant(linear, WIDTHS))
+        if passes is None:
+            return None
+        cache, at, count, found = self.cache(), 0, first, []
+        while at < _NEW:
+            count = min(count, _NEW - at)
+            positions = torch.arange(_PROMPT + at, _PROMPT + at + count, device=self.ids.device)[None]
+            logits = passes.run(cache, self.ids[:, at : at + count], positions, width=width)
+            if logits is None:
+                if passes.uneven is not None:
+                    self.refusal = f"{passes.uneven} may round a token otherwise for its place in a pass"
+                elif passes.refusal is not None:
+                    self.refusal = passes.refusal.removeprefix("CannotCapture: ")
+                return None
+            found.append(logits[0].clone())
+            at += count
+            count = width
+        return torch.cat(found)
 
 
 def _timed(model: PreTrainedModel, text: _Text, invariant: Invariant) -> Any:
