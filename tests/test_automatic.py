@@ -380,7 +380,9 @@ def test_ruined_costs_are_measured_again(
 ) -> None:
     measured = []
 
-    def measure(model: Any, config: Any, lengths: Sequence[int], what: str, shows: bool) -> dict[int, float]:
+    def measure(
+        model: Any, config: Any, lengths: Sequence[int], what: str, invariant: Any, shows: bool
+    ) -> dict[int, float]:
         measured.append(what)
         return {n: 0.25 if n == 0 else 1.0 + (n - 1) / 100 for n in (1, *lengths)}
 
@@ -537,7 +539,7 @@ def test_a_machine_that_slows_down_makes_no_pass_dearer(model: Any, monkeypatch:
     class Pretend:
         """Passes that take 0.9 + n / 10, on a machine that gets slower with each, and stops now and then."""
 
-        def __init__(self, model: Any, config: Any) -> None:
+        def __init__(self, model: Any, config: Any, invariant: Any) -> None:
             pass
 
         def once(self, length: int) -> float:
@@ -558,7 +560,7 @@ def test_a_machine_that_slows_down_makes_no_pass_dearer(model: Any, monkeypatch:
 @pytest.mark.measures
 def test_what_a_busy_machine_measured_is_not_kept(model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "_STEADY", 0.0)  # as if no pass ever took the same time twice
-    config = SelfSpeculativeConfig(SkipConfig(mlp=[1]))
+    config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), exactness="numeric")
     found = costs.costs_of(model, config)
     assert files(cache) == [] and measurements.was_noisy(model)
     assert costs.costs_of(model, config) == found, "remembered as long as the model lives"

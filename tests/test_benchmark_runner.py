@@ -353,12 +353,12 @@ def test_other_texts_are_found_with_their_margin(model: Any, tmp_path: Path, mon
     assert len(rows_of(tmp_path, "difference")) == 3
 
 
-def test_sampled_texts_are_not_compared(model: Any, tmp_path: Path) -> None:
+def test_sampled_texts_are_compared_by_seed(model: Any, tmp_path: Path) -> None:
     summary = run(model, tmp_path, do_sample=True, temperature=1.5)
-    assert "text" not in summary["methods"]["config"] and summary["methods"]["config"]["calls"] == 3
+    assert summary["methods"]["config"]["text"]["identical"] == summary["methods"]["config"]["calls"] == 3
     rows = {(row["prompt"], row["method"]): row["token_ids"] for row in rows_of(tmp_path)}
-    # Nothing is drafted, so the same random numbers give the same text.
-    assert all(rows[p.id, "plain"] == rows[p.id, "plain-loop"] for p in PROMPTS)
+    for name in ("config", "plain-loop"):
+        assert all(rows[p.id, "plain"] == rows[p.id, name] for p in PROMPTS)
     assert len({tuple(rows[p.id, "plain"]) for p in PROMPTS}) == 3
 
 

@@ -503,9 +503,9 @@ def test_an_unchanged_model_is_not_captured_again(monkeypatch: pytest.MonkeyPatc
 
     lengths = []
 
-    def watched(model: Any, length: int, behind: int) -> Any:
+    def watched(model: Any, length: int, behind: int, windows: Any) -> Any:
         lengths.append(length)
-        return capture_pass(model, length, behind)
+        return capture_pass(model, length, behind, windows)
 
     monkeypatch.setattr(passes, "capture_pass", watched)
     texts(model)

@@ -189,10 +189,13 @@ def test_all_methods_of_a_repeat_sample_from_the_same_seed(model: Any) -> None:
         with draft_mode(model, CONFIG.skip):
             assert list(result.draft.token_ids[repeat]) == new_tokens(model, **arguments)
     assert result.sampling
-    assert [method.difference for method in result.methods] == [None] * 3
+    assert result.self_speculative.difference is None  # the same seed, the same text
+    parted = result.draft.difference
+    assert parted is not None and parted.logit_margin is not None and parted.logit_margin > 0
     for method in result.methods:
         assert method.draws is not None and method.draws.tokens == sum(map(len, method.token_ids)) == 24
-    assert "identical_to_plain" not in result.to_dict()["methods"]["draft alone"]
+    methods = result.to_dict()["methods"]
+    assert methods["self-speculative"]["identical_to_plain"] and not methods["draft alone"]["identical_to_plain"]
 
 
 def test_draws_that_cannot_be_judged_cost_nothing_else(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_sampling_has_several_answers_of_different_seeds(model: Any, tmp_path: P
     rows = [row for row in read_rows(tmp_path / "r") if row["kind"] == "call"]
     assert Counter(row["method"] for row in rows) == dict.fromkeys(METHODS, 3 * len(TEXTS))
     assert len({tuple(row["token_ids"]) for row in rows if row["prompt"] == "q-0" and row["method"] == "plain"}) > 1
-    assert "text" not in summary["methods"]["config"]
+    assert summary["methods"]["config"]["text"]["identical"] == 3 * len(TEXTS)
     assert summary["quality"]["config"]["rouge1"]["questions"] == len(TEXTS)
     assert "sampling, temperature 0.9, top_p 0.95" in (tmp_path / "r" / "summary.md").read_text()
 

@@ -420,7 +420,7 @@ def test_the_lock_of_a_killed_worker_does_not_hold_the_others_for_good(
 def test_killed_workers_lose_nothing(request: pytest.FixtureRequest, kind: str) -> None:
     storage = storage_at(kind, "killed", request)
     generator = random.Random(kind)
-    for _ in range(3):
+    for _ in range(2):
         with forked(work, storage, 30, False) as one:
             for _ in range(generator.randrange(1, 5)):
                 one.hear()

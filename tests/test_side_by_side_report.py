@@ -156,7 +156,8 @@ def test_texts_margins_memory_and_errors() -> None:
         "share_of_weights": 0.05,
     }
     assert broken["errors"] == ["ValueError: no"] and broken["calls"] == 0 and "ratio" not in broken
-    assert "text" not in summarise(rows(), {**ARGUMENTS, "do_sample": True})["methods"]["own"]
+    sampled = summarise(rows(), {**ARGUMENTS, "do_sample": True})["methods"]
+    assert sampled["own"]["text"] == own["text"]  # by seed
 
 
 def test_acceptance_and_time() -> None:

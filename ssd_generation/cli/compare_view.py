@@ -8,7 +8,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ..config.values import BITWISE
 from .console import styled
 from .layers import describe_skip
 
@@ -154,6 +153,8 @@ def _text_verdict(comparison: Comparison) -> list[str]:
 
 def _exactness_verdict(comparison: Comparison) -> list[str]:
     """Whether the logits depend on what was drafted."""
+    from ..config.values import BITWISE
+
     last = comparison.self_speculative.speculation[-1]
     if last.exactness == BITWISE:
         return ["Exact to the bit: the logits are those of undrafted decoding by this library, whatever was drafted."]

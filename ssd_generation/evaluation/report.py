@@ -328,15 +328,18 @@ def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], l
                     name,
                     "1" if ratio is None else f"{ratio['geometric_mean']:.2f}",
                     _NONE if overall is None else f"{overall['min']:.2f}–{overall['max']:.2f}",
-                    "; ".join(
-                        [f"{text['identical']} of {text['calls']}"] * bool(text) + [f"z = {cell}"] * (cell != _NONE)
-                    )
-                    or _NONE,
+                    "; ".join(_witnesses(text, cell)) or _NONE,
                     _NONE if own is None else f"{_NAMES.get(str(metric), metric)} {_percent(own)}",
                     _points(own["difference"]) if own and "difference" in own else _NONE,
                 ]
             )
     return header, lines
+
+
+def _witnesses(text: Mapping[str, Any] | None, z: str) -> list[str]:
+    """How many texts are plain decoding's, and how sampled ones are drawn, where that is known."""
+    counts = [] if not text else [f"{text['identical']} of {text['calls']}"]
+    return counts if z == _NONE else [*counts, f"z = {z}"]
 
 
 _SIDE_BY_SIDE = "# Runs side by side"

@@ -27,7 +27,7 @@ from .kernels import Linear, onednn_linear
 
 __all__ = ["LINEARS", "WIDTHS", "Invariant", "RowAttention", "live_layers_of_any_window", "uneven"]
 
-WIDTHS = (2, 3, 4, 5, 6, 8, 13, 16, 24, 33)
+WIDTHS = (2, 3, 4, 5, 6, 8, 13, 16, 24)
 """Widths that are tried: those of rounds, each at most half as wide again as the one before."""
 
 LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {

@@ -16,6 +16,7 @@ from ..generation import enable_self_speculative
 from ..harness.interleaved import Timings, interleaved, timed
 from ..harness.methods import PLAIN
 from ..tuning.acceptance import Acceptance
+from ..tuning.exactness import invariant_of
 from .calibration import generate_greedily
 
 if TYPE_CHECKING:
@@ -116,10 +117,13 @@ def confirm(
 
 def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
     """Capture the verification passes of all lengths now: a capture takes as long as several tokens of a short text."""
-    passes = captured_target(model)
-    if passes is not None:
-        for length in range(1, max((config.longest_draft for config in configs), default=0) + 2):
-            passes.program(length)
+    for config in configs:
+        invariant, _ = invariant_of(model, config.exactness)
+        passes = captured_target(model, invariant)
+        for length in range(1, config.longest_draft + 2) if passes is not None else ():
+            width = length if invariant is None else invariant.width(length)
+            if passes is not None and width is not None:
+                passes.program(width)
 
 
 def _generate(

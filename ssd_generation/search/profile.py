@@ -33,6 +33,7 @@ from ..support.files import write_whole
 from ..support.messages import shown
 from ..support.reading import PROFILE, read_json
 from ..tuning.costs import LONGEST_VERIFIED, Passes
+from ..tuning.exactness import invariant_of
 from ..tuning.measuring import describe_machine, time_in_turns
 from .space import KEEP
 
@@ -368,7 +369,9 @@ class _Profiler:
 
     def measure(self) -> CostProfile:
         with torch.inference_mode():
-            self.whole = Passes(self.model, None, self.contexts[0])
+            # The passes by which a call without further wishes decodes.
+            invariant, _ = invariant_of(self.model, None)
+            self.whole = Passes(self.model, None, self.contexts[0], invariant=invariant)
             profile = self._measure()
         return _in_seconds(profile, statistics.median(self.plain))
 
