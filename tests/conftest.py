@@ -166,6 +166,7 @@ def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     # Nor is it tried out for each of so many models whether its bits can be the same at any width.
     untried = exactness.Certificate(None, refusal="not tried in this test")
     monkeypatch.setattr(exactness, "certificate_of", lambda model, again=False: untried)
+    monkeypatch.setattr(exactness, "cost_of", lambda model: 1.0)
     monkeypatch.setattr(generation, "costs_of", costs_of)
     monkeypatch.setattr(automatic, "costs_of", costs_of)
     monkeypatch.setattr(costs, "costs_of", costs_of)

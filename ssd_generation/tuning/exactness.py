@@ -34,7 +34,7 @@ from .measuring import describe_model, time_in_turns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Certificate", "certificate_of", "invariant_of"]
+__all__ = ["Certificate", "certificate_of", "cost_of", "invariant_of"]
 
 
 _FREE = {torch.float32: 1.02, torch.bfloat16: 1.05, torch.float16: 1.05}
@@ -47,7 +47,7 @@ _BASES = (2, 4, 8, 16)
 _TIMED = (1, 4, 8)
 """Tokens of the passes whose times are compared."""
 
-_SECONDS = 4.0
+_SECONDS = 3.0
 _RATIO = Number(1e-3, 1e3, "a ratio of times")
 
 
@@ -57,12 +57,10 @@ class Certificate:
 
     Attributes:
         invariant: how passes are run whose bits do not depend on their width; `None` where there is no such way.
-        cost: their time / that of the others, over passes of 1, 4 and 8 tokens.
         refusal: why there is no such way.
     """
 
     invariant: Invariant | None
-    cost: float = 1.0
     refusal: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +68,6 @@ class Certificate:
         return {
             "linear": None if self.invariant is None else self.invariant.linear,
             "widths": [] if self.invariant is None else list(self.invariant.widths),
-            "cost": self.cost,
             "refusal": self.refusal,
         }
 
@@ -82,7 +79,7 @@ class Certificate:
         widths = tuple(data["widths"])
         if data["linear"] not in LINEARS or not widths or widths != tuple(w for w in WIDTHS if w in widths):
             raise ValueError(f"there are no passes by {data['linear']!r} of the widths {data['widths']!r}")
-        return cls(Invariant(data["linear"], widths), _RATIO.check("The cost", data["cost"]))
+        return cls(Invariant(data["linear"], widths))
 
 
 def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | None, str | None]:
@@ -97,12 +94,11 @@ def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invaria
     refusal = why_not_captured(model)
     if refusal is not None:
         return None, f"its passes run by the model's own code: {refusal}"
+    if exactness is None and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
+        # Before their bits are checked, which takes longer.
+        return None, f'passes exact to the bit would take {cost - 1:.0%} longer here; exactness="bitwise" asks for them'
     found = certificate_of(model)
-    if found.invariant is None:
-        return None, found.refusal
-    if exactness is None and found.cost > _FREE.get(model.dtype, 1.0):
-        return None, f'passes exact to the bit take {found.cost - 1:.0%} longer here: exactness="bitwise" asks for them'
-    return found.invariant, None
+    return found.invariant, found.refusal
 
 
 def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
@@ -118,19 +114,18 @@ def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
 
 
 def _find_out(model: PreTrainedModel) -> Any:
-    """A certificate as a dictionary, or a `NoisyMeasurement` of it."""
-    names = list(LINEARS) if model.dtype != torch.float32 else list(LINEARS)[::-1]
+    """A certificate as a dictionary."""
     with (
         torch.inference_mode(),
         hf_logging.tqdm(
-            total=len(WIDTHS) + 1,
+            total=len(WIDTHS),
             desc="Checking the bits of this model's passes here, once",
             leave=False,
             bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
         ) as bar,
     ):
         text = _Text(model)
-        for name in names:
+        for name in _kernels(model):
             bar.reset()
             logits: dict[int, torch.Tensor | None] = {}
             for width in WIDTHS:
@@ -143,10 +138,10 @@ def _find_out(model: PreTrainedModel) -> Any:
             agreeing = _agreeing(logits)
             if len(agreeing) == 1 and 2 * agreeing[0] <= _NEW:
                 # With itself, that is: a token's bits must not hang on its place in the pass.
-                again = text.logits(name, agreeing[0], agreeing[0])
-                agreeing = agreeing if again is not None and torch.equal(again, logits[agreeing[0]]) else ()
+                once, again = logits[agreeing[0]], text.logits(name, agreeing[0], agreeing[0])
+                agreeing = agreeing if once is not None and again is not None and torch.equal(once, again) else ()
             if agreeing:
-                return _timed(model, text, Invariant(name, agreeing))
+                return Certificate(Invariant(name, agreeing)).to_dict()
     reason = text.refusal or "no kernel here gives a token the same bits wherever it stands in a pass"
     return Certificate(None, refusal=reason).to_dict()
 
@@ -224,32 +219,50 @@ class _Text:
         return torch.cat(found)
 
 
-def _timed(model: PreTrainedModel, text: _Text, invariant: Invariant) -> Any:
-    """The certificate with what it costs."""
+def _kernels(model: PreTrainedModel) -> list[str]:
+    """Kernels for the linear layers in the order in which they are tried: the faster one first."""
+    return sorted(LINEARS, reverse=model.dtype == torch.float32)
 
-    def passes(forward: Forward, context: Context) -> Callable[[int], float]:
-        def once(count: int) -> float:
-            watch = Stopwatch(text.ids.device)
-            watch.start()
-            forward.target(text.ids[:, :count], context).logits[:, -count:].float().argmax(-1).tolist()
-            context.cache.crop(-count)
-            watch.stop()
-            return watch.seconds()
 
+def cost_of(model: PreTrainedModel) -> float:
+    """The time of passes that are meant to be exact to the bit / that of others, over 1, 4 and 8 tokens."""
+
+    def use(ratio: Any) -> None:
+        _RATIO.check("The cost of exact passes", ratio)
+
+    described = {"what": "cost of exactness", **describe_model(model), "widths": list(WIDTHS), "format": 1}
+    found: float = cached_measurement(model, described, lambda: _cost(model), use=use)
+    return found
+
+
+def _cost(model: PreTrainedModel) -> Any:
+    """See `cost_of`; a number, or a `NoisyMeasurement` of one."""
+    with torch.inference_mode():
+        text = _Text(model)
+
+        def passes(invariant: Invariant | None) -> Callable[[int], float]:
+            forward, context = Forward(model, invariant=invariant), text.context()
+
+            def once(count: int) -> float:
+                watch = Stopwatch(text.ids.device)
+                watch.start()
+                forward.target(text.ids[:, :count], context).logits[:, -count:].float().argmax(-1).tolist()
+                context.cache.crop(-count)
+                watch.stop()
+                return watch.seconds()
+
+            for count in _TIMED:
+                once(count)  # captured, touched
+            return once
+
+        usual, exact = passes(None), passes(Invariant(_kernels(model)[0], WIDTHS))
+        ratios, times = [], []
         for count in _TIMED:
-            once(count)  # captured, touched
-        return once
-
-    usual = passes(Forward(model), text.context())
-    exact = passes(Forward(model, invariant=invariant), text.context())
-    ratios, times = [], []
-    for count in _TIMED:
-        timings = time_in_turns(
-            partial(usual, count),
-            {count: partial(exact, count)},
-            is_over=lambda repeats, spent: broadcast(model, repeats >= 3 and spent > _SECONDS / len(_TIMED)),
-        )
-        ratios.append(timings.ratio(count))
-        times += timings.seconds
-    found = Certificate(invariant, statistics.geometric_mean(ratios)).to_dict()
-    return flag_if_noisy(found, times)
+            timings = time_in_turns(
+                partial(usual, count),
+                {count: partial(exact, count)},
+                is_over=lambda repeats, spent: broadcast(model, repeats >= 3 and spent > _SECONDS / len(_TIMED)),
+            )
+            ratios.append(timings.ratio(count))
+            times += timings.seconds
+    return flag_if_noisy(statistics.geometric_mean(ratios), times)
