@@ -70,7 +70,9 @@ def test_a_machine_that_slows_down_between_parts_makes_none_dearer(monkeypatch: 
     class Pretend:
         """Passes that take what they are said to, times how slow the machine is."""
 
-        def __init__(self, model: Any, config: SelfSpeculativeConfig | None, context: int, cache: Any = None) -> None:
+        def __init__(
+            self, model: Any, config: SelfSpeculativeConfig | None, context: int, cache: Any = None, **_: Any
+        ) -> None:
             self.config, self.context, self.cache = config, context, "cache"
 
         def once(self, length: int) -> float:

@@ -21,6 +21,7 @@ from ssd_generation import (
 )
 from ssd_generation.cli import main
 from ssd_generation.forward.low_bit import copy_bytes, drop_copies
+from ssd_generation.tuning import costs, exactness
 from ssd_generation.tuning.automatic import weight_bytes
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,14 @@ QUESTIONS = [
     "Convert 10 miles to kilometres.",
     "Why do leaves fall?", "What is machine learning?",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes cost here is measured once each: no text hangs on it."""
+    monkeypatch.setattr(costs, "_SECONDS", 0.0)
+    monkeypatch.setattr(costs, "_ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(exactness, "_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
