@@ -373,9 +373,9 @@ class SelfSpeculativeConfig(
             (`SpeculationStatistics.refinement`).
         provenance: where the config came from, or None. Where it names a model type or a number of layers, the config
             refuses any other model.
-        exactness: "bitwise": the target's passes give a token the same bits however many tokens they verify, wherever
-            this machine can (`SpeculationStatistics.exactness` says whether it could). "numeric": they may differ by
-            rounding. None: bitwise where that is nearly free (2 % of the time in float32, 5 % in half precision).
+        exactness: "bitwise": the target's passes give a token the same bits however many they verify, where the machine
+            can (see `SpeculationStatistics.exactness`); "numeric": they may round otherwise; None: bitwise where that
+            costs at most 2 % of the time in float32, 5 % in half precision.
 
     Raises:
         TypeError, ValueError: a part of the wrong type, a skip set or precision that does not fit the number of layers

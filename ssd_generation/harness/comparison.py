@@ -375,106 +375,144 @@ def compare(
     if inputs["input_ids"].shape[0] != 1:
         raise ValueError(f"One prompt can be compared at a time, but got {inputs['input_ids'].shape[0]}.")
     sampling = bool(generate_kwargs.get("do_sample", getattr(model.generation_config, "do_sample", False)))
-    on_cuda = model.device.type == "cuda"
-    methods = methods_of(config)
-    texts: dict[str, list[list[int]]] = {name: [] for name in methods}
-    timings = Timings(methods, PLAIN)
-    speculation: list[SpeculationStatistics] = []
-    peaks = dict.fromkeys(methods, 0)
-
-    short = {key: value for key, value in generate_kwargs.items() if key != "max_length"}
-    short["max_new_tokens"] = min(_WARM_UP_TOKENS, generate_kwargs.get("max_new_tokens") or _WARM_UP_TOKENS)
-    for turn in interleaved(methods, repeats):
-        name = turn.method
-        if advance is not None:
-            advance(f"warm-up, {name}" if turn.is_warm_up else f"repeat {turn.round + 1} of {repeats}, {name}")
-        if turn.is_warm_up:
-            _run(model, inputs, config, name, short)
-            continue
-        if sampling:
-            torch.manual_seed(seed + turn.round)
-        if on_cuda:
-            torch.cuda.reset_peak_memory_stats(model.device)
-        tokens, seconds = timed(model.device, _run, model, inputs, config, name, generate_kwargs)
-        texts[name].append(tokens)
-        timings.add(name, len(tokens), seconds)
-        if on_cuda:
-            peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(model.device))
-        if name == SELF_SPECULATIVE:
-            statistics: Any = model.last_speculation
-            speculation.append(statistics)
-
-    def judged(name: str) -> dict[str, Any]:
-        if not sampling:
-            return {}
-        if advance is not None:
-            advance(f"judging the draws, {name}")
-        try:
-            checks = (check_sampling(model, inputs, ids, **generate_kwargs) for ids in texts[name])
-            return {"draws": sum(checks, SamplingCheck())}
-        except Exception as error:  # what was measured is worth more
-            return {"draws_error": f"{type(error).__name__}: {error}"}
-
-    def result(name: str) -> MethodResult:
-        parted: dict[str, Any] = {}
-        for number, (plain, other) in enumerate(zip(texts[PLAIN], texts[name], strict=True)):
-            if plain != other:
-                seeded = seed + number if sampling else None
-
-                def against(
-                    tokens: list[int], plain: list[int] = plain, seed: int | None = seeded
-                ) -> Difference | None:
-                    return find_difference(model, inputs, plain, tokens, seed, **generate_kwargs)
-
-                parted["difference"] = against(other)
-                if name == SELF_SPECULATIVE:
-                    if seeded is not None:
-                        torch.manual_seed(seeded)
-                    undrafted = _run(model, inputs, _undrafted(config), name, generate_kwargs)
-                    parted |= {"undrafted_difference": against(undrafted), "is_as_undrafted": undrafted == other}
-                break
-        return MethodResult(
-            name=name,
-            token_ids=tuple(map(tuple, texts[name])),
-            seconds=timings.seconds(name),
-            ratios=timings.ratios(name),
-            speculation=tuple(speculation) if name == SELF_SPECULATIVE else (),
-            peak_bytes=peaks[name] if on_cuda else None,
-            **parted,
-            **judged(name),
-        )
-
+    advance = advance or (lambda step: None)
+    calls = _Calls(model, inputs, config, generate_kwargs, seed if sampling else None)
+    calls.run(repeats, advance)
     layout = locate_sublayers(model)
-    if on_cuda:
-        extra = max(peaks[SELF_SPECULATIVE] - peaks[PLAIN], 0)
+    if calls.on_cuda:
+        extra = max(calls.peaks[SELF_SPECULATIVE] - calls.peaks[PLAIN], 0)
     else:
-        extra = _extra_bytes(model, inputs, config, max(map(len, texts[SELF_SPECULATIVE])))
-    plain_steps = [
-        # The pass over the prompt takes as long in both.
-        (whole - own.prompt_seconds) / (len(ids) - 1)
-        for whole, ids, own in zip(timings.seconds(PLAIN), texts[PLAIN], speculation, strict=True)
-        if len(ids) > 1
-    ]
-    draft_steps = [own.draft_seconds / own.draft_passes for own in speculation if own.draft_passes]
-    verify_steps = [own.verify_seconds / (own.target_passes - 1) for own in speculation if own.target_passes > 1]
+        extra = _extra_bytes(model, inputs, config, max(map(len, calls.texts[SELF_SPECULATIVE])))
+    draft_cost, verify_cost = calls.costs()
     return Comparison(
-        plain=result(PLAIN),
-        draft=result(DRAFT) if DRAFT in methods else None,
-        self_speculative=result(SELF_SPECULATIVE),
+        plain=calls.result(PLAIN, advance),
+        draft=calls.result(DRAFT, advance) if DRAFT in calls.methods else None,
+        self_speculative=calls.result(SELF_SPECULATIVE, advance),
         sampling=sampling,
         skipped_sublayers=len(config.skip),
         sublayers=sum(sub is not None for layer in layout.layers for sub in (layer.attention, layer.mlp)),
         parameters=layout.num_parameters,
         skipped_parameters=layout.skipped_parameters(config.skip) / max(layout.num_parameters, 1),
-        draft_cost=_cost(draft_steps, plain_steps),
-        verify_cost=_cost(verify_steps, plain_steps),
+        draft_cost=draft_cost,
+        verify_cost=verify_cost,
         extra_bytes=extra,
-        extra_bytes_measured=on_cuda,
+        extra_bytes_measured=calls.on_cuda,
         weight_bytes=weight_bytes(model),
         copy_bytes=copy_bytes(model) if config.precision else 0,
         left_as_loaded=tuple(copies_of(model, config.skip, config.precision).left) if config.precision else (),
         costs=config.costs,
     )
+
+
+class _Calls:
+    """The calls of a comparison.
+
+    Args:
+        model, inputs, config: as of `compare`.
+        arguments: of `generate`.
+        seed: of the first repeat; `None` under greedy decoding.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, torch.Tensor],
+        config: SelfSpeculativeConfig,
+        arguments: Mapping[str, Any],
+        seed: int | None,
+    ) -> None:
+        self.model, self.inputs, self.config, self.arguments, self.seed = model, inputs, config, arguments, seed
+        self.on_cuda = model.device.type == "cuda"
+        self.methods = methods_of(config)
+        self.texts: dict[str, list[list[int]]] = {name: [] for name in self.methods}
+        self.timings = Timings(self.methods, PLAIN)
+        self.speculation: list[SpeculationStatistics] = []
+        self.peaks = dict.fromkeys(self.methods, 0)
+
+    def run(self, repeats: int, advance: Callable[[str], None]) -> None:
+        """All methods in turns."""
+        most = self.arguments.get("max_new_tokens") or _WARM_UP_TOKENS
+        short = {key: value for key, value in self.arguments.items() if key != "max_length"}
+        short["max_new_tokens"] = min(_WARM_UP_TOKENS, most)
+        for turn in interleaved(self.methods, repeats):
+            if turn.is_warm_up:
+                advance(f"warm-up, {turn.method}")
+                _run(self.model, self.inputs, self.config, turn.method, short)
+            else:
+                advance(f"repeat {turn.round + 1} of {repeats}, {turn.method}")
+                self._once(turn.method, turn.round)
+
+    def _once(self, name: str, repeat: int) -> None:
+        device = self.model.device
+        if self.seed is not None:
+            torch.manual_seed(self.seed + repeat)
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        tokens, seconds = timed(device, _run, self.model, self.inputs, self.config, name, self.arguments)
+        self.texts[name].append(tokens)
+        self.timings.add(name, len(tokens), seconds)
+        if self.on_cuda:
+            self.peaks[name] = max(self.peaks[name], torch.cuda.max_memory_allocated(device))
+        if name == SELF_SPECULATIVE:
+            statistics: Any = self.model.last_speculation
+            self.speculation.append(statistics)
+
+    def result(self, name: str, advance: Callable[[str], None]) -> MethodResult:
+        """What came of one method, its texts compared."""
+        return MethodResult(
+            name=name,
+            token_ids=tuple(map(tuple, self.texts[name])),
+            seconds=self.timings.seconds(name),
+            ratios=self.timings.ratios(name),
+            speculation=tuple(self.speculation) if name == SELF_SPECULATIVE else (),
+            peak_bytes=self.peaks[name] if self.on_cuda else None,
+            **self._parted(name),
+            **self._judged(name, advance),
+        )
+
+    def _parted(self, name: str) -> dict[str, Any]:
+        """Where a text first parts from plain decoding's, and for this library's own, what did it."""
+        pairs = zip(self.texts[PLAIN], self.texts[name], strict=True)
+        parted = next((number for number, (plain, own) in enumerate(pairs) if plain != own), None)
+        if parted is None:
+            return {}
+        plain, own = self.texts[PLAIN][parted], self.texts[name][parted]
+        seed = None if self.seed is None else self.seed + parted
+
+        def against_plain(tokens: list[int]) -> Difference | None:
+            return find_difference(self.model, self.inputs, plain, tokens, seed, **self.arguments)
+
+        found: dict[str, Any] = {"difference": against_plain(own)}
+        if name == SELF_SPECULATIVE:
+            if seed is not None:
+                torch.manual_seed(seed)
+            undrafted = _run(self.model, self.inputs, _undrafted(self.config), name, self.arguments)
+            found |= {"undrafted_difference": against_plain(undrafted), "is_as_undrafted": undrafted == own}
+        return found
+
+    def _judged(self, name: str, advance: Callable[[str], None]) -> dict[str, Any]:
+        """How a method's sampled tokens compare with the model's distributions."""
+        if self.seed is None:
+            return {}
+        advance(f"judging the draws, {name}")
+        try:
+            checks = (check_sampling(self.model, self.inputs, ids, **self.arguments) for ids in self.texts[name])
+            return {"draws": sum(checks, SamplingCheck())}
+        except Exception as error:  # what was measured is worth more
+            return {"draws_error": f"{type(error).__name__}: {error}"}
+
+    def costs(self) -> tuple[float | None, float | None]:
+        """A draft step and a verifying pass, each in plain steps; `None` where there were none."""
+        own = self.speculation
+        plain_steps = [
+            # The pass over the prompt takes as long in both.
+            (whole - statistics.prompt_seconds) / (len(ids) - 1)
+            for whole, ids, statistics in zip(self.timings.seconds(PLAIN), self.texts[PLAIN], own, strict=True)
+            if len(ids) > 1
+        ]
+        draft_steps = [s.draft_seconds / s.draft_passes for s in own if s.draft_passes]
+        verify_steps = [s.verify_seconds / (s.target_passes - 1) for s in own if s.target_passes > 1]
+        return _cost(draft_steps, plain_steps), _cost(verify_steps, plain_steps)
 
 
 def _undrafted(config: SelfSpeculativeConfig) -> SelfSpeculativeConfig:
