@@ -306,7 +306,8 @@ def summarise(
             if arguments["do_sample"]:
                 entry["draws"] = _sampling_check(rows, name)
             if of_loop or not arguments["do_sample"]:  # others sample by other rules, and may part from the same seed
-                entry["text"] = _identity(own, margins, {} if name == UNDRAFTED else undrafted)
+                compared = undrafted if of_loop and name != UNDRAFTED else {}
+                entry["text"] = _identity(own, margins, compared)
             entry["drafting"] = _drafting([row for row, _ in own])
             entry["assisted"] = _assisted([row for row, _ in own])
             entry["config"] = configs.get(name)
