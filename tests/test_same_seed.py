@@ -23,6 +23,7 @@ from ssd_generation import (
 from ssd_generation.decoding.choice import IMPOSSIBLE, SampledChoice
 from ssd_generation.decoding.refusals import CannotDraft
 from ssd_generation.generation import refinement_of
+from test_sampling import Favours
 from tiny_models import left_padded, prompt, tiny_model
 
 NEW = 24
@@ -39,15 +40,6 @@ CONFIGS = {
     "none": SelfSpeculativeConfig(drafting=DraftingConfig(policy="none")),
     "auto": "auto",
 }
-
-
-class Favours(LogitsProcessor):
-    """A processor of the user's that depends on the text."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[torch.arange(scores.shape[0]), input_ids[:, -1] % scores.shape[1]] += 1.5
-        return scores
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
