@@ -28,6 +28,7 @@ class ModelState:
         capture_refusal: why no pass may be captured, as the check of the model found (forward/capturable.py).
         measurements: what was measured of it, by a fingerprint (support/measurements.py).
         has_noisy_measurements: whether some of that was measured while the machine was busy.
+        exactness: how passes are run that are exact to the bit, by what was asked for (tuning/exactness.py).
         checks: what the check of the model found, by layout (tuning/model_check.py).
         judging_refusal: a reason why drafts cannot be judged on a text, or `None`, in a tuple; empty while not tried
             (tuning/acceptance.py).
@@ -40,6 +41,7 @@ class ModelState:
         self.lock = ForkSafeRLock()
         self.measurements: dict[str, Any] = {}
         self.has_noisy_measurements = False
+        self.exactness: dict[Any, Any] = {}
         self.checks: dict[Any, Any] = {}
         self.judging_refusal: tuple[str | None, ...] = ()
         self.capture_refusal: str | None = None

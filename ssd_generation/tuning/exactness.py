@@ -27,6 +27,7 @@ from ..forward.passes import captured_target
 from ..forward.sublayers import input_device
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
+from ..support.model_state import state_of
 from ..support.parallel import broadcast
 from ..support.timing import Stopwatch
 from .measuring import describe_model, time_in_turns
@@ -94,6 +95,17 @@ def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invaria
     refusal = why_not_captured(model)
     if refusal is not None:
         return None, f"its passes run by the model's own code: {refusal}"
+    # Describing the model takes milliseconds: once is enough while nothing changes that the answer depends on.
+    known = state_of(model).exactness
+    key = (exactness, model.dtype, torch.get_num_threads())
+    if key not in known:
+        known[key] = _decide(model, exactness)
+    found: tuple[Invariant | None, str | None] = known[key]
+    return found
+
+
+def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | None, str | None]:
+    """See `invariant_of`, of a model whose passes can be captured."""
     if exactness is None and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
         # Before their bits are checked, which takes longer.
         return None, f'passes exact to the bit would take {cost - 1:.0%} longer here; exactness="bitwise" asks for them'
