@@ -15,10 +15,12 @@ from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, en
 from ssd_generation.forward import kernels
 from ssd_generation.forward.kernels import KERNELS, Linear, fastest_kernels, linear_of_few_rows
 from ssd_generation.forward.passes import captured_target
+from ssd_generation.native.compiler import why_not
 from ssd_generation.support import measurements as keeping
 from tiny_models import prompt, tiny_model
 
-SHAPES = {"512x256", "256x512+bias"}
+SHAPES = ["512x256 float32", "256x512+bias float32"]
+HERE = [name for name in KERNELS if name != "native" or why_not() is None]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ def layers(seed: int = 0) -> list[kernels.Layer]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """The seconds that each kernel takes for a row, by a clock that nothing else moves."""
+    """The seconds that each of torch's kernels takes for a row, by a clock that nothing else moves."""
     takes = {"linear": 4.0, "onednn": 3.0, "onednn-turned": 1.0, "mkl-turned": 2.0}
     now = 0.0
 
@@ -56,7 +58,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
         return made
 
-    monkeypatch.setattr(kernels, "KERNELS", {name: slowly(name, make) for name, make in KERNELS.items()})
+    some: dict[str, Any] = {name: make for name, make in KERNELS.items() if name in takes}
+    monkeypatch.setattr(kernels, "KERNELS", {name: slowly(name, make) for name, make in some.items()})
+    monkeypatch.setattr(kernels, "why_not", lambda: "of the test")
     monkeypatch.setattr("ssd_generation.forward.kernels.time.perf_counter", lambda: now)
     return takes
 
@@ -69,7 +73,7 @@ def name_of(kernel: Linear | None) -> str:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 13, 16, 33])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", HERE)
 def test_every_kernel_is_the_layer(name: str, rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     for weight, bias in layers(rows):
@@ -77,12 +81,14 @@ def test_every_kernel_is_the_layer(name: str, rows: int) -> None:
         expected = functional.linear(x, weight, bias)
         for given in (x, x[0], x.transpose(0, 1), torch.cat([x, x], -1)[..., : weight.shape[1]]):
             with torch.inference_mode():
-                got = KERNELS[name](weight, bias)(given)
+                linear = KERNELS[name](weight, bias)
+                assert linear is not None
+                got = linear(given)
             assert got.is_contiguous()
             torch.testing.assert_close(got, expected.reshape(got.shape), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", HERE)
 def test_generation_is_plain_decoding_whatever_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SMALL", 1)
     monkeypatch.setattr(kernels, "_measure", lambda by_shape, rows: dict.fromkeys(by_shape, name))
@@ -90,6 +96,7 @@ def test_generation_is_plain_decoding_whatever_the_kernel(name: str, monkeypatch
 
     def counted(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         linear = KERNELS[name](weight, bias)
+        assert linear is not None
 
         def run(x: torch.Tensor) -> torch.Tensor:
             used.add(x.shape[-2])
@@ -142,7 +149,7 @@ def test_the_choice_is_kept(clock: dict[str, float], cache: Path) -> None:
     for rows in (5, 6, 7, 8):
         assert name_of(fastest_kernels(tiny_model(), made, rows)(*made[0])) == "onednn-turned"
     assert len(list(cache.iterdir())) == 1
-    content["result"]["512x256"] = "another"  # as if a later version had written it
+    content["result"][SHAPES[0]] = "another"  # as if a later version had written it
     file.write_text(json.dumps(content))
     assert name_of(fastest_kernels(tiny_model(), made, 5)(*made[0])) == "linear"
 
@@ -158,10 +165,11 @@ def test_what_a_busy_machine_measured_is_not_kept(
 
 def test_what_the_kernels_do_not_take_is_left_alone(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(512, 512)
-    odd = [weight.bfloat16(), weight.double(), weight.t(), weight[:, ::2]]
+    odd = [weight.double(), weight.t(), weight[:, ::2]]
     kernel_of = fastest_kernels(tiny_model(), [(w, None) for w in (weight, *odd)], 5)
     assert kernel_of(weight, None) is not None and all(kernel_of(w, None) is None for w in odd)
     assert all(linear_of_few_rows(w, None, 5) is None for w in odd)
+    monkeypatch.setattr(kernels, "KERNELS", KERNELS)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert kernel_of(weight, None) is None and linear_of_few_rows(weight, None, 5) is None
 
@@ -182,3 +190,26 @@ def test_a_large_head_is_measured_by_a_part_of_it(clock: dict[str, float], monke
     monkeypatch.setitem(kernels.KERNELS, "linear", lambda w, b: seen.append(tuple(w.shape)) or plain(w, b))  # type: ignore[index, func-returns-value]
     fastest_kernels(tiny_model(), [(torch.randn(512, 256), torch.randn(512))] * 3, 2)
     assert seen == [(100, 256)]
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+def test_code_made_here_is_the_usual_kernel_and_is_measured_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(512, 256)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        usual = linear_of_few_rows(weight.to(dtype), None, 1)
+        assert usual is not None
+        assert torch.allclose(usual(torch.ones(1, 256, dtype=dtype)).float()[0], weight.sum(1), atol=0.5)
+    measured: list[str] = []
+
+    def counted(name: str, make: Callable[..., Linear | None]) -> Callable[..., Linear | None]:
+        def made(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+            linear = make(weight, bias)
+            measured.append(f"{name} {weight.dtype}" if linear is not None else "")
+            return linear
+
+        return made
+
+    monkeypatch.setattr(kernels, "KERNELS", {name: counted(name, make) for name, make in KERNELS.items()})
+    fastest_kernels(tiny_model(), [(weight, None), (weight.bfloat16(), None)], 3)
+    assert {"native torch.float32", "native torch.bfloat16", "linear torch.bfloat16"} <= set(measured)
+    assert "mkl-turned torch.bfloat16" not in measured

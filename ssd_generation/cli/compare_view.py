@@ -154,11 +154,13 @@ def _text_verdict(comparison: Comparison) -> list[str]:
 def _exactness_verdict(comparison: Comparison) -> list[str]:
     """Whether the logits depend on what was drafted."""
     from ..config.values import BITWISE
+    from ..tuning.exactness import HOW_TO_ASK
 
     last = comparison.self_speculative.speculation[-1]
     if last.exactness == BITWISE:
         return ["Exact to the bit: the logits are those of undrafted decoding by this library, whatever was drafted."]
-    return [f"Not certified to the bit: {last.exactness_reason}."] if last.exactness_reason else []
+    reason = (last.exactness_reason or "").replace(HOW_TO_ASK, "--exact asks for them")
+    return [f"Not certified to the bit: {reason}."] if reason else []
 
 
 def _sampling_verdict(comparison: Comparison) -> list[str]:

@@ -21,20 +21,23 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ..cache.layers import BufferedLayer, BufferedSlidingLayer
+from ..native.linear import native_linear
 from .cache_attention import CacheAttention
 from .captured import CapturedPass
 from .kernels import Linear, onednn_linear
 
 __all__ = ["LINEARS", "WIDTHS", "Invariant", "RowAttention", "live_layers_of_any_window", "uneven"]
 
-WIDTHS = (2, 3, 4, 5, 6, 8, 13, 16, 24)
-"""Widths that are tried: those of rounds, each at most half as wide again as the one before."""
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
+"""Widths that are tried: those of rounds, and of longer ones each at most half as wide again as the one before."""
 
 LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
+    "native": native_linear,
     "linear": lambda weight, bias: None,
     "onednn": onednn_linear,
 }
-"""Kernels for linear layers by name; `None` leaves a layer at `F.linear`."""
+"""Kernels for linear layers by name; `None` leaves a layer at `F.linear`. Those made here do not depend on the width by
+construction."""
 
 
 @dataclass(frozen=True)

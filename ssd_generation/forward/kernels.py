@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..native.compiler import why_not
+from ..native.linear import native_linear
 from ..support.machine import cpu_name, is_intel
 from ..support.measurements import cached_measurement, flag_if_noisy
 
@@ -32,6 +34,8 @@ _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _SMALL = 2**16
 """Weights of fewer elements are left to the rule: a call takes longer than their arithmetic."""
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _ROWS = (1, 2, 3, 4, 8, 16, 32)
 """Numbers of rows that are measured; the next one stands for those between, which are filled up to it or nearly."""
 
@@ -47,8 +51,10 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return lambda x: functional.linear(x, weight, bias)
 
 
-def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The layer by oneDNN on the plain weight, which is read as it lies."""
+def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+    """The layer by oneDNN on the plain weight, which is read as it lies; `None` where torch has no oneDNN."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
     kernel = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: torch.Tensor) -> torch.Tensor:
@@ -79,44 +85,50 @@ def _turned(weight: torch.Tensor, bias: torch.Tensor | None, least: int, block: 
     return linear
 
 
-def _onednn_turned(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _onednn_turned(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+    if weight.dtype != torch.float32 or onednn_linear(weight, bias) is None:
+        return None
     kernel = torch.ops.mkldnn._linear_pointwise.default
     return _turned(weight, bias, 2, 8, lambda w, x: kernel(w, x.contiguous(), None, "none", [], ""))
 
 
-def _mkl_turned(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _mkl_turned(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+    if weight.dtype != torch.float32 or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return None
     return _turned(weight, bias, 3, 4, lambda w, x: torch.mm(w, x.t()))
 
 
-KERNELS: Mapping[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
+KERNELS: Mapping[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
+    "native": native_linear,
     "linear": _plain,
     "onednn": onednn_linear,
     "onednn-turned": _onednn_turned,
     "mkl-turned": _mkl_turned,
 }
-"""By name: `(weight (N, K), bias (N,) or None)` → the layer, of float32 on the CPU."""
+"""By name: `(weight (N, K), bias (N,) or None)` → the layer on the CPU; `None`: there is none for it here."""
 
 
-def _rule(rows: int) -> str:
+def _rule(rows: int, dtype: torch.dtype) -> str:
     """The kernel where nothing is measured.
 
-    MKL's GEMM, which `F.linear` calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on
-    the plain weight streams it once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC
-    1.0 to 1.8 times as fast at one row, up to 3 times at three).
+    Code made for the processor reads weights about as fast as memory gives them. Where there is none, float32: MKL's
+    GEMM, which `F.linear` calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on the
+    plain weight streams it once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC 1.0
+    to 1.8 times as fast at one row, up to 3 times at three).
     """
-    return "linear" if rows < (4 if is_intel() else 1) else "onednn"
+    if why_not() is None:
+        return "native"
+    return "onednn" if dtype == torch.float32 and rows >= (4 if is_intel() else 1) else "linear"
 
 
 def _fits(weight: torch.Tensor) -> bool:
-    """Whether the kernels take this weight."""
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
-        return False
-    return bool(torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    """Whether there may be kernels for this weight."""
+    return weight.dtype in _DTYPES and weight.device.type == "cpu" and weight.is_contiguous()
 
 
 def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Linear | None:
     """A kernel that is faster than `F.linear` for `rows` rows on most machines; `None` where there is none."""
-    name = _rule(rows)
+    name = _rule(rows, weight.dtype)
     return None if name == "linear" or not _fits(weight) else KERNELS[name](weight, bias)
 
 
@@ -145,7 +157,8 @@ def fastest_kernels(
             "machine": [cpu_name(), torch.get_num_threads(), torch.__version__],
             "shapes": sorted(by_shape),
             "rows": measured,
-            "format": 1,
+            "native": why_not() is None,
+            "format": 2,
         }
         names = cached_measurement(model, described, lambda: _measure(by_shape, measured), use=_check)
 
@@ -159,7 +172,8 @@ def fastest_kernels(
 
 
 def _shape(weight: torch.Tensor, bias: torch.Tensor | None) -> str:
-    return f"{weight.shape[0]}x{weight.shape[1]}{'' if bias is None else '+bias'}"
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return f"{weight.shape[0]}x{weight.shape[1]}{'' if bias is None else '+bias'} {dtype}"
 
 
 def _check(names: Any) -> None:
@@ -171,18 +185,19 @@ def _check(names: Any) -> None:
 
 def _measure(by_shape: Mapping[str, Sequence[Layer]], rows: int) -> Any:
     """By shape, the name of the fastest kernel; `NoisyMeasurement` where the machine is busy."""
-    usual = _rule(rows)
     with torch.inference_mode():
         runs: dict[tuple[str, str], tuple[torch.Tensor, list[Linear]]] = {}
         for shape, layers in by_shape.items():
-            most = max(1, _BYTES // (4 * layers[0][0].shape[1]))  # rows: a large LM head is not run whole
+            most = max(1, _BYTES // layers[0][0][0].nbytes)  # rows: a large LM head is not run whole
             few = [
                 (weight[:most], None if bias is None else bias[:most])
                 for weight, bias in layers[: max(1, _BYTES // layers[0][0].nbytes)]
             ]
-            x = torch.ones((1, rows, few[0][0].shape[1]))
+            x = few[0][0].new_ones((1, rows, few[0][0].shape[1]))
             for name, make in KERNELS.items():
-                runs[shape, name] = x, [make(weight, bias) for weight, bias in few]
+                linears = [made for weight, bias in few if (made := make(weight, bias)) is not None]
+                if linears:
+                    runs[shape, name] = x, linears
         for x, linears in runs.values():
             linears[0](x)  # what a kernel prepares once
         times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
@@ -190,6 +205,8 @@ def _measure(by_shape: Mapping[str, Sequence[Layer]], rows: int) -> Any:
             # Kernels in the outer loop: until a weight's turn comes again, it has left the processor's cache.
             for name in KERNELS:
                 for shape in by_shape:
+                    if (shape, name) not in runs:
+                        continue
                     x, linears = runs[shape, name]
                     begun = time.perf_counter()
                     for linear in linears:
@@ -197,7 +214,9 @@ def _measure(by_shape: Mapping[str, Sequence[Layer]], rows: int) -> Any:
                     times[shape, name].append(time.perf_counter() - begun)
     middle = {key: statistics.median(values) for key, values in times.items()}
     names = {}
-    for shape in by_shape:
-        best = min(KERNELS, key=lambda name: middle[shape, name])
-        names[shape] = best if middle[shape, best] < _AHEAD * middle[shape, usual] else usual
+    for shape, layers in by_shape.items():
+        usual = _rule(rows, layers[0][0].dtype)
+        found = {name: seconds for (its_shape, name), seconds in middle.items() if its_shape == shape}
+        best = min(found, key=found.__getitem__)
+        names[shape] = usual if usual in found and found[best] >= _AHEAD * found[usual] else best
     return flag_if_noisy(names, times.values())

@@ -25,6 +25,7 @@ from ..forward.forward import Context, Forward
 from ..forward.invariant import LINEARS, WIDTHS, Invariant
 from ..forward.passes import captured_target
 from ..forward.sublayers import input_device
+from ..native.compiler import why_not
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
 from ..support.model_state import state_of
@@ -35,14 +36,16 @@ from .measuring import describe_model, time_in_turns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Certificate", "certificate_of", "cost_of", "invariant_of"]
+__all__ = ["HOW_TO_ASK", "Certificate", "certificate_of", "cost_of", "invariant_of"]
 
+HOW_TO_ASK = 'exactness="bitwise" asks for them'
+"""Ends the reason where exact passes are dear; the command line has an option for it."""
 
 _FREE = {torch.float32: 1.02, torch.bfloat16: 1.05, torch.float16: 1.05}
 """What passes that are exact to the bit may cost, relative to others, where nobody asked for them."""
 
 _PROMPT, _NEW = 21, 24
-_BASES = (2, 4, 8, 16)
+_BASES = (1, 2, 4, 8, 16)
 """Widths that a single token may be filled up to."""
 
 _TIMED = (1, 4, 8)
@@ -108,7 +111,7 @@ def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | 
     """See `invariant_of`, of a model whose passes can be captured."""
     if exactness is None and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
         # Before their bits are checked, which takes longer.
-        return None, f'passes exact to the bit would take {cost - 1:.0%} longer here; exactness="bitwise" asks for them'
+        return None, f"passes exact to the bit would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
     found = certificate_of(model)
     return found.invariant, found.refusal
 
@@ -120,7 +123,13 @@ def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
         model: the target model; its passes can be captured.
         again: find out anew.
     """
-    described = {"what": "exactness", **describe_model(model), "widths": list(WIDTHS), "format": 1}
+    described = {
+        "what": "exactness",
+        **describe_model(model),
+        "kernels": _kernels(model),
+        "widths": list(WIDTHS),
+        "format": 2,
+    }
     found = cached_measurement(model, described, lambda: _find_out(model), again, use=Certificate.from_dict)
     return Certificate.from_dict(found)
 
@@ -233,7 +242,8 @@ class _Text:
 
 def _kernels(model: PreTrainedModel) -> list[str]:
     """Kernels for the linear layers in the order in which they are tried: the faster one first."""
-    return sorted(LINEARS, reverse=model.dtype == torch.float32)
+    usual = ["onednn", "linear"] if model.dtype == torch.float32 else ["linear", "onednn"]
+    return usual if why_not() is not None else ["native", *usual]
 
 
 def cost_of(model: PreTrainedModel) -> float:
@@ -242,7 +252,13 @@ def cost_of(model: PreTrainedModel) -> float:
     def use(ratio: Any) -> None:
         _RATIO.check("The cost of exact passes", ratio)
 
-    described = {"what": "cost of exactness", **describe_model(model), "widths": list(WIDTHS), "format": 1}
+    described = {
+        "what": "cost of exactness",
+        **describe_model(model),
+        "kernels": _kernels(model),
+        "widths": list(WIDTHS),
+        "format": 2,
+    }
     found: float = cached_measurement(model, described, lambda: _cost(model), use=use)
     return found
 

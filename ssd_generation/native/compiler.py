@@ -1,0 +1,145 @@
+"""Makes functions of LLVM's language, once per machine: what was compiled is kept on the disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from ..support.files import default_cache_dir, replacing
+from ..support.forks import ForkSafeRLock
+from ..support.messages import clipped
+from .pool import openmp
+
+__all__ = ["address_of", "why_not"]
+
+logger = logging.getLogger(__name__)
+
+_lock = ForkSafeRLock()
+_engines: dict[str, Any] = {}
+"""What holds compiled code in memory, by key."""
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why no code can be made here; `None`: it can."""
+    try:
+        import llvmlite.binding as llvm
+    except Exception as error:  # whatever a broken installation raises
+        missing = isinstance(error, ModuleNotFoundError)
+        return "llvmlite is not installed" if missing else f"llvmlite cannot be imported ({clipped(error)})"
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        features = llvm.get_host_cpu_features()
+        if not (features.get("avx2") and features.get("fma")):
+            return "the processor has no AVX2"
+    elif platform.machine().lower() not in ("aarch64", "arm64"):
+        return f"there is none for processors of the kind {platform.machine()}"
+    if openmp() is None:
+        return "torch's threads are not those of an OpenMP library that takes other code"
+    return None
+
+
+def address_of(name: str, described: str, text: Callable[[], str]) -> int:
+    """The address of the function `run` of a module.
+
+    Args:
+        name: of the module, part of its file's name.
+        described: everything that its text depends on.
+        text: the module, in LLVM's language; asked for where it has not been compiled here.
+
+    Raises:
+        RuntimeError: LLVM cannot compile it, or no code can be made here.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise RuntimeError(reason)
+    with _lock:
+        machine = _machine()
+        parts = (described, machine.triple, _cpu(), _features(), *_versions())
+        key = f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
+        if key not in _engines:
+            _engines[key] = _load(_read(key)) or _load(_compile(key, text(), machine))
+        if _engines[key] is None:
+            raise RuntimeError(f"the code of {name} cannot be loaded")
+        return int(_engines[key].get_function_address("run"))
+
+
+@functools.cache
+def _machine() -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    for entry, address in (openmp() or {}).items():
+        llvm.add_symbol(entry, address)
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=_cpu(), features=_features(), opt=3, jit=True)
+
+
+@functools.cache
+def _cpu() -> str:
+    import llvmlite.binding as llvm
+
+    return str(llvm.get_host_cpu_name())
+
+
+@functools.cache
+def _features() -> str:
+    import llvmlite.binding as llvm
+
+    return str(llvm.get_host_cpu_features().flatten())
+
+
+def _versions() -> tuple[str, ...]:
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    return llvmlite.__version__, repr(llvm.llvm_version_info)
+
+
+def _compile(key: str, text: str, machine: Any) -> bytes:
+    """Object code, which is kept for the next process."""
+    import llvmlite.binding as llvm
+
+    module = llvm.parse_assembly(text)
+    module.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+    builder.getModulePassManager().run(module, builder)
+    code: bytes = machine.emit_object(module)
+    try:
+        path = default_cache_dir() / "code" / f"{key}.o"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_bytes(hashlib.sha256(code).digest() + code)
+    except (OSError, ValueError) as error:
+        logger.info("Compiled code could not be kept: %s", clipped(error))
+    return code
+
+
+def _read(key: str) -> bytes | None:
+    """What was kept; `None` where there is nothing, or not what was written."""
+    try:
+        content = (default_cache_dir() / "code" / f"{key}.o").read_bytes()
+    except (OSError, ValueError):
+        return None
+    digest, code = content[:_DIGEST], content[_DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _load(code: bytes | None) -> Any:
+    import llvmlite.binding as llvm
+
+    if code is None:
+        return None
+    # An engine owns its target machine, so each has one of its own.
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=_cpu(), features=_features(), opt=3, jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine

@@ -1,0 +1,57 @@
+"""torch's own threads, for code that is not torch's.
+
+A second pool of threads on the same cores would fight with the first: both wait by spinning. torch's kernels run on
+OpenMP, whose library lies beside torch's and is found in this process; its entry for a team of threads, which compilers
+call for every parallel loop, takes any function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+__all__ = ["ENTRIES", "openmp"]
+
+ENTRIES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+"""What is used of it: GNU's names, which LLVM's library has as well."""
+
+_OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.(so|dylib)")
+
+
+@functools.cache
+def openmp() -> dict[str, int] | None:
+    """The addresses of `ENTRIES` in the OpenMP library that torch runs on; `None` where it has none of that kind."""
+    for path in _candidates():
+        try:
+            library = ctypes.CDLL(str(path))
+            return {name: _address(getattr(library, name)) for name in ENTRIES}
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _address(function: object) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+def _candidates() -> list[Path]:
+    """OpenMP libraries that this process has loaded, torch's own first."""
+    home = Path(torch.__file__).resolve().parent
+    if sys.platform == "linux":
+        try:
+            lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        paths = {Path(line[line.index("/") :]) for line in lines if "/" in line}
+    elif sys.platform == "darwin":
+        paths = set((home / "lib").glob("lib*omp*.dylib"))
+    else:
+        return []
+    found = [path for path in paths if _OPENMP.match(path.name)]
+    folders = (home, home.with_name("torch.libs"))
+    return sorted(found, key=lambda path: (not any(folder in path.parents for folder in folders), str(path)))

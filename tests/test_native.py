@@ -1,0 +1,298 @@
+"""Kernels made for the processor: what they compute, to the last bit, and what happens where none can be made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from ssd_generation.forward.kernels import KERNELS, linear_of_few_rows
+from ssd_generation.native import compiler, linear, pool
+from ssd_generation.native.linear import Linear, native_linear
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+pytestmark = pytest.mark.skipif(compiler.why_not() is not None, reason=f"no code can be made: {compiler.why_not()}")
+
+
+def made(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    layer = native_linear(weight, bias)
+    assert layer is not None
+    return layer
+
+
+def random_layer(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn((rows, columns), generator=generator).to(dtype),
+        torch.randn(rows, generator=generator).to(dtype),
+    )
+
+
+@pytest.fixture
+def threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what is computed
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 19])
+@pytest.mark.parametrize(("outputs", "columns"), [(1, 16), (50, 7), (37, 100), (200, 576)])
+def test_a_layer_is_as_near_to_the_true_result_as_torchs(
+    dtype: torch.dtype, rows: int, outputs: int, columns: int
+) -> None:
+    weight, bias = random_layer(outputs, columns, dtype)
+    x = torch.randn((2, rows, columns), generator=torch.Generator().manual_seed(1)).to(dtype)
+    true = x.double() @ weight.double().t() + bias.double()
+    scale = (x.double().abs() @ weight.double().abs().t() + bias.double().abs()).clamp(min=1)
+    got = made(weight, bias)(x)
+    assert got.dtype is dtype
+    assert got.shape == (2, rows, outputs)
+    ours, torchs = (
+        ((result.double() - true).abs() / scale).max() for result in (got, functional.linear(x, weight, bias))
+    )
+    assert ours <= torchs + 2**-22
+    plain = made(weight)(x)
+    assert torch.allclose(plain, functional.linear(x, weight), rtol=0, atol=float(ROUNDING[dtype] * scale.max()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(FLOATS),
+    outputs=st.integers(1, 70),
+    columns=st.integers(1, 150),
+    rows=st.integers(1, 24),
+    first=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_a_row_gives_the_same_bits_whatever_else_is_in_the_pass(
+    dtype: torch.dtype, outputs: int, columns: int, rows: int, first: int, seed: int
+) -> None:
+    weight, bias = random_layer(outputs, columns, dtype, seed)
+    layer = made(weight, bias)
+    x = torch.randn((30, columns), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    alone = torch.cat([layer(x[row : row + 1]) for row in range(30)])
+    assert torch.equal(layer(x[first : first + rows]), alone[first : first + rows])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_threads_change_no_bit(dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_SHARE", 1)  # as many threads as there are, for a small layer
+    weight, bias = random_layer(131, 96, dtype)
+    layer, x = made(weight, bias), torch.randn(9, 96).to(dtype)
+    found = []
+    for count in (1, 2, 3, 4):
+        torch.set_num_threads(count)
+        found.append(layer(x))
+    assert all(torch.equal(result, found[0]) for result in found)
+
+
+@pytest.mark.skipif("+avx512f" not in compiler._features(), reason="AVX-512")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_processor_with_shorter_vectors_gives_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = random_layer(61, 345, dtype)
+    x = torch.randn(11, 345).to(dtype)
+    wide = made(weight, bias)(x)
+    monkeypatch.setattr(compiler, "_cpu", lambda: "haswell")
+    monkeypatch.setattr(compiler, "_features", lambda: "")
+    linear._function.cache_clear()
+    try:
+        narrow = made(weight, bias)(x)
+    finally:
+        linear._function.cache_clear()
+    assert torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype, value: float) -> None:
+    weight, bias = random_layer(20, 48, dtype)
+    x = torch.randn(4, 48).to(dtype)
+    clean = made(weight, bias)(x)
+    x[2, 5] = value
+    got, expected = made(weight, bias)(x), functional.linear(x, weight, bias)
+    assert torch.equal(got[[0, 1, 3]], clean[[0, 1, 3]])
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.isinf(), expected.isinf())
+
+
+def test_large_results_are_rounded_as_torch_rounds_them() -> None:
+    weight = torch.full((1, 16), 2.0**60).bfloat16()
+    x = torch.tensor([[2.0**64] * 16, [1.0] * 16, [-(2.0**64)] * 16]).bfloat16()
+    assert made(weight)(x).flatten().tolist() == [float("inf"), 2.0**64, float("-inf")]
+    ties = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8], [1.0, -(2.0**-9)]]).bfloat16()
+    got = made(torch.ones((1, 2)).bfloat16())(ties)
+    assert got.flatten().tolist() == ties.float().sum(dim=1).bfloat16().tolist()
+
+
+def test_no_rows_and_other_shapes() -> None:
+    weight, bias = random_layer(6, 32, torch.float32)
+    layer = made(weight, bias)
+    assert layer(torch.empty(1, 0, 32)).shape == (1, 0, 6)
+    assert layer(torch.empty(32)).shape == (6,)
+    crooked = torch.randn(32, 5).t()
+    assert torch.equal(layer(crooked), layer(crooked.contiguous()))
+
+
+def test_weights_changed_in_place_are_seen() -> None:
+    weight, bias = random_layer(9, 32, torch.float32)
+    layer, x = made(weight, bias), torch.randn(1, 32)
+    layer(x)
+    weight.mul_(2)
+    bias.zero_()
+    assert torch.allclose(layer(x), functional.linear(x, weight, bias), atol=1e-5)
+
+
+def test_a_layer_holds_what_it_reads() -> None:
+    weight, bias = random_layer(300, 64, torch.float32)
+    x = torch.randn(1, 64)
+    expected = functional.linear(x, weight, bias)
+    layer = made(weight, bias)
+    del weight, bias
+    rubbish = [torch.full((300, 64), 7.0) for _ in range(20)]
+    assert torch.allclose(layer(x), expected, atol=1e-4)
+    assert len(rubbish) == 20
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.empty((4, 8), device="meta"),
+        torch.ones((8, 4)).t(),
+        torch.ones((4, 8), dtype=torch.float64),
+        torch.ones((4, 8)).as_subclass(Subclass),
+        torch.empty((0, 8)),
+        torch.ones(8),
+    ],
+    ids=["meta", "crooked", "float64", "subclass", "empty", "one dimension"],
+)
+def test_weights_there_is_no_code_for(weight: torch.Tensor) -> None:
+    assert native_linear(weight, None) is None
+
+
+def test_a_bias_of_another_kind() -> None:
+    assert native_linear(torch.ones((4, 8)), torch.ones(4).bfloat16()) is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# where none can be made
+
+
+@pytest.fixture
+def forgetful() -> Any:
+    """What was found out about this machine is found out anew."""
+    functions: list[Any] = [compiler.why_not, pool.openmp]
+    for function in functions:
+        function.cache_clear()
+    yield
+    for function in functions:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize("what", ["missing", "broken", "processor", "threads"])
+def test_without_code_torchs_kernels_are_used(what: str, forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "missing":
+        monkeypatch.setitem(sys.modules, "llvmlite", None)
+    elif what == "broken":
+        import llvmlite.binding as llvm
+
+        monkeypatch.delattr(llvm, "get_host_cpu_features")
+        monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    elif what == "processor":
+        monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    else:
+        monkeypatch.setattr(compiler, "openmp", lambda: None)
+    reason = compiler.why_not()
+    assert reason is not None
+    assert {"missing": "llvmlite", "broken": "llvmlite", "processor": "riscv64", "threads": "threads"}[what] in reason
+    assert native_linear(torch.ones((4, 8)), None) is None
+    assert KERNELS["native"](torch.ones((4, 8)), None) is None
+    usual = linear_of_few_rows(torch.ones((400, 8)), None, 4)
+    assert usual is not None
+    assert usual(torch.ones((4, 8))).unique().tolist() == [8]
+
+
+def test_libraries_that_are_none(forgetful: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "libgomp.so.1"
+    broken.write_text("not a library")
+    monkeypatch.setattr(pool, "_candidates", lambda: [broken])
+    assert pool.openmp() is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# compiled code on the disk
+
+MODULE = """
+define void @run() { ret void }
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "_engines", {})
+    return tmp_path / "code"
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often the text of a module is asked for by a new process."""
+    count = 0
+
+    def text() -> str:
+        nonlocal count
+        count += 1
+        return MODULE
+
+    monkeypatch.setattr(compiler, "_engines", {})
+    assert compiler.address_of("nothing", "of the test", text)
+    assert compiler.address_of("nothing", "of the test", text)
+    return count
+
+
+def test_code_is_compiled_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_for(monkeypatch) == 1
+    assert asked_for(monkeypatch) == 0
+    assert [path.suffix for path in store.iterdir()] == [".o"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
+def test_a_damaged_file_is_compiled_anew(store: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for(monkeypatch)
+    (file,) = store.iterdir()
+    content = file.read_bytes()
+    flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
+    file.write_bytes({"truncated": content[:-9], "flipped": flipped, "empty": b""}[damage])
+    assert asked_for(monkeypatch) == 1
+    assert file.read_bytes() == content
+
+
+def test_a_folder_that_cannot_be_written_to(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write_text("a file where the folder would be")
+    assert asked_for(monkeypatch) == 1
+    assert asked_for(monkeypatch) == 1
+
+
+def test_code_of_another_processor_is_not_used(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for(monkeypatch)
+    monkeypatch.setattr(compiler, "_cpu", lambda: "haswell")
+    monkeypatch.setattr(compiler, "_features", lambda: "")
+    assert asked_for(monkeypatch) == 1
+    assert len(list(store.iterdir())) == 2
