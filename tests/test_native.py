@@ -296,3 +296,57 @@ def test_code_of_another_processor_is_not_used(store: Path, monkeypatch: pytest.
     monkeypatch.setattr(compiler, "_features", lambda: "")
     assert asked_for(monkeypatch) == 1
     assert len(list(store.iterdir())) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# low-bit weights
+
+
+@pytest.mark.parametrize("activation", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("precision", "group"), [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 192)])
+def test_low_bit_layers(precision: str, group: int, activation: torch.dtype) -> None:
+    weight, bias = random_layer(37, 192, torch.float32)
+    bias = bias.to(activation)
+    if precision == "int8":
+        scales = weight.abs().amax(1) / 127
+        stored = (weight / scales[:, None]).round().to(torch.int8)
+        meant = stored.double() * scales.double()[:, None]
+    else:
+        stored, scales = linear.pack_int4(weight, group)
+        assert stored.shape == (37, 48) and scales.shape == (37, 192 // group)
+        meant = linear.unpack_int4(stored, scales).double()
+    layer = linear.layer(stored, bias, activation, scales, group)
+    x = torch.randn(21, 192).to(activation)
+    true = x.double() @ meant.t() + bias.double()
+    got = layer(x)
+    assert got.dtype is activation
+    bound = (2**-8 if activation is torch.bfloat16 else 2**-20) * (x.double().abs() @ meant.abs().t() + 8)
+    assert bool(((got.double() - true).abs() <= bound).all())
+    for first in (0, 1, 3):
+        for rows in range(1, 18):
+            assert torch.equal(layer(x[first : first + rows]), got[first : first + rows])
+    assert torch.equal(layer(x.to(torch.float32)), got)
+
+
+@given(
+    st.integers(0, 99),
+    st.sampled_from([1e-4, 0.02, 1.0, 30.0]),
+    st.sampled_from([0.0, 3.0, -1.0]),
+    st.sampled_from([32, 64, 128]),
+)
+def test_int4_weights_are_within_half_a_step(seed: int, scale: float, shift: float, group: int) -> None:
+    weight = scale * (torch.randn((5, 256), generator=torch.Generator().manual_seed(seed)) + shift)
+    packed, scales = linear.pack_int4(weight, group)
+    w = weight.view(5, -1, group)
+    found = linear.unpack_int4(packed, scales).view_as(w)
+    offset, steps = w.amin(2).abs(), (w.amax(2) - w.amin(2)) / 15
+    assert torch.allclose(scales, steps, rtol=2**-6, atol=float(scale * 2**-7))
+    # The offset is rounded to bfloat16, and the scale with its lower half is another than was meant: by 2⁻⁷.
+    bound = scales / 2 * 1.001 + offset * 2**-8 + 15 * scales * 2**-7
+    assert bool(((found - w).abs() <= bound[..., None]).all())
+
+
+def test_weights_that_are_all_the_same() -> None:
+    for value in (0.0, 0.5, -3.0):
+        packed, scales = linear.pack_int4(torch.full((2, 64), value), 32)
+        assert torch.allclose(linear.unpack_int4(packed, scales), torch.full((2, 64), value), atol=1e-6)

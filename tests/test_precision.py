@@ -37,6 +37,8 @@ from ssd_generation.forward.low_bit import (
     refused_shape,
 )
 from ssd_generation.forward.skip_mode import SkipMode
+from ssd_generation.native.compiler import why_not
+from ssd_generation.native.linear import unpack_int4
 from ssd_generation.support.model_state import state_of
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model
 
@@ -126,18 +128,28 @@ def test_large_weights_are_quantised_in_pieces(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 9])
-def test_the_kernels_compute_what_the_copy_says(name: str, dtype: torch.dtype, rows: int) -> None:
-    weight, bias = torch.randn(48, 96).to(dtype), torch.randn(48).to(dtype)
+@pytest.mark.parametrize("native", [True, False])
+def test_the_kernels_compute_what_the_copy_says(
+    name: str, dtype: torch.dtype, rows: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(precision, "why_not", lambda: "of the test")
+    elif why_not() is not None:
+        pytest.skip("no code can be made here")
+    columns = 192 if native else 96
+    weight, bias = torch.randn(48, columns).to(dtype), torch.randn(48).to(dtype)
     copy = LowBitCopy([(weight, bias)], name, 32)
     if name == "int8":
         meant = copy.weight.float() * copy.scales.float()[:, None]
+    elif native:
+        meant = unpack_int4(copy.weight, copy.scales)
     else:
         q, packed = precision._to_int4([weight], 32)
         scale, offset = (packed[..., i].float().T[:, :, None] for i in (0, 1))
         meant = ((q.view(48, 3, 32) - 8) * scale + offset).reshape(48, 96)
-    x = torch.randn(rows, 96).to(torch.bfloat16)
+    x = torch.randn(rows, columns).to(torch.bfloat16)
     expected = functional.linear(x.float(), meant, bias.float())
-    for given_x in (x, x.float(), x[None], x.view(rows, 1, 96)):
+    for given_x in (x, x.float(), x[None], x.view(rows, 1, columns)):
         got = copy.whole(given_x)
         assert got.dtype == torch.bfloat16 and got.shape == (*given_x.shape[:-1], 48)
         torch.testing.assert_close(got.float().view(rows, 48), expected, rtol=0.02, atol=0.1)
@@ -185,7 +197,7 @@ def test_shapes(name: str, group: int, shape: tuple[int, int], message: str | No
     assert refused_shape(weight, name, group) == (None if message is None else f"its {message}")
     if message is None:
         wanted = functional.linear(torch.ones(shape[1]), weight)
-        got = LowBitCopy([(weight, None)], name, group).whole(torch.ones(shape[1]))
+        got = LowBitCopy([(weight, None)], name, group).whole(torch.ones(1, shape[1])).squeeze(0)
         torch.testing.assert_close(got.float(), wanted, rtol=0.1, atol=2.0)
     else:
         with pytest.raises(ValueError, match=message):

@@ -4,8 +4,8 @@ A copy holds the same weights in 8 or 4 bits and is read where the layer's own w
 bound by the bytes it reads. The target never computes with a copy, so the text is the target's.
 
 int8: one scale per output channel, symmetric, w ≈ q · s. int4: one scale and offset per group of input channels,
-asymmetric, w ≈ (q − 8) · s + z (as in QuantSpec's weights, arXiv 2502.10424, and every int4 weight-only kernel). The
-kernels are ATen's, and take bfloat16 activations.
+asymmetric, w ≈ q · s + z (as in QuantSpec's weights, arXiv 2502.10424, and every int4 weight-only kernel). They are
+read by code made for the processor, or by ATen's kernels where there is none; both take bfloat16 activations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..native import linear as native
+from ..native.compiler import why_not
 from ..support.model_state import state_of
 from ..support.parallel import mesh_of
 from .sublayers import locate_sublayers
@@ -65,8 +67,11 @@ class LowBitCopy:
             raise ValueError(reason)
         with torch.inference_mode():
             weights = [weight for weight, _ in layers]
+            is_native = _is_native(weights[0], precision)
             if precision == "int8":
                 self.weight, self.scales = _to_int8(weights)
+            elif is_native:
+                self.weight, self.scales = _pack_int4(weights, group_size)
             else:
                 quantised, self.scales = _to_int4(weights, group_size)
                 self.weight = torch._convert_weight_to_int4pack_for_cpu(quantised, 1)
@@ -78,6 +83,11 @@ class LowBitCopy:
                         for weight, bias in layers
                     ]
                 )
+            self._native: native.Linear | None = None
+            if is_native:
+                group = 0 if precision == "int8" else group_size
+                self.scales = self.scales.float()
+                self._native = native.layer(self.weight, self.bias, torch.bfloat16, self.scales, group)
         self._last: tuple[Any, Any] = (None, None)
 
     def num_bytes(self) -> int:
@@ -87,6 +97,8 @@ class LowBitCopy:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All layers' outputs side by side: `(…, K)` to `(…, N_1 + N_2 + …)` in bfloat16."""
+        if self._native is not None:
+            return self._native(x)
         if x.dtype is not torch.bfloat16:
             x = x.to(torch.bfloat16)
         shape = x.shape
@@ -136,8 +148,16 @@ def _to_int8(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
     return quantised, scales
 
 
+def _is_native(weight: torch.Tensor, precision: str) -> bool:
+    """Whether there is code made here for copies of weights like this one."""
+    return why_not() is None and weight.device.type == "cpu" and (precision == "int8" or weight.shape[1] % 64 == 0)
+
+
 def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of weights `(N_i, K)` below each other: `(N, K)` int32 in 0 … 15; `(K / group_size, N, 2)` scales and offsets."""
+    """Of weights `(N_i, K)` below each other: `(N, K)` int32 in 0 … 15; `(K / group_size, N, 2)` scales and offsets.
+
+    For ATen's kernel, to which w is (q − 8) · s + z.
+    """
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
     quantised = weights[0].new_empty((rows, columns), dtype=torch.int32)
     # As the kernel wants them: by group, then by output channel.
@@ -150,6 +170,16 @@ def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Te
         quantised[at] = (w - offset).div_(scale).round_().add_(8).clamp_(0, 15).view(whole.shape)
         scales[:, at] = torch.cat((scale, offset), dim=2).transpose(0, 1)
     return quantised, scales
+
+
+def _pack_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of weights `(N_i, K)` below each other what code made here reads: `(N, K / 4)` and `(N, K / group_size)`."""
+    rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
+    packed = weights[0].new_empty((rows, columns // 4), dtype=torch.int16)
+    scales = weights[0].new_empty((rows, columns // group_size), dtype=torch.float32)
+    for at, w in _chunks(weights):
+        packed[at], scales[at] = native.pack_int4(w, group_size)
+    return packed, scales
 
 
 def refused_shape(weight: torch.Tensor, precision: str, group_size: int, rows: int | None = None) -> str | None:
@@ -412,7 +442,7 @@ def estimated_bytes(model: PreTrainedModel, skip: SkipConfig, precision: Precisi
         if refused_shape(modules[0].weight, group[0].precision, precision.group_size, rows=rows) is not None:
             continue
         if group[0].precision == "int8":
-            total += rows * columns + 2 * rows
+            total += rows * columns + (4 if _is_native(modules[0].weight, "int8") else 2) * rows
         else:
             total += rows * columns // 2 + 4 * rows * (columns // precision.group_size)
         if any(m.bias is not None for m in modules):

@@ -12,7 +12,7 @@ import torch
 
 from .compiler import address_of, why_not
 
-__all__ = ["layer", "native_linear", "takes"]
+__all__ = ["Linear", "layer", "native_linear", "pack_int4", "takes", "unpack_int4"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x `(…, K)` ↦ `(…, N)`."""
@@ -92,6 +92,47 @@ def layer(
         return y
 
     return linear
+
+
+def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights in 4 bits as `layer` reads them: w ≈ q · s + z.
+
+    The upper half of a scale's 32 bits is a bfloat16 number and the lower half the offset, another; the scale is what
+    all of them are as a float32 number, so that a kernel takes it as it lies.
+
+    Args:
+        weight: `(N, K)` float32; K is a multiple of 64 and of `group`.
+        group: columns that share a scale.
+
+    Returns:
+        `(N, K / 4)` int16, in which digit j of number 16 b + l is that of column 64 b + 16 j + l; and the scales,
+        `(N, K / group)` float32.
+    """
+    rows, columns = weight.shape
+    w = weight.reshape(rows, columns // group, group)
+    least, greatest = w.amin(dim=2), w.amax(dim=2)
+    offset = least.to(torch.bfloat16)
+    step = ((greatest - offset.float()) / 15).clamp(min=1e-9).to(torch.bfloat16)
+    upper, lower = (part.view(torch.int16).to(torch.int32) for part in (step, offset))
+    scales = ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+    q = (w - offset.float()[..., None]).div_(scales[..., None]).round_().clamp_(0, 15).to(torch.int32)
+    digits = q.view(rows, columns // 64, 4, 16)
+    digits <<= torch.arange(0, 16, 4, dtype=torch.int32)[:, None]
+    return digits.sum(dim=2, dtype=torch.int32).to(torch.int16).view(rows, columns // 4), scales
+
+
+def unpack_int4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weights that a packed layer computes with, `(N, K)` float32.
+
+    Args:
+        packed: as of `pack_int4`.
+        scales: as of `pack_int4`.
+    """
+    rows, groups = scales.shape
+    numbers = packed.to(torch.int32).view(rows, -1, 1, 16) >> torch.arange(0, 16, 4, dtype=torch.int32)[:, None]
+    q = (numbers & 15).view(rows, groups, -1).float()
+    offsets = (scales.view(torch.int32) << 16).view(torch.float32)
+    return (q * scales[..., None] + offsets[..., None]).view(rows, -1)
 
 
 def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
