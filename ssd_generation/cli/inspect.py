@@ -58,6 +58,7 @@ def inspect(
 def _inspected(model: str, config: SelfSpeculativeConfig | None) -> dict[str, Any]:
     """All that is shown of a model, as plain JSON types; by default with the config that comes with it."""
     from ..config import SkipConfig
+    from ..native.compiler import why_not
     from .configs import default_config
 
     source, gguf_file = _source(model)
@@ -69,7 +70,12 @@ def _inspected(model: str, config: SelfSpeculativeConfig | None) -> dict[str, An
         config.validate_for(num_layers=len(layout), model_type=model_type)
         layout.stubs(config.skip)  # raises where a sub-layer cannot be skipped
     skip = SkipConfig() if config is None else config.skip
-    about = {"model": model, "model_type": model_type, "has_config": config is not None}
+    about = {
+        "model": model,
+        "model_type": model_type,
+        "has_config": config is not None,
+        "kernels": {"native": why_not() is None, "reason": why_not()},
+    }
     return {**about, **_describe(skeleton, layout, skip)}
 
 
@@ -251,7 +257,18 @@ def _view(document: dict[str, Any]) -> Any:
         (document["model"], "bold"),
         f"\n{document['class']}, {len(document['layers'])} layers, {_count(document['parameters']['all'])} parameters",
     )
-    return Group(title, styled(), _layer_table(document), styled(), _totals_table(document), styled(), _draft(document))
+    tables: list[Any] = [styled(), _layer_table(document), styled(), _totals_table(document)]
+    return Group(title, *tables, styled(), _kernels(document), styled(), _draft(document))
+
+
+def _kernels(document: dict[str, Any]) -> Text:
+    """What reads the weights on this processor."""
+    from .console import styled
+
+    reason = document["kernels"]["reason"]
+    if reason is None:
+        return styled("Kernels on the CPU: made for this processor, beside torch's.")
+    return styled(f"Kernels on the CPU: torch's alone. Faster ones cannot be made here: {reason}.")
 
 
 def _layer_table(document: dict[str, Any]) -> Table:

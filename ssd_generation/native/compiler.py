@@ -32,7 +32,9 @@ def why_not() -> str | None:
         import llvmlite.binding as llvm
     except Exception as error:  # whatever a broken installation raises
         missing = isinstance(error, ModuleNotFoundError)
-        return "llvmlite is not installed" if missing else f"llvmlite cannot be imported ({clipped(error)})"
+        return (
+            "llvmlite is not installed (extra `fast`)" if missing else f"llvmlite cannot be imported ({clipped(error)})"
+        )
     if platform.machine().lower() in ("x86_64", "amd64"):
         features = llvm.get_host_cpu_features()
         if not (features.get("avx2") and features.get("fma")):

@@ -151,7 +151,7 @@ def _find_out(model: PreTrainedModel) -> Any:
             logits: dict[int, torch.Tensor | None] = {}
             for width in WIDTHS:
                 # Full passes, and the tokens at other places than in those of other widths.
-                starts = {max(width // 2, 1), width} if 2 * width > _NEW else {width // 2}
+                starts = {max(width // 2, 1), *([width] if 2 * width > _NEW else [])}
                 first, *others = [text.logits(name, width, start) for start in starts]
                 same = first is not None and all(got is not None and torch.equal(got, first) for got in others)
                 logits[width] = first if same else None
