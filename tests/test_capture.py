@@ -278,10 +278,13 @@ def test_what_hangs_on_the_cache_is_of_no_length(monkeypatch: pytest.MonkeyPatch
 
 def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     from ssd_generation.forward import passes
+    from ssd_generation.native.rows import gated_silu
+
+    instead = {nn.functional.silu: nn.functional.relu, gated_silu: torch.mul}
 
     def wrong(made: Any) -> Any:
-        scaled = next(node for node in made.nodes if node.target is nn.functional.silu)
-        scaled.target = nn.functional.relu
+        scaled = next(node for node in made.nodes if node.target in instead)
+        scaled.target = instead[scaled.target]
         return compile_pass(made)
 
     monkeypatch.setattr(passes, "compile_pass", wrong)

@@ -162,7 +162,7 @@ def test_the_certificate_is_stored(cache: Path, monkeypatch: pytest.MonkeyPatch)
     [
         {"linear": "secret", "widths": [2]},
         {"linear": "linear", "widths": []},
-        {"linear": "linear", "widths": [7]},
+        {"linear": "linear", "widths": [9]},
         {"linear": "linear", "widths": [4, 2]},
         {"linear": "linear"},
         [],

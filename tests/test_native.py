@@ -15,6 +15,7 @@ from torch.nn import functional
 from ssd_generation.forward.kernels import KERNELS, linear_of_few_rows
 from ssd_generation.native import compiler, linear, pool
 from ssd_generation.native.linear import Linear, native_linear
+from ssd_generation.native.rows import gated_silu, rms_norm, rotary
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -350,3 +351,64 @@ def test_weights_that_are_all_the_same() -> None:
     for value in (0.0, 0.5, -3.0):
         packed, scales = linear.pack_int4(torch.full((2, 64), value), 32)
         assert torch.allclose(linear.unpack_int4(packed, scales), torch.full((2, 64), value), atol=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what stands between the layers
+
+
+def llama_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def llama_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+
+def near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """In half precision the same but for a rounding of what was rounded already; in float32 to its precision."""
+    assert got.dtype is expected.dtype and got.shape == expected.shape
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(got, expected, rtol=2 * eps if eps > 1e-4 else 1e-5, atol=1e-6)
+    if eps > 1e-4:
+        assert (got != expected).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("columns", [7, 16, 100, 576])
+def test_norms_and_gates_are_the_models_own(dtype: torch.dtype, columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x, up = (4 * torch.randn((1, 5, columns), generator=generator) for _ in range(2))
+    weight = torch.randn(columns, generator=generator).to(dtype)
+    x, up = x.to(dtype), up.to(dtype)
+    near(rms_norm(x, weight, 1e-5), llama_norm(x, weight, 1e-5))
+    near(gated_silu(x, up), functional.silu(x) * up)
+    for row in range(5):
+        assert torch.equal(rms_norm(x[:, row], weight, 1e-5), rms_norm(x, weight, 1e-5)[:, row])
+        assert torch.equal(gated_silu(x[:, row], up[:, row]), gated_silu(x, up)[:, row])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("heads", "size"), [(3, 64), (1, 80), (2, 6)])
+def test_rotary_embeddings_are_the_models_own_to_the_bit(dtype: torch.dtype, heads: int, size: int) -> None:
+    x = torch.randn(1, 4, heads * size).to(dtype).view(1, 4, heads, size).transpose(1, 2)
+    cos, sin = (torch.randn(1, 1, 4, size).to(dtype) for _ in range(2))
+    assert torch.equal(rotary(x, cos, sin), llama_rotary(x, cos, sin))
+    assert torch.equal(rotary(x.contiguous(), cos, sin), llama_rotary(x, cos, sin))
+
+
+def test_gates_of_extreme_numbers() -> None:
+    inf = float("inf")
+    x = torch.tensor([-inf, inf, float("nan"), -200.0, 200.0, -88.0, -87.5, -103.9, 0.0, -0.0, 88.7, 1e-30, -1e30])
+    torch.testing.assert_close(gated_silu(x, torch.ones(13)), functional.silu(x), equal_nan=True, rtol=1e-6, atol=0)
+    many = torch.linspace(-90, 90, 20001)
+    torch.testing.assert_close(gated_silu(many, torch.ones(20001)), functional.silu(many), rtol=1e-6, atol=1e-36)
+
+
+def test_norms_of_extreme_rows() -> None:
+    x = torch.stack([torch.zeros(32), torch.full((32,), 1e-20), torch.full((32,), float("nan")), torch.arange(32.0)])
+    torch.testing.assert_close(
+        rms_norm(x, torch.ones(32), 1e-6), llama_norm(x, torch.ones(32), 1e-6), equal_nan=True, rtol=1e-5, atol=1e-25
+    )

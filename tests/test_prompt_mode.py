@@ -113,6 +113,10 @@ def test_where_it_stays_out_of_the_way(elsewhere: list[int], monkeypatch: pytest
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     assert runs() == 0, "a hook"
     handle.remove()
+    for dtype in (torch.bfloat16, torch.float16):
+        model.to(dtype)
+        assert runs() == 0, "in half precision the prompt's pass has the bits of the model's own"
+    model.float()
     monkeypatch.setattr(prompts, "_LARGE", 10**9)
     assert runs() == 0, "small matrices"
     monkeypatch.setattr(prompts, "_LARGE", 1)

@@ -28,7 +28,10 @@ from ssd_generation.forward.rewrites import (
     share_results,
     swap_linears,
     use_bfloat16,
+    use_native_rows,
 )
+from ssd_generation.native.compiler import why_not
+from ssd_generation.native.rows import gated_silu, rms_norm, rotary
 from tiny_models import prompt, tiny_model
 
 # Recorded families, one per way of wiring, and what each rewrite finds in a model of two layers: norms and rotations.
@@ -128,6 +131,26 @@ def test_rewrites_keep_the_logits_and_shorten_the_pass(models: dict[str, Any], f
         assert str(turned.graph) == str(normed.graph)
     source = compile_pass(turned).source
     assert source.count(" = ") >= calls[3] and sum(line.startswith("    ") for line in source.splitlines()) >= calls[3]
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_code_made_here_takes_the_place_of_norms_gates_and_rotations(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, num_hidden_layers=2).to(dtype)
+    shared = after(capture_pass(model, LENGTH, 7), share_results)
+    native = after(shared, use_native_rows)
+    got, expected = play(model, native), play(model, shared)
+    if dtype is torch.float32:
+        assert close(got, expected, 1e-5)
+    else:
+        assert (got != expected).float().mean() < 0.02, "in half precision these are the model's own numbers"
+    norms, rotations = FAMILIES[family]
+    if dtype is torch.float32 or family not in ("cohere", "olmo2"):  # whose weight is multiplied in float32
+        assert count(native, rms_norm) == norms
+    assert count(native, rotary) == (0 if family == "olmo2" and dtype is not torch.float32 else rotations)
+    gates = {"gpt_neox": 0, "gpt2": 0, "opt": 0}.get(family, 2)
+    assert count(native, gated_silu) == gates
 
 
 def test_the_rotary_tables_are_reshaped_once(models: dict[str, Any]) -> None:

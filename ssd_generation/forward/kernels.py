@@ -111,12 +111,13 @@ KERNELS: Mapping[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | Non
 def _rule(rows: int, dtype: torch.dtype) -> str:
     """The kernel where nothing is measured.
 
-    Code made for the processor reads weights about as fast as memory gives them. Where there is none, float32: MKL's
+    Code made for the processor reads weights about as fast as memory gives them; with more rows than passes of decoding
+    have, arithmetic is what takes the time. There, and where no code is made, float32: MKL's
     GEMM, which `F.linear` calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on the
     plain weight streams it once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC 1.0
     to 1.8 times as fast at one row, up to 3 times at three).
     """
-    if why_not() is None:
+    if rows <= _ROWS[-1] and why_not() is None:
         return "native"
     return "onednn" if dtype == torch.float32 and rows >= (4 if is_intel() else 1) else "linear"
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..cache.layers import BufferedLayer, BufferedSlidingLayer, add_buffers
 from ..config import SkipConfig
+from ..native.compiler import why_not
 from ..support.model_state import state_of
 from .cache_attention import CacheAttention, live_layers
 from .capturable import fingerprint, why_not_captured
@@ -38,6 +39,7 @@ from .rewrites import (
     share_results,
     swap_linears,
     use_bfloat16,
+    use_native_rows,
 )
 from .skip_mode import SkipMode
 
@@ -261,9 +263,20 @@ class CapturedPasses:
 
     def _simplify(self, model: PreTrainedModel, captured: CapturedPass) -> None:
         share_results(captured)
+        if why_not() is None and self._may_be_native(model):
+            use_native_rows(captured)
         if self.is_draft or model.dtype == torch.float32:
             fuse_norms(captured)
             fuse_rotary(captured)
+
+    def _may_be_native(self, model: PreTrainedModel) -> bool:
+        """Whether what stands between linear layers may be computed by code made here.
+
+        Not in passes by torch's own kernels, nor in a draft of a float32 model, whose activations become bfloat16.
+        """
+        if self.invariant is not None:
+            return self.invariant.linear == "native"
+        return bool(self.is_draft != (model.dtype == torch.float32))
 
     def _compare(self, model: PreTrainedModel, program: Program, length: int) -> None:
         """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.

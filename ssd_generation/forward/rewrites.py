@@ -22,6 +22,7 @@ from torch.fx import Graph, Node, Proxy
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 from torch.nn import functional
 
+from ..native.rows import gated_silu, rms_norm, rotary
 from .captured import CapturedPass
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "share_results",
     "swap_linears",
     "use_bfloat16",
+    "use_native_rows",
 ]
 
 
@@ -173,20 +175,81 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int) ->
     return torch.addcmul(x * cos, torch.roll(x, half, -1), sin)
 
 
-def fuse_rotary(captured: CapturedPass) -> None:
-    """`x · cos + cat((−x₂, x₁)) · sin` becomes three operations instead of seven."""
-    signed: dict[Node, Node] = {}
+def _rotated(captured: CapturedPass) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Where `x · cos + cat((−x₂, x₁)) · sin` of halves of x is computed: the result, x, cos and sin."""
     for result, found in _found(captured, _rotations()):
         x, cos, sin = (found[name] for name in ("x", "cos", "sin"))
         half = (_width(captured, x) or 0) // 2
-        if (found["upper"], found["lower"]) != ((..., slice(half, None)), (..., slice(None, half))):
-            continue
-        if half and {_width(captured, operand) for operand in (x, cos, sin)} == {2 * half}:
-            if sin not in signed:
-                with captured.graph.inserting_after(sin):
-                    signed[sin] = captured.graph.call_function(_signed, (sin,))
-            _become(result, _rotate, x, cos, signed[sin], half)
+        are_halves = (found["upper"], found["lower"]) == ((..., slice(half, None)), (..., slice(None, half)))
+        if half and are_halves and {_width(captured, operand) for operand in (x, cos, sin)} == {2 * half}:
+            yield result, x, cos, sin
+
+
+def fuse_rotary(captured: CapturedPass) -> None:
+    """`x · cos + cat((−x₂, x₁)) · sin` becomes three operations instead of seven."""
+    signed: dict[Node, Node] = {}
+    for result, x, cos, sin in _rotated(captured):
+        if sin not in signed:
+            with captured.graph.inserting_after(sin):
+                signed[sin] = captured.graph.call_function(_signed, (sin,))
+        _become(result, _rotate, x, cos, signed[sin], (_width(captured, x) or 0) // 2)
     captured.eliminate_dead_code()
+
+
+@cache
+def _half_norms() -> list[Graph]:
+    def norm(first: Any, second: Any) -> Graph:
+        def function(x: Any, w: Any, e: Any, dtype: Any) -> Any:
+            wide = x.to(torch.float32)
+            return first(w, second(wide, torch.rsqrt(torch.mean(torch.pow(wide, 2), -1, keepdim=True) + e)).to(dtype))
+
+        return _pattern("x weight epsilon dtype", function)
+
+    return [norm(*(_both(operator.mul, turn) for turn in turns)) for turns in product((False, True), repeat=2)]
+
+
+@cache
+def _gates() -> list[Graph]:
+    return [
+        _pattern("gates up", lambda gates, up, product=product: product(functional.silu(gates, inplace=False), up))
+        for product in (_both(operator.mul, turn) for turn in (False, True))
+    ]
+
+
+def use_native_rows(captured: CapturedPass) -> None:
+    """Let norms, gated activations and rotary embeddings be computed by code made for the processor.
+
+    In half precision their numbers are those of the model's own code, to the bit; in float32 they round otherwise.
+    """
+    for result, found in (*_found(captured, _norms()), *_found(captured, _half_norms())):
+        weight, epsilon, x = captured.constant(found["weight"]), found["epsilon"], found["x"]
+        if (
+            weight is None
+            or weight.ndim != 1
+            or not isinstance(epsilon, float)
+            or not _is_plain(weight.dtype, x, result)
+        ):
+            continue
+        if _width(captured, x) == weight.shape[0] and weight.is_contiguous():
+            _become(result, rms_norm, x, found["weight"], epsilon)
+    for result, found in _found(captured, _gates()):
+        gates, up = found["gates"], found["up"]
+        if _is_plain(result.meta["dtype"], gates, up) and gates.meta["shape"] == up.meta["shape"]:
+            _become(result, gated_silu, gates, up)
+    for result, x, cos, sin in _rotated(captured):
+        if _is_plain(result.meta["dtype"], x, cos, sin):
+            shape = x.meta["shape"]
+            table = (1, 1, *shape[2:])
+            if len(shape) == 4 and shape[0] == 1 and cos.meta["shape"] == sin.meta["shape"] == table:
+                _become(result, rotary, x, cos, sin)
+    captured.eliminate_dead_code()
+
+
+def _is_plain(dtype: torch.dtype | None, *nodes: Any) -> bool:
+    """Whether these are computed tensors of one type that there is code for."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
+        isinstance(node, Node) and node.meta.get("dtype") == dtype for node in nodes
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ import torch
 
 from .compiler import address_of, why_not
 
-__all__ = ["Linear", "layer", "native_linear", "pack_int4", "takes", "unpack_int4"]
+__all__ = ["NAMES", "Linear", "layer", "native_linear", "pack_int4", "source", "takes", "unpack_int4"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x `(…, K)` ↦ `(…, N)`."""
 
-_NAMES = {
+NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -33,8 +33,10 @@ _PROTOTYPE = ctypes.CFUNCTYPE(
 
 
 @functools.cache
-def _source() -> str:
-    return hashlib.sha256(Path(__file__).with_name("linear_code.py").read_bytes()).hexdigest()
+def source(name: str) -> str:
+    """What the code of a module depends on: a digest of the file that makes it and of what that is made with."""
+    files = (Path(__file__).with_name(file).read_bytes() for file in ("builder.py", name))
+    return hashlib.sha256(b"".join(files)).hexdigest()
 
 
 @functools.cache
@@ -46,7 +48,7 @@ def _function(weight: str, activation: str, group: int) -> _Run:
 
         return linear_module(weight, activation, group)
 
-    described = f"{weight} {activation} {group} {_source()}"
+    described = f"{weight} {activation} {group} {source('linear_code.py')}"
     return _PROTOTYPE(address_of(f"linear-{weight}-{activation}", described, text))
 
 
@@ -70,10 +72,10 @@ def layer(
     Raises:
         RuntimeError: no code can be made here.
     """
-    kind = "int4" if group else "int8" if weight.dtype is torch.int8 else _NAMES[weight.dtype]
+    kind = "int4" if group else "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
     rows, columns = weight.shape
     columns *= 4 if group else 1
-    run = _function(kind, _NAMES[activation], group or 32)
+    run = _function(kind, NAMES[activation], group or 32)
     held = weight, bias, scales  # as long as their addresses are used
     fields = (*(0 if tensor is None else tensor.data_ptr() for tensor in held), columns, rows)
     record = (ctypes.c_int64 * len(fields))(*fields)
@@ -141,7 +143,7 @@ def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return (
         weight.ndim == 2
         and weight.numel() > 0
-        and weight.dtype in _NAMES
+        and weight.dtype in NAMES
         and all(
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.device.type == "cpu"

@@ -177,7 +177,7 @@ def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...]:
         found = tuple(
             width for width, got in logits.items() if width >= base and got is not None and torch.equal(got, wanted)
         )
-        if len(found) > len(best):
+        if len(found) > len(best) and found != (1,):  # by which a draft would be verified token by token
             best = found
     return best
 
@@ -243,7 +243,7 @@ class _Text:
 def _kernels(model: PreTrainedModel) -> list[str]:
     """Kernels for the linear layers in the order in which they are tried: the faster one first."""
     usual = ["onednn", "linear"] if model.dtype == torch.float32 else ["linear", "onednn"]
-    return usual if why_not() is not None else ["native", *usual]
+    return [name for name in ("native", *usual) if name in LINEARS and (name != "native" or why_not() is None)]
 
 
 def cost_of(model: PreTrainedModel) -> float:
