@@ -17,6 +17,7 @@ from ssd_generation.forward import passes
 from ssd_generation.forward.cache_attention import CacheAttention
 from ssd_generation.forward.invariant import WIDTHS, Invariant
 from ssd_generation.forward.passes import CapturedPasses
+from ssd_generation.native.compiler import why_not
 from ssd_generation.tuning import exactness
 from ssd_generation.tuning.exactness import Certificate, certificate_of, cost_of, invariant_of
 from tiny_models import WINDOW, left_padded, prompt, tiny_model
@@ -238,8 +239,13 @@ def test_a_kernel_that_looks_at_other_rows_is_noticed(only_kernel: Any, kernel: 
     assert model.last_speculation.exactness_reason == found.refusal
 
 
-def test_sizes_that_vectors_do_not_divide_are_refused() -> None:
-    # What is left over of a tensor is computed by other instructions than the rest.
+def test_sizes_that_vectors_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is left over of a tensor is computed by other instructions than the rest, where torch computes it.
+    model = model_of("llama", torch.bfloat16, intermediate_size=48)
+    if why_not() is None:
+        assert_same_bits(model, ["fixed 6", "lookup"])
+    for module in (exactness, passes):
+        monkeypatch.setattr(module, "why_not", lambda: "of the test")
     model = model_of("llama", torch.bfloat16, intermediate_size=48)
     found = certificate_of(model)
     assert found.invariant is None and "silu may round a token otherwise for its place" in str(found.refusal)
