@@ -294,7 +294,7 @@ def test_version_is_kept_in_one_place(project: dict[str, Any]) -> None:
 
 
 # Extras that the tests need, and so are tried at their lower bounds too.
-TRIED_EXTRAS = ("cli", "demo", "accelerate", "peft")
+TRIED_EXTRAS = ("cli", "demo", "fast", "accelerate", "peft")
 
 
 def test_minimum_versions_are_the_lower_bounds(project: dict[str, Any]) -> None:
