@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..native.compiler import why_not
-from ..native.linear import native_linear
+from ..native.linear import NAMES, Linear, native_linear
 from ..support.machine import cpu_name, is_intel
 from ..support.measurements import cached_measurement, flag_if_noisy
 
@@ -26,15 +26,10 @@ __all__ = ["KERNELS", "Layer", "Linear", "fastest_kernels", "linear_of_few_rows"
 Layer = tuple[torch.Tensor, "torch.Tensor | None"]
 """Weight `(N, K)` and bias `(N,)`."""
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""x `(…, K)` ↦ `(…, N)`."""
-
 _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _SMALL = 2**16
 """Weights of fewer elements are left to the rule: a call takes longer than their arithmetic."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _ROWS = (1, 2, 3, 4, 8, 16, 32)
 """Numbers of rows that are measured; the next one stands for those between, which are filled up to it or nearly."""
@@ -112,10 +107,10 @@ def _rule(rows: int, dtype: torch.dtype) -> str:
     """The kernel where nothing is measured.
 
     Code made for the processor reads weights about as fast as memory gives them; with more rows than passes of decoding
-    have, arithmetic is what takes the time. There, and where no code is made, float32: MKL's
-    GEMM, which `F.linear` calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on the
-    plain weight streams it once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC 1.0
-    to 1.8 times as fast at one row, up to 3 times at three).
+    have, arithmetic is what takes the time. There, and where no code is made, in float32: MKL's GEMM, which `F.linear`
+    calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on the plain weight streams it
+    once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC 1.0 to 1.8 times as fast at
+    one row, up to 3 times at three).
     """
     if rows <= _ROWS[-1] and why_not() is None:
         return "native"
@@ -124,7 +119,7 @@ def _rule(rows: int, dtype: torch.dtype) -> str:
 
 def _fits(weight: torch.Tensor) -> bool:
     """Whether there may be kernels for this weight."""
-    return weight.dtype in _DTYPES and weight.device.type == "cpu" and weight.is_contiguous()
+    return weight.dtype in NAMES and weight.device.type == "cpu" and weight.is_contiguous()
 
 
 def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Linear | None:

@@ -22,6 +22,7 @@ from torch.fx import Graph, Node, Proxy
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 from torch.nn import functional
 
+from ..native.linear import NAMES
 from ..native.rows import gated_silu, rms_norm, rotary
 from .captured import CapturedPass
 
@@ -247,9 +248,7 @@ def use_native_rows(captured: CapturedPass) -> None:
 
 def _is_plain(dtype: torch.dtype | None, *nodes: Any) -> bool:
     """Whether these are computed tensors of one type that there is code for."""
-    return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
-        isinstance(node, Node) and node.meta.get("dtype") == dtype for node in nodes
-    )
+    return dtype in NAMES and all(isinstance(node, Node) and node.meta.get("dtype") == dtype for node in nodes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

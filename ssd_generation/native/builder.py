@@ -71,7 +71,7 @@ class Module:
         return b.call(self._declared[name], args)
 
     def fma(self, b: Any, one: Any, other: Any, total: Any) -> Any:
-        """One · other + total, rounded once."""
+        """A product and a sum, rounded once."""
         return self.call(b, f"llvm.fma.v{LANES}f32", FLOATS, one, other, total)
 
     @staticmethod

@@ -79,6 +79,12 @@ def _machine() -> Any:
     llvm.initialize_native_asmprinter()
     for entry, address in (openmp() or {}).items():
         llvm.add_symbol(entry, address)
+    return _new_machine()
+
+
+def _new_machine() -> Any:
+    import llvmlite.binding as llvm
+
     target = llvm.Target.from_default_triple()
     return target.create_target_machine(cpu=_cpu(), features=_features(), opt=3, jit=True)
 
@@ -139,9 +145,7 @@ def _load(code: bytes | None) -> Any:
     if code is None:
         return None
     # An engine owns its target machine, so each has one of its own.
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=_cpu(), features=_features(), opt=3, jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _new_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine

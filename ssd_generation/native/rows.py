@@ -36,7 +36,7 @@ def _function(what: str, dtype: torch.dtype) -> Callable[..., None]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """W · (x / √(mean(x²) + ε)), the mean in float32, both products rounded to the type of x (RMSNorm as in llama).
+    """RMSNorm as in llama, w · (x / √(mean(x²) + ε)): the mean in float32, both products rounded to the type of x.
 
     Args:
         x: `(…, K)`.
@@ -66,7 +66,7 @@ def gated_silu(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """X · cos + (−x₂, x₁) · sin of the halves x₁, x₂ of the last dimension, every product and the sum rounded.
+    """x₁, x₂ being the halves of the last dimension, x · cos + (−x₂, x₁) · sin; every product and the sum is rounded.
 
     Args:
         x: `(1, H, n, D)`, of any strides but the last.

@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .builder import ADDRESS, FLOAT, FLOATS, I32, I64, LANES, STORED, Module, integer, splat
+from .builder import ADDRESS, FLOAT, FLOATS, I32, I64, INTS, LANES, STORED, Module, integer, splat
 
 __all__ = ["rows_module"]
 
@@ -75,17 +75,13 @@ class _Rows(Module):
         for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
             series = self.fma(b, series, r, splat(FLOAT, factor))
         # 2ⁿ in two factors, since that of the greatest n is no float32.
-        bits = b.bitcast(shifted, self._ints())
+        bits = b.bitcast(shifted, INTS)
         halves = b.ashr(b.shl(bits, splat(I32, 9)), splat(I32, 10))  # n / 2, rounded down
         rest = b.sub(b.ashr(b.shl(bits, splat(I32, 9)), splat(I32, 9)), halves)
         for part in (halves, rest):
             power = b.shl(b.add(part, splat(I32, 127)), splat(I32, 23))
             series = b.fmul(series, b.bitcast(power, FLOATS))
         return b.select(b.fcmp_ordered(">", x, splat(FLOAT, high)), splat(FLOAT, float("inf")), series)
-
-    @staticmethod
-    def _ints() -> Any:
-        return ir.VectorType(I32, LANES)
 
     def rotary(self) -> str:
         """`run(x, cos, sin, y, rows, heads, size, row stride, head stride)`: x · cos + (−x₂, x₁) · sin.

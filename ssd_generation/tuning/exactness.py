@@ -123,13 +123,7 @@ def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
         model: the target model; its passes can be captured.
         again: find out anew.
     """
-    described = {
-        "what": "exactness",
-        **describe_model(model),
-        "kernels": _kernels(model),
-        "widths": list(WIDTHS),
-        "format": 2,
-    }
+    described = _described(model, "exactness")
     found = cached_measurement(model, described, lambda: _find_out(model), again, use=Certificate.from_dict)
     return Certificate.from_dict(found)
 
@@ -240,6 +234,11 @@ class _Text:
         return torch.cat(found)
 
 
+def _described(model: PreTrainedModel, what: str) -> dict[str, Any]:
+    """What a measurement of a model's exact passes depends on."""
+    return {"what": what, **describe_model(model), "kernels": _kernels(model), "widths": list(WIDTHS), "format": 2}
+
+
 def _kernels(model: PreTrainedModel) -> list[str]:
     """Kernels for the linear layers in the order in which they are tried: the faster one first."""
     usual = ["onednn", "linear"] if model.dtype == torch.float32 else ["linear", "onednn"]
@@ -252,13 +251,7 @@ def cost_of(model: PreTrainedModel) -> float:
     def use(ratio: Any) -> None:
         _RATIO.check("The cost of exact passes", ratio)
 
-    described = {
-        "what": "cost of exactness",
-        **describe_model(model),
-        "kernels": _kernels(model),
-        "widths": list(WIDTHS),
-        "format": 2,
-    }
+    described = _described(model, "cost of exactness")
     found: float = cached_measurement(model, described, lambda: _cost(model), use=use)
     return found
 
