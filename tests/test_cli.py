@@ -90,7 +90,8 @@ def ssd(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
     for name in ("SSD_DEBUG", "NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr("ssd_generation.cli.console._PATIENCE", 3600.0)  # on a busy machine, too, nothing is said of a wait
+    # On a busy machine, too, nothing is said of a wait.
+    monkeypatch.setattr("ssd_generation.cli.console._PATIENCE", 3600.0)
 
     def run(*arguments: str, stdin: str = "") -> Run:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
