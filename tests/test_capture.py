@@ -23,8 +23,9 @@ from ssd_generation.cache import layers as cache
 from ssd_generation.forward import capture
 from ssd_generation.forward.capturable import why_not_captured
 from ssd_generation.forward.capture import CannotCapture, capture_pass
-from ssd_generation.forward.captured import CapturedPass, at_length, compile_pass, of_any_length, same_pass
+from ssd_generation.forward.captured import CapturedPass, at_length, of_any_length, same_pass
 from ssd_generation.forward.passes import CapturedPasses, captured_target
+from ssd_generation.forward.rewrites import share_results
 from tiny_models import FAMILIES, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
@@ -278,16 +279,13 @@ def test_what_hangs_on_the_cache_is_of_no_length(monkeypatch: pytest.MonkeyPatch
 
 def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     from ssd_generation.forward import passes
-    from ssd_generation.native.rows import gated_silu
 
-    instead = {nn.functional.silu: nn.functional.relu, gated_silu: torch.mul}
+    def wrong(made: Any) -> None:
+        gate = next(node for node in made.nodes if node.target is nn.functional.silu)
+        gate.target = nn.functional.relu
+        share_results(made)
 
-    def wrong(made: Any) -> Any:
-        scaled = next(node for node in made.nodes if node.target in instead)
-        scaled.target = instead[scaled.target]
-        return compile_pass(made)
-
-    monkeypatch.setattr(passes, "compile_pass", wrong)
+    monkeypatch.setattr(passes, "share_results", wrong)
     assert "other logits" in str(refusal(model))
 
 

@@ -262,6 +262,8 @@ def test_attention_over_the_whole_pass_is_noticed(monkeypatch: pytest.MonkeyPatc
             return functional.pad(out, (0, 0, 0, 0, 0, width - count))
 
     monkeypatch.setattr(CapturedPasses, "_new_attention", lambda self: Whole())
+    for module in (exactness, passes):  # code made here attends by itself
+        monkeypatch.setattr(module, "why_not", lambda: "of the test")
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
     assert found.invariant is None or len(found.invariant.widths) < len(WIDTHS)

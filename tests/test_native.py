@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from ssd_generation.forward.kernels import KERNELS, linear_of_few_rows
-from ssd_generation.native import compiler, linear, pool
+from ssd_generation.native import compiler, kernels, linear, pool
 from ssd_generation.native.linear import Linear, native_linear
 from ssd_generation.native.rows import gated_silu, rms_norm, rotary
 
@@ -110,11 +110,11 @@ def test_a_processor_with_shorter_vectors_gives_the_same_bits(
     wide = made(weight, bias)(x)
     monkeypatch.setattr(compiler, "_cpu", lambda: "haswell")
     monkeypatch.setattr(compiler, "_features", lambda: "")
-    linear._function.cache_clear()
+    kernels.kernel.cache_clear()
     try:
         narrow = made(weight, bias)(x)
     finally:
-        linear._function.cache_clear()
+        kernels.kernel.cache_clear()
     assert torch.equal(narrow, wide)
 
 
@@ -316,7 +316,7 @@ def test_low_bit_layers(precision: str, group: int, activation: torch.dtype) -> 
         stored, scales = linear.pack_int4(weight, group)
         assert stored.shape == (37, 48) and scales.shape == (37, 192 // group)
         meant = linear.unpack_int4(stored, scales).double()
-    layer = linear.layer(stored, bias, activation, scales, group)
+    layer = linear.NativeLinear(stored, bias, activation, scales, group)
     x = torch.randn(21, 192).to(activation)
     true = x.double() @ meant.t() + bias.double()
     got = layer(x)

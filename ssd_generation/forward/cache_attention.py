@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,24 +22,45 @@ class CacheAttention:
     that no key is repeated.
     """
 
-    __slots__ = ("at", "count", "key_buffers", "mask", "value_buffers")
+    __slots__ = ("_begun", "_table", "at", "count", "ends", "key_buffers", "mask", "value_buffers", "windows")
 
     def __init__(self) -> None:
         self.mask: dict[Any, torch.Tensor] = {}
+        self._table: Any = None
 
     def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
         """For a pass over `count` tokens at slots `at …` of the buffers, which must be large enough."""
         self.key_buffers: list[Any] = [getattr(layer, "key_buffer", None) for layer in layers]
         self.value_buffers: list[Any] = [getattr(layer, "value_buffer", None) for layer in layers]
+        self.ends = [at] * len(layers)
+        self.windows: list[int | None] = [None] * len(layers)
+        self._table, self._begun = None, at
         self.move_to(at, count)
 
     def move_to(self, at: int, count: int) -> None:
         self.at, self.count = at, count
         self.mask.clear()
+        if self._table is not None:
+            self._table[0], self._table[1] = count, at - self._begun
+
+    def table(self) -> int:
+        """The address of what code made here knows of the cache (`attention_code.CACHE_FIELDS`)."""
+        if self._table is None:
+            numbers = [self.count, self.at - self._begun]
+            layers = zip(self.key_buffers, self.value_buffers, self.ends, self.windows, strict=True)
+            for keys, values, end, window in layers:
+                if keys is None or values is None:
+                    numbers += [0] * 6
+                else:
+                    addresses = keys.data_ptr(), values.data_ptr()
+                    numbers += [*addresses, keys.stride(1), values.stride(1), end, window or 0]
+            self._table = (ctypes.c_int64 * len(numbers))(*numbers)
+        return ctypes.addressof(self._table)
 
     def let_go(self) -> None:
         """Hold no tensor of a cache any longer: it may be about to grow, or to be dropped."""
         self.key_buffers = self.value_buffers = []
+        self._table = None
         self.mask.clear()
 
     def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Invariant:
 class RowAttention(CacheAttention):
     """Attends for each token by itself, in passes that are filled up behind their tokens."""
 
-    __slots__ = ("ends", "windows")
+    __slots__ = ()
 
     def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
         """For a pass over `count` tokens behind the slots that each layer holds."""

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from ..native.compiler import why_not
-from ..native.linear import NAMES, Linear, native_linear
+from ..native.kernels import NAMES
+from ..native.linear import Linear, native_linear
 from ..support.machine import cpu_name, is_intel
 from ..support.measurements import cached_measurement, flag_if_noisy
 

@@ -83,11 +83,11 @@ class LowBitCopy:
                         for weight, bias in layers
                     ]
                 )
-            self._native: native.Linear | None = None
+            self.native: native.NativeLinear | None = None
             if is_native:
                 group = 0 if precision == "int8" else group_size
                 self.scales = self.scales.float()
-                self._native = native.layer(self.weight, self.bias, torch.bfloat16, self.scales, group)
+                self.native = native.NativeLinear(self.weight, self.bias, torch.bfloat16, self.scales, group)
         self._last: tuple[Any, Any] = (None, None)
 
     def num_bytes(self) -> int:
@@ -97,8 +97,8 @@ class LowBitCopy:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All layers' outputs side by side: `(…, K)` to `(…, N_1 + N_2 + …)` in bfloat16."""
-        if self._native is not None:
-            return self._native(x)
+        if self.native is not None:
+            return self.native(x)
         if x.dtype is not torch.bfloat16:
             x = x.to(torch.bfloat16)
         shape = x.shape

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node, Proxy
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 from torch.nn import functional
 
-from ..native.linear import NAMES
+from ..native.kernels import NAMES
 from ..native.rows import gated_silu, rms_norm, rotary
 from .captured import CapturedPass
 
@@ -36,6 +36,7 @@ __all__ = [
     "swap_linears",
     "use_bfloat16",
     "use_native_rows",
+    "written_nodes",
 ]
 
 
@@ -45,7 +46,7 @@ def share_results(captured: CapturedPass) -> None:
     fx's own pass for this (`passes.dialect.common.cse_pass`) is for graphs without writes in place, takes 1 and 1.0 for
     the same, and fails on slices.
     """
-    written = _written(captured)
+    written = written_nodes(captured)
     known: dict[Any, Node] = {}
     for node in captured.nodes:
         if node.op not in ("call_function", "call_method") or node.meta.get("writes"):
@@ -58,7 +59,7 @@ def share_results(captured: CapturedPass) -> None:
     captured.eliminate_dead_code()
 
 
-def _written(captured: CapturedPass) -> set[Node]:
+def written_nodes(captured: CapturedPass) -> set[Node]:
     """Nodes whose result another one writes into, and all that may share their memory."""
     written: set[Node] = set()
     for node in captured.nodes:
@@ -97,7 +98,7 @@ def _found(captured: CapturedPass, patterns: Sequence[Graph]) -> Iterator[tuple[
 
     What comes between is read by nobody else, and nothing is written into any of it.
     """
-    written = _written(captured)
+    written = written_nodes(captured)
     for pattern in patterns:
         for match in SubgraphMatcher(pattern).match(captured.graph):
             if written.isdisjoint(value for value in match.nodes_map.values() if isinstance(value, Node)):
@@ -298,7 +299,7 @@ def merge_linears(
             weight; for a single layer a kernel `x (…, K) ↦ (…, N)` and `None`.
     """
     members: dict[Any, list[tuple[Any, torch.Tensor, Any]]] = {}
-    written = _written(captured)
+    written = written_nodes(captured)
     for node in captured.nodes:
         linear = linear_weight(captured, node)
         group = None if linear is None else group_of(linear[0])

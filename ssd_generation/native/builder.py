@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 LANES = 16
+
+RUN = "run"
 
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -41,6 +44,53 @@ def splat(kind: Any, value: float) -> Any:
     return ir.Constant(vector(kind), [value] * LANES)
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a kernel is given: a record of its own, a table of addresses, and which thread of how many this is.
+
+    Both are of 64-bit numbers. The table begins with the number of rows (ops.py); of the record, places 0 and 1 are not
+    the kernel's. An operand is two places of a record: which address of the table, and how many bytes from there.
+    """
+
+    record: Any
+    table: Any
+    thread: Any
+    threads: Any
+
+    def field(self, b: Any, at: int) -> Any:
+        """A number of the record."""
+        return b.load(Module.at(b, self.record, integer(at), I64), typ=I64)
+
+    def address(self, b: Any, at: int) -> Any:
+        """The address that stands in the record."""
+        return b.inttoptr(self.field(b, at), ADDRESS)
+
+    def number(self, b: Any, at: int) -> Any:
+        """A float32 number that stands in the record."""
+        return b.load(Module.at(b, self.record, integer(at), I64), typ=FLOAT)
+
+    def operand(self, b: Any, at: int) -> Any:
+        """The address of an operand."""
+        base = b.load(Module.at(b, self.table, self.field(b, at), I64), typ=ADDRESS)
+        return Module.at(b, base, self.field(b, at + 1), I8)
+
+    def entry(self, b: Any, at: int) -> Any:
+        """A number of the table."""
+        return b.load(Module.at(b, self.table, integer(at), I64), typ=I64)
+
+    def share(self, b: Any, count: Any, most: Any = None) -> tuple[Any, Any]:
+        """This thread's part of `count` things, of which at most so many threads take one."""
+        threads = self.threads if most is None else least(b, self.threads, most)
+        first = b.sdiv(b.mul(count, self.thread), threads)
+        end = b.sdiv(b.mul(count, b.add(self.thread, integer(1))), threads)
+        return least(b, first, count), least(b, end, count)
+
+
+def least(b: Any, one: Any, other: Any) -> Any:
+    """The smaller of two numbers of 64 bits."""
+    return b.select(b.icmp_signed("<", one, other), one, other)
+
+
 class Module:
     """A module for activations of one type.
 
@@ -57,11 +107,16 @@ class Module:
     def function(self, name: str, args: list[Any], *attributes: str) -> Any:
         """A function without a result; `run` is the one that is called from outside."""
         function = ir.Function(self.module, ir.FunctionType(VOID, args), name)
-        if name != "run":
+        if name != RUN:
             function.linkage = "internal"
         for attribute in ("nounwind", *attributes):
             function.attributes.add(attribute)
         return function
+
+    def kernel(self) -> tuple[Any, Task]:
+        """The module's kernel, `run(record, table, thread, threads)`: a builder at its beginning, and its task."""
+        function = self.function(RUN, [ADDRESS, ADDRESS, I64, I64])
+        return ir.IRBuilder(function.append_basic_block("entry")), Task(*function.args)
 
     def call(self, b: Any, name: str, result: Any, *args: Any) -> Any:
         """The call of a function from outside the module, or of one of LLVM's own."""
@@ -115,12 +170,13 @@ class Module:
             values = b.fadd(*(b.shuffle_vector(values, values, half) for half in halves))
         return b.extract_element(values, ir.Constant(I32, 0))
 
-    def narrow(self, b: Any, value: Any) -> Any:
-        """float32 numbers, one or 16, as activations are stored: rounded to the nearest, of two to the even one."""
-        if self.activation == "float32":
+    def narrow(self, b: Any, value: Any, stored: str | None = None) -> Any:
+        """float32 numbers, one or 16, as activations or others are stored: rounded to the nearest, or even."""
+        stored = stored or self.activation
+        if stored == "float32":
             return value
         many = value.type == FLOATS
-        if self.activation == "float16":
+        if stored == "float16":
             return b.fptrunc(value, vector(HALF) if many else HALF)
 
         def constant(number: int) -> Any:
@@ -141,10 +197,10 @@ class Module:
         """One float32 number, as activations are stored."""
         b.store(self.narrow(b, value), address)
 
-    def store_many(self, b: Any, values: Any, address: Any, count: Any) -> None:
-        """The first `count` of 16 float32 numbers, as activations are stored."""
-        narrow = self.narrow(b, values)
-        name = {FLOAT: "f32", HALF: "f16", I16: "i16"}[STORED[self.activation]]
+    def store_many(self, b: Any, values: Any, address: Any, count: Any, stored: str | None = None) -> None:
+        """The first `count` of 16 float32 numbers, as activations are stored (or others)."""
+        narrow = self.narrow(b, values, stored)
+        name = {FLOAT: "f32", HALF: "f16", I16: "i16"}[STORED[stored or self.activation]]
         mask = self._first(b, count)
         self.call(b, f"llvm.masked.store.v{LANES}{name}.p0", VOID, narrow, address, ir.Constant(I32, 1), mask)
 
@@ -158,6 +214,33 @@ class Module:
         if self.activation == "bfloat16":
             return b.bitcast(b.shl(b.zext(value, I32), ir.Constant(I32, 16)), FLOAT)
         return b.fpext(value, FLOAT) if self.activation == "float16" else value
+
+    def exp(self, b: Any, x: Any) -> Any:
+        """e^x to two units in the last place: 2ⁿ · e^r, |r| ≤ ln 2 / 2, by Cephes' polynomial (Moshier, expf.c).
+
+        Below the least normal number, 0.
+        """
+        high, low = 88.72283, -87.33654
+        clipped = b.select(b.fcmp_ordered(">", x, splat(FLOAT, high)), splat(FLOAT, high), x)
+        clipped = b.select(b.fcmp_ordered("<", x, splat(FLOAT, low)), splat(FLOAT, low), clipped)
+        # Adding 1.5 · 2²³ leaves a float32 no fraction: its last bits are then n.
+        magic = splat(FLOAT, 12582912.0)
+        shifted = self.fma(b, clipped, splat(FLOAT, 1.4426950408889634), magic)
+        n = b.fsub(shifted, magic)
+        r = self.fma(b, n, splat(FLOAT, -0.693359375), clipped)
+        r = self.fma(b, n, splat(FLOAT, 2.12194440e-4), r)
+        series = splat(FLOAT, 1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+            series = self.fma(b, series, r, splat(FLOAT, factor))
+        # 2ⁿ in two factors, since that of the greatest n is no float32.
+        bits = b.bitcast(shifted, INTS)
+        halves = b.ashr(b.shl(bits, splat(I32, 9)), splat(I32, 10))  # n / 2, rounded down
+        rest = b.sub(b.ashr(b.shl(bits, splat(I32, 9)), splat(I32, 9)), halves)
+        for part in (halves, rest):
+            power = b.shl(b.add(part, splat(I32, 127)), splat(I32, 23))
+            series = b.fmul(series, b.bitcast(power, FLOATS))
+        series = b.select(b.fcmp_ordered(">", x, splat(FLOAT, high)), splat(FLOAT, float("inf")), series)
+        return b.select(b.fcmp_ordered("<", x, splat(FLOAT, low)), splat(FLOAT, 0.0), series)
 
     @contextmanager
     def loop(self, b: Any, first: Any, end: Any, step: Any, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:

@@ -46,13 +46,14 @@ def why_not() -> str | None:
     return None
 
 
-def address_of(name: str, described: str, text: Callable[[], str]) -> int:
-    """The address of the function `run` of a module.
+def address_of(name: str, described: str, text: Callable[[], str], function: str = "run") -> int:
+    """The address of a function of a module.
 
     Args:
         name: of the module, part of its file's name.
         described: everything that its text depends on.
         text: the module, in LLVM's language; asked for where it has not been compiled here.
+        function: its name.
 
     Raises:
         RuntimeError: LLVM cannot compile it, or no code can be made here.
@@ -68,7 +69,7 @@ def address_of(name: str, described: str, text: Callable[[], str]) -> int:
             _engines[key] = _load(_read(key)) or _load(_compile(key, text(), machine))
         if _engines[key] is None:
             raise RuntimeError(f"the code of {name} cannot be loaded")
-        return int(_engines[key].get_function_address("run"))
+        return int(_engines[key].get_function_address(function))
 
 
 @functools.cache

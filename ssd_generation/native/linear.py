@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from .compiler import address_of, why_not
+from .compiler import why_not
+from .kernels import NAMES, kernel, record, run_once
 
-__all__ = ["NAMES", "Linear", "layer", "native_linear", "pack_int4", "source", "takes", "unpack_int4"]
+__all__ = ["Linear", "NativeLinear", "native_linear", "pack_int4", "takes", "unpack_int4"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x `(…, K)` ↦ `(…, N)`."""
 
-NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
-
 _SHARE = 1 << 15
 """Weights that are worth a thread."""
 
-_Run = Callable[[int, int, int, int, int], None]
-_PROTOTYPE = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-)  # which lets go of Python's lock while it runs
 
-
-@functools.cache
-def source(name: str) -> str:
-    """What the code of a module depends on: a digest of the file that makes it and of what that is made with."""
-    files = (Path(__file__).with_name(file).read_bytes() for file in ("builder.py", name))
-    return hashlib.sha256(b"".join(files)).hexdigest()
-
-
-@functools.cache
-def _function(weight: str, activation: str, group: int) -> _Run:
-    """The compiled function of a kind of layers."""
-
-    def text() -> str:
-        from .linear_code import linear_module
-
-        return linear_module(weight, activation, group)
-
-    described = f"{weight} {activation} {group} {source('linear_code.py')}"
-    return _PROTOTYPE(address_of(f"linear-{weight}-{activation}", described, text))
-
-
-def layer(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: torch.dtype,
-    scales: torch.Tensor | None = None,
-    group: int = 0,
-) -> Linear:
-    """A layer whose every row depends on that row and the layer alone, to the last bit.
+class NativeLinear:
+    """A layer whose every row depends on that row and the layer alone, to the last bit: x `(…, K)` ↦ `(…, N)`.
 
     Args:
         weight: `(N, K)` of one of the three kinds of floating point numbers, or int8, or int4 packed (`(N, K / 4)`
@@ -69,31 +30,57 @@ def layer(
         scales: int8: `(N,)` float32; int4: `(N, groups)` float32.
         group: columns that share a scale under int4.
 
+    Attributes:
+        activation: as given.
+        columns: K.
+        rows: N.
+
     Raises:
         RuntimeError: no code can be made here.
     """
-    kind = "int4" if group else "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
-    rows, columns = weight.shape
-    columns *= 4 if group else 1
-    run = _function(kind, NAMES[activation], group or 32)
-    held = weight, bias, scales  # as long as their addresses are used
-    fields = (*(0 if tensor is None else tensor.data_ptr() for tensor in held), columns, rows)
-    record = (ctypes.c_int64 * len(fields))(*fields)
-    address = ctypes.addressof(record)
-    most = max(1, rows * columns // _SHARE)
-    threads = torch.get_num_threads
 
-    def linear(x: torch.Tensor, _held: object = (held, record)) -> torch.Tensor:
-        if x.dtype is not activation:
-            x = x.to(activation)
+    __slots__ = ("_address", "_kernel", "_layer", "_most", "_once", "_own", "activation", "columns", "held", "rows")
+
+    __name__ = "linear"  # in the code of a pass
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: torch.dtype,
+        scales: torch.Tensor | None = None,
+        group: int = 0,
+    ) -> None:
+        kind = "int4" if group else "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
+        self.activation = activation
+        self.rows, columns = weight.shape
+        self.columns = columns * 4 if group else columns
+        tensors = weight, bias, scales
+        fields = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.columns, self.rows)
+        self._layer = (ctypes.c_int64 * len(fields))(*fields)
+        self.held = *tensors, self._layer  # as long as their addresses are used
+        self._most = max(1, self.rows * self.columns // _SHARE)
+        self._kernel = kernel("linear", kind, NAMES[activation], group or 32)
+        address, layer, most = self.parts()
+        self._own = record(address, layer, 3, 0, 4, 0, most)
+        self._address = ctypes.addressof(self._own)
+        self._once = run_once()
+
+    def parts(self) -> tuple[int, int, int]:
+        """What a record of its kernel is made of beside the operands: the kernel, the layer, how many threads."""
+        return self._kernel, ctypes.addressof(self._layer), self._most
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        if x.dtype is not self.activation:
+            x = x.to(self.activation)
         x = x.contiguous()
-        y = x.new_empty((*x.shape[:-1], rows))
-        count = x.numel() // columns
+        y = x.new_empty((*x.shape[:-1], self.rows))
+        count = x.numel() // self.columns
         if count:
-            run(address, x.data_ptr(), y.data_ptr(), count, min(threads(), most))
+            threads = min(torch.get_num_threads(), self._most)
+            self._once(self._address, count, x.data_ptr(), y.data_ptr(), 0, 0, threads)
         return y
-
-    return linear
 
 
 def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,4 +143,4 @@ def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 def native_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
     """A layer of floating point weights by code made here; `None` where there is none for it."""
-    return layer(weight, bias, weight.dtype) if why_not() is None and takes(weight, bias) else None
+    return NativeLinear(weight, bias, weight.dtype) if why_not() is None and takes(weight, bias) else None

@@ -31,6 +31,7 @@ from .builder import (
     VOID,
     Module,
     integer,
+    least,
     splat,
 )
 
@@ -229,13 +230,12 @@ class _Kernels(Module):
     # all of it
 
     def build(self) -> str:
-        """The module's text: `run(layer, x, y, rows, threads)`."""
+        """The module's text."""
         tiles: dict[int, tuple[Any, Any, int]] = {}
         for rows in range(1, MOST_ROWS + 1):
             tile = (_TILE_OF_DIGITS if self.weight == "int4" else _TILE)[rows]
             tiles[rows] = (self._tile(f"rows_{rows}", rows, tile), self._tile(f"rows_{rows}_one", rows, 1), tile)
-        strip = self._strip(tiles)
-        self._run(self._part(strip))
+        self._kernel(self._strip(tiles))
         return str(self.module)
 
     def _strip(self, tiles: dict[int, tuple[Any, Any, int]]) -> Any:
@@ -257,22 +257,15 @@ class _Kernels(Module):
         b.ret_void()
         return function
 
-    def _part(self, strip: Any) -> Any:
-        """What each thread of a team does: `part(task)`."""
-        function = self.function("part", [ADDRESS])
-        b = ir.IRBuilder(function.append_basic_block("entry"))
-        task = function.args[0]
-        record, x, y, rows = (
-            b.load(self.at(b, task, integer(at), I64), typ=I64 if at == 3 else ADDRESS) for at in range(4)
-        )
-        which = b.sext(self.call(b, "omp_get_thread_num", I32), I64)
-        of = b.sext(self.call(b, "omp_get_num_threads", I32), I64)
+    def _kernel(self, strip: Any) -> None:
+        """What each thread does: its strips of W, each with all rows of x."""
+        b, task = self.kernel()
+        record, x, y, most = task.address(b, 2), task.operand(b, 3), task.operand(b, 5), task.field(b, 7)
+        rows = task.entry(b, 0)
         layer = self._layer(b, record)
         strips = b.sdiv(b.add(layer.rows, integer(_STRIP - 1)), integer(_STRIP))
-        first, end = (
-            b.mul(b.sdiv(b.mul(strips, place), of), integer(_STRIP)) for place in (which, b.add(which, integer(1)))
-        )
-        end = b.select(b.icmp_signed("<", end, layer.rows), end, layer.rows)
+        first, end = (b.mul(place, integer(_STRIP)) for place in task.share(b, strips, most))
+        end = least(b, end, layer.rows)
         few = b.icmp_signed("<=", rows, integer(MOST_ROWS))
         every = b.select(few, b.sub(end, first), integer(_STRIP))
         every = b.select(b.icmp_signed("<", every, integer(1)), integer(1), every)
@@ -284,35 +277,21 @@ class _Kernels(Module):
             self._sum_groups(b, layer, x, rows, of_groups)
         groups = b.sdiv(layer.columns, self._group)
         with self.loop(b, first, end, every, []) as (n, _):
-            until = b.add(n, every)
-            until = b.select(b.icmp_signed("<", until, end), until, end)
+            until = least(b, b.add(n, every), end)
             with self.loop(b, integer(0), rows, integer(MOST_ROWS), []) as (m, _):
-                left = b.sub(rows, m)
-                left = b.select(b.icmp_signed("<", left, integer(MOST_ROWS)), left, integer(MOST_ROWS))
+                left = least(b, b.sub(rows, m), integer(MOST_ROWS))
                 its_x = self.at(b, x, b.mul(m, layer.columns), of_x)
                 its_y = self.at(b, y, b.mul(m, layer.rows), of_x)
                 its_groups = self.at(b, of_groups, b.mul(m, groups), FLOAT)
                 b.call(strip, [record, its_x, its_y, its_groups, left, n, until])
-        b.ret_void()
-        return function
-
-    def _run(self, part: Any) -> None:
-        function = self.function("run", [ADDRESS] * 3 + [I64, I32])
-        record, x, y, rows, threads = function.args
-        b = ir.IRBuilder(function.append_basic_block("entry"))
-        task = b.alloca(I64, size=4)
-        for at, value in enumerate((record, x, y, rows)):
-            number = value if at == 3 else b.ptrtoint(value, I64)
-            b.store(number, self.at(b, task, integer(at), I64))
-        self.call(b, "GOMP_parallel", VOID, part, task, threads, ir.Constant(I32, 0))
         b.ret_void()
 
 
 def linear_module(weight: str, activation: str, group: int = 32) -> str:
     """The text of a module for layers whose weights and activations are stored so.
 
-    It has one function, `run(layer, x, y, rows, threads)`: the address of a layer's record (`LAYER_FIELDS`), those of x
-    `(rows, K)` and y `(rows, N)`, which lie without gaps, and the number of threads.
+    Its kernel's record (`builder.Task`) has the address of a layer's (`LAYER_FIELDS`) at 2, the operands x `(rows, K)`
+    at 3 and y `(rows, N)` at 5, which lie without gaps, and at 7 how many threads it is worth.
 
     Args:
         weight: `"float32"`, `"bfloat16"`, `"float16"`, `"int8"` or `"int4"`.

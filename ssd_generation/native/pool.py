@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["ENTRIES", "openmp"]
 
-ENTRIES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+ENTRIES = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 """What is used of it: GNU's names, which LLVM's library has as well."""
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.(so|dylib)")

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from .compiler import address_of
-from .linear import NAMES, source
+from .kernels import NAMES, bits_of, kernel, record, run_once
 
 __all__ = ["gated_silu", "rms_norm", "rotary"]
 
-_SIGNATURES: dict[str, list[Any]] = {
-    "norm": [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float],
-    "gate": [ctypes.c_void_p] * 3 + [ctypes.c_int64],
-    "rotary": [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5,
-}
 
-
-@functools.cache
-def _function(what: str, dtype: torch.dtype) -> Callable[..., None]:
-    activation = NAMES[dtype]
-
-    def text() -> str:
-        from .rows_code import rows_module
-
-        return rows_module(what, activation)
-
-    prototype: Callable[..., Callable[..., None]] = ctypes.CFUNCTYPE(None, *_SIGNATURES[what])
-    described = f"{what} {activation} {source('rows_code.py')}"
-    return prototype(address_of(f"{what}-{activation}", described, text))
+def _run(what: str, dtype: torch.dtype, rows: int, addresses: tuple[int, ...], *fields: int) -> None:
+    """One kernel, by a single thread: its operands, and what follows them in the record."""
+    places = (number for at in range(len(addresses)) for number in (3 + at, 0))
+    own = record(kernel("rows", what, NAMES[dtype]), *places, *fields)
+    run_once()(ctypes.addressof(own), rows, *(*addresses, 0, 0)[:4], 1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -48,7 +31,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         weight = weight.to(x.dtype)
     y = torch.empty_like(x)
     columns = weight.shape[0]
-    _function("norm", x.dtype)(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, epsilon)
+    fields = (weight.data_ptr(), columns, bits_of(epsilon), 1, columns)
+    _run("norm", x.dtype, x.numel() // columns, (x.data_ptr(), y.data_ptr()), *fields)
     return y
 
 
@@ -61,7 +45,8 @@ def gated_silu(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """
     gates, up = gates.contiguous(), up.contiguous()
     y = torch.empty_like(gates)
-    _function("gate", gates.dtype)(gates.data_ptr(), up.data_ptr(), y.data_ptr(), gates.numel())
+    count = gates.numel()
+    _run("gate", gates.dtype, 1, (gates.data_ptr(), up.data_ptr(), y.data_ptr()), count, count, count)
     return y
 
 
@@ -78,7 +63,6 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         x = x.contiguous()
     cos, sin = cos.to(x.dtype).contiguous(), sin.to(x.dtype).contiguous()
     y = x.new_empty(x.shape)
-    _function("rotary", x.dtype)(
-        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads, size, x.stride(2), x.stride(1)
-    )
+    addresses = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr())
+    _run("rotary", x.dtype, rows, addresses, heads, size, x.stride(2), x.stride(1))
     return y
