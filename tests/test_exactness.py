@@ -20,7 +20,7 @@ from ssd_generation.forward.passes import CapturedPasses
 from ssd_generation.native.compiler import why_not
 from ssd_generation.tuning import exactness
 from ssd_generation.tuning.exactness import Certificate, certificate_of, cost_of, invariant_of
-from tiny_models import WINDOW, left_padded, prompt, tiny_model
+from tiny_models import WINDOW, even_model, left_padded, prompt, tiny_model
 
 pytestmark = pytest.mark.measures
 
@@ -62,16 +62,8 @@ WAYS = {
 }
 
 
-# Sizes that vector instructions divide, as those of real models.
-EVEN: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-EVEN_OF = {
-    "gpt2": {"n_embd": 128, "n_inner": 128},
-    "opt": {"hidden_size": 128, "ffn_dim": 128, "word_embed_proj_dim": 128},
-}
-
-
 def model_of(family: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
-    return enable_self_speculative(tiny_model(family, **(EVEN_OF.get(family, EVEN) | changes)).to(dtype))
+    return enable_self_speculative(even_model(family, **changes).to(dtype))
 
 
 def decode(model: Any, config: Any, ids: torch.Tensor | None = None, **options: Any) -> tuple[list[int], torch.Tensor]:
@@ -117,7 +109,7 @@ def test_across_a_sliding_window(family: str, dtype: torch.dtype) -> None:
     for length in (3, 4 * WINDOW):
         assert_same_bits(model, ["fixed 4", "lookup", "wide"], ids=prompt(length))
     # And it is the model's own text: its window is what the passes see.
-    plain = tiny_model(family, **EVEN)
+    plain = even_model(family)
     ids = prompt(4 * WINDOW)
     text = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
                           eos_token_id=None)  # fmt: skip

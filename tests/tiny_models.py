@@ -225,6 +225,20 @@ def tiny_model(
     return model
 
 
+# Sizes that vector instructions divide, as those of real models.
+EVEN: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+EVEN_OF: dict[str, dict[str, Any]] = {
+    **{family: {} for family in ("deepseek_v3", "falcon", "falcon-alibi", "falcon-new")},
+    "gpt2": {"n_embd": 128, "n_inner": 128},
+    "opt": {"hidden_size": 128, "ffn_dim": 128, "word_embed_proj_dim": 128},
+}
+
+
+def even_model(family: str, **changes: Any) -> PreTrainedModel:
+    """A tiny model whose sizes vector instructions divide, as they do those of real models."""
+    return tiny_model(family, **(EVEN_OF.get(family, EVEN) | changes))
+
+
 def prompt(length: int = 12, rows: int = 1, seed: int = 1, vocab: int = VOCAB) -> torch.Tensor:
     """Random token ids, none of them special."""
     generator = torch.Generator().manual_seed(seed)

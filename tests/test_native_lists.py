@@ -1,0 +1,356 @@
+"""Attention by code made here, lists of kernels, and passes of which these are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
+from ssd_generation.cache.layers import add_buffers
+from ssd_generation.forward import passes
+from ssd_generation.forward.cache_attention import CacheAttention
+from ssd_generation.forward.captured import Program
+from ssd_generation.forward.invariant import WIDTHS, Invariant, RowAttention
+from ssd_generation.forward.passes import captured_target
+from ssd_generation.native import compiler, kernels
+from ssd_generation.native.kernels import NAMES, bits_of, kernel
+from ssd_generation.native.sequence import Block, KernelList, Operand, Step, make_list
+from tiny_models import FAMILIES, even_model, prompt, tiny_model
+
+pytestmark = pytest.mark.skipif(compiler.why_not() is not None, reason=f"no code can be made: {compiler.why_not()}")
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+HEADS, KV_HEADS = 6, 2
+
+
+@pytest.fixture
+def threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# attention
+
+
+class Layer:
+    """What `CacheAttention` looks at."""
+
+    def __init__(self, slots: int, size: int, dtype: torch.dtype, window: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(slots)
+        self.key_buffer, self.value_buffer = (
+            torch.randn((1, KV_HEADS, slots, size), generator=generator).to(dtype) for _ in range(2)
+        )
+        self.sliding_window = window
+
+
+def attended(
+    query: torch.Tensor, layer: Layer, at: int, scale: float = 0.3, count: int | None = None, shift: int = 0
+) -> torch.Tensor:
+    """Of queries `(1, n, H, D)` at slots from `at` on."""
+    _, rows, heads, size = query.shape
+    attention = CacheAttention()
+    attention.begin([layer], at - shift, rows if count is None else count)
+    attention.windows = [layer.sliding_window]
+    attention.move_to(at - shift, attention.count)
+    attention.table()
+    attention.move_to(at, attention.count)
+    given, cache, result = Block((1, rows, heads, size), 0), Block((1,)), Block((1, rows, heads, size))
+    names = NAMES[query.dtype], NAMES[layer.key_buffer.dtype], size
+    fields = [0, heads, heads // KV_HEADS, heads * size, size, bits_of(scale)]
+    step = Step(
+        kernel("attention", "attend", *names), [Operand(given), Operand(result, 0, True), *fields, Operand(cache)]
+    )
+    made = make_list([step], [result], 1, rows, query.dtype)
+    return made(attention, query)  # type: ignore[no-any-return]
+
+
+def true_attention(query: torch.Tensor, layer: Layer, at: int, scale: float = 0.3) -> torch.Tensor:
+    """The same in float64."""
+    rows, end = query.shape[1], at + query.shape[1]
+    keys, values = (
+        buffer[:, :, :end].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
+        for buffer in (layer.key_buffer, layer.value_buffer)
+    )
+    mask = torch.ones((rows, end), dtype=torch.bool).tril_(at)
+    if layer.sliding_window is not None:
+        mask = mask.triu_(at + 1 - layer.sliding_window)
+    return functional.scaled_dot_product_attention(
+        query.double().transpose(1, 2), keys, values, attn_mask=mask, scale=scale
+    ).transpose(1, 2)
+
+
+def queries(rows: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn((1, rows, HEADS, size), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("size", [5, 8, 16, 64, 80, 160])
+@pytest.mark.parametrize("at", [0, 1, 15, 16, 255, 256, 700])
+@pytest.mark.parametrize(
+    ("dtype", "cached"), [*((dtype, dtype) for dtype in FLOATS), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_attention_is_as_near_to_the_true_result_as_rounding_allows(
+    dtype: torch.dtype, cached: torch.dtype, at: int, size: int
+) -> None:
+    layer, query = Layer(at + 9, size, cached), queries(4, size, dtype)
+    got, expected = attended(query, layer, at), true_attention(query, layer, at)
+    assert got.dtype is dtype
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    assert bool(((got.double() - expected).abs() <= rounding * expected.abs() + 2e-6 * (1 + expected.abs())).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(FLOATS),
+    size=st.sampled_from([8, 24, 64]),
+    at=st.integers(0, 600),
+    rows=st.integers(1, 9),
+    window=st.sampled_from([None, 1, 7, 300]),
+    count=st.integers(1, 4),
+    shift=st.integers(0, 3),
+)
+def test_a_token_gives_the_same_bits_whatever_else_is_in_the_pass(
+    dtype: torch.dtype, size: int, at: int, rows: int, window: int | None, count: int, shift: int
+) -> None:
+    layer, query = Layer(at + rows, size, dtype, window), queries(rows, size, dtype)
+    before = torch.get_num_threads()
+    alone = torch.cat([attended(query[:, row : row + 1], layer, at + row) for row in range(rows)], dim=1)
+    try:
+        torch.set_num_threads(count)
+        assert torch.equal(attended(query, layer, at, shift=min(shift, at)), alone)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.allclose(alone.double(), true_attention(query, layer, at), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.skipif("+avx512f" not in compiler._features(), reason="AVX-512")
+def test_a_processor_with_shorter_vectors_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, query = Layer(300, 64, torch.bfloat16), queries(3, 64, torch.bfloat16)
+    wide = attended(query, layer, 290)
+    monkeypatch.setattr(compiler, "_cpu", lambda: "haswell")
+    monkeypatch.setattr(compiler, "_features", lambda: "")
+    kernels.kernel.cache_clear()
+    try:
+        assert torch.equal(attended(query, layer, 290), wide)
+    finally:
+        kernels.kernel.cache_clear()
+
+
+def test_a_token_sees_nothing_behind_itself() -> None:
+    layer, query = Layer(30, 16, torch.float32), queries(5, 16, torch.float32)
+    clean = attended(query, layer, 20)
+    layer.key_buffer[:, :, 23:] = float("nan")
+    layer.value_buffer[:, :, 23:] = float("inf")
+    got = attended(query, layer, 20)
+    assert torch.equal(got[:, :3], clean[:, :3]) and bool(got[:, 3:].isnan().all())
+    # Rows that only fill the pass up are computed for nobody.
+    filled = attended(query, layer, 20, count=2)
+    assert torch.equal(filled[:, :2], clean[:, :2]) and filled[:, 2:].unique().tolist() == [0]
+
+
+@pytest.mark.parametrize("factor", [1e4, 1e30])
+def test_scores_of_any_size(factor: float) -> None:
+    layer, query = Layer(300, 16, torch.float32), queries(2, 16, torch.float32)
+    layer.key_buffer[:, :, 17] *= factor
+    got, expected = attended(query, layer, 290), true_attention(query, layer, 290)
+    assert torch.allclose(got.double(), expected, atol=1e-5)
+    layer.key_buffer[:, :, :] = -float("inf")
+    assert bool(attended(query, layer, 290).isnan().all())  # as torch gives it
+    assert bool(true_attention(query, layer, 290).isnan().all())
+
+
+def test_what_is_appended_lies_in_its_slots(threads: None) -> None:
+    torch.set_num_threads(2)
+    size, at, rows = 24, 5, 3
+    layer = Layer(12, size, torch.float32)
+    before = layer.key_buffer.clone(), layer.value_buffer.clone()
+    attention = CacheAttention()
+    attention.begin([None, layer], at, 2)
+    # Rows of keys side by side with those of values, as one product gives them.
+    both = torch.randn(1, rows, 2 * KV_HEADS * size).bfloat16()
+    block = Block((1, rows, 2 * KV_HEADS * size), 0)
+    ways = [2 * KV_HEADS * size, size]
+    fields = [Operand(block), Operand(block, KV_HEADS * size), 1, KV_HEADS, *ways, *ways, Operand(Block((1,)), 0, True)]
+    step = Step(kernel("attention", "append", "bfloat16", "float32", size), fields)
+    make_list([step], [], 1, rows, torch.bfloat16)(attention, both)
+    parts = both.float().view(1, rows, 2, KV_HEADS, size)
+    for which, (buffer, old) in enumerate(zip((layer.key_buffer, layer.value_buffer), before, strict=True)):
+        assert torch.equal(buffer[:, :, at : at + 2], parts[:, :2, which].transpose(1, 2))
+        assert torch.equal(buffer[:, :, :at], old[:, :, :at]) and torch.equal(
+            buffer[:, :, at + 2 :], old[:, :, at + 2 :]
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# lists
+
+
+def sums(sizes: list[int], terms: list[tuple[int, int]]) -> tuple[KernelList, list[torch.Tensor], list[Any]]:
+    """A list of sums of inputs, two of each size, and of results before; its inputs; what some of them are."""
+    inputs = [torch.randn(size) for size in sizes for _ in range(2)]
+    blocks = [Block((size,), at) for at, size in enumerate(size for size in sizes for _ in range(2))]
+    steps, results = [], list(inputs)
+    for one, other in terms:
+        first = one % len(blocks)
+        same = [at for at, block in enumerate(blocks) if block.shape == blocks[first].shape]
+        second = same[other % len(same)]
+        made = Block(blocks[first].shape)
+        operands = [Operand(blocks[first]), Operand(blocks[second]), Operand(made, 0, True)]
+        steps.append(Step(kernel("rows", "add", "float32"), [*operands, made.count()]))
+        blocks.append(made)
+        results.append(results[first] + results[second])
+    wanted = [at for at in range(len(inputs), len(blocks)) if at % 3 == 0 or at == len(blocks) - 1]
+    return (
+        make_list(steps, [blocks[at] for at in wanted], len(inputs), 1, torch.float32),
+        inputs,
+        [results[at] for at in wanted],
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    terms=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=40),
+    count=st.integers(1, 4),
+)
+@example(sizes=[257], terms=[(0, 1), (2, 2), (3, 0), (4, 1), (5, 5), (6, 0)], count=4)
+def test_memory_is_used_again_and_no_result_is_lost(sizes: list[int], terms: Any, count: int) -> None:
+    made, inputs, expected = sums(sizes, terms)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(count)
+        for _ in range(3):
+            got = made(None, *inputs)
+            got = (got,) if len(expected) == 1 else got
+            assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_meet_only_where_they_must() -> None:
+    given, one, other, both = Block((64,), 0), Block((64,)), Block((64,)), Block((64,))
+
+    def add(first: Block, second: Block, result: Block) -> Step:
+        operands = [Operand(first), Operand(second), Operand(result, 0, True)]
+        return Step(kernel("rows", "add", "float32"), [*operands, 64])
+
+    steps = [add(given, given, one), add(given, given, other), add(one, other, both)]
+    made = make_list(steps, [both], 1, 1, torch.float32)
+    assert [made._records[at][1] for at in range(3)] == [0, 1, 0]
+    assert made.bytes == 2 * 64 * 4
+    # What takes the place of another waits until that one has been read.
+    chain = [add(given, given, one), add(one, one, other), add(other, other, both)]
+    made = make_list(chain, [both], 1, 1, torch.float32)
+    assert [made._records[at][1] for at in range(3)] == [1, 1, 0]
+
+
+def test_other_types_and_strides_are_taken() -> None:
+    made, inputs, (expected,) = sums([64], [(0, 1)])
+    crooked = torch.stack([inputs[0]] * 3, dim=1)[:, 1]
+    assert torch.equal(made(None, crooked, inputs[1].double()), expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# passes
+
+
+def program_of(family: str, dtype: torch.dtype, length: int) -> tuple[Program | None, str | None]:
+    model = enable_self_speculative(even_model(family).to(dtype))
+    found = captured_target(model, Invariant("native", WIDTHS))
+    if found is None:
+        return None, "not captured"
+    return found.program(length), found.uneven or found.refusal
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "olmo2"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_the_layers_of_common_families_are_one_call(family: str, length: int) -> None:
+    program, refusal = program_of(family, torch.float32, length)
+    assert program is not None, refusal
+    (call,) = (line for line in program.source.splitlines() if "kernels(" in line)
+    assert "attend" not in program.source.replace("attention", "") and "linear" not in program.source
+    assert f"return {call.split(' = ')[0].strip()}" in program.source
+
+
+class OneByOne(RowAttention):
+    """Attends by the same code as a list does, called from Python."""
+
+    __slots__ = ()
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+    ) -> torch.Tensor:
+        heads, kv_heads, rows, size = query.shape[1], key.shape[1], query.shape[2], query.shape[3]
+        blocks = [Block((1, state.shape[1], rows, size), at) for at, state in enumerate((query, key, value))]
+        cache, result = Block((1,)), Block((1, rows, heads, size))
+        names = NAMES[query.dtype], NAMES[self.key_buffers[layer].dtype], size
+        ways = [size, rows * size]
+        states = Operand(blocks[1]), Operand(blocks[2])
+        appended: list[int | Operand] = [*states, layer, kv_heads, *ways, *ways, Operand(cache, 0, True)]
+        fields = [layer, heads, heads // kv_heads, *ways, bits_of(scaling), Operand(cache)]
+        steps = [
+            Step(kernel("attention", "append", *names), appended),
+            Step(kernel("attention", "attend", *names), [Operand(blocks[0]), Operand(result, 0, True), *fields]),
+        ]
+        made = make_list(steps, [result], 3, rows, query.dtype)
+        return made(self, query, key, value)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lists_change_no_bit(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = []
+    for lists in (True, False):
+        model = enable_self_speculative(even_model(family).to(dtype))
+        if not lists:
+            monkeypatch.setattr(passes, "use_kernel_lists", lambda *rest: None)
+            monkeypatch.setattr(passes.CapturedPasses, "_new_attention", lambda self: OneByOne())
+        found = captured_target(model, Invariant("native", WIDTHS))
+        if found is None or found.program(3) is None:
+            pytest.skip("its passes are not captured")
+        with torch.inference_mode():
+            cache = DynamicCache(config=model.config)
+            model(prompt(9), past_key_values=cache)
+            add_buffers(cache)
+            parts = []
+            for at, count in ((9, 3), (12, 1), (13, 2)):  # the last one is filled up
+                positions = torch.arange(at, at + count)[None]
+                parts.append(found.run(cache, prompt(count, seed=at), positions, width=3 if count > 1 else 1))
+            assert cache.get_seq_length() == 15
+        assert all(part is not None for part in parts)
+        logits.append(torch.cat([part for part in parts if part is not None], dim=1))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "phi3"])
+def test_drafts_of_a_wider_cache(family: str) -> None:
+    # Activations are bfloat16, the cache is float32; mixtral's experts keep what they are, and are not mixed with it.
+    model = enable_self_speculative(tiny_model(family))
+    config = SelfSpeculativeConfig(precision="int8", drafting=DraftingConfig(policy="fixed", max_draft_length=3))
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(prompt(9), **options)
+    assert torch.equal(model.generate(prompt(9), **options, self_speculative=config), plain)
+    assert model.last_speculation.acceptance_rate > 0.6
+
+
+def test_a_cache_of_another_type_is_left_to_torch() -> None:
+    model = enable_self_speculative(tiny_model("llama"))
+    found = captured_target(model)
+    assert found is not None and found.program(1) is not None
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(prompt(5), past_key_values=cache)
+    narrow = DynamicCache(config=model.config)
+    for layer, known in enumerate(cache.layers):
+        narrow.update(known.keys.bfloat16(), known.values.bfloat16(), layer)
+    for one, can in ((cache, True), (narrow, False)):
+        add_buffers(one)
+        assert found.can_run(one, 1) is can
+        assert (found.run(one, prompt(1), torch.tensor([[5]])) is not None) is can
