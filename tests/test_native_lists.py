@@ -294,7 +294,7 @@ class OneByOne(RowAttention):
         ways = [size, rows * size]
         states = Operand(blocks[1]), Operand(blocks[2])
         appended: list[int | Operand] = [*states, layer, kv_heads, *ways, *ways, Operand(cache, 0, True)]
-        fields = [layer, heads, heads // kv_heads, *ways, bits_of(scaling), Operand(cache)]
+        fields: list[int | Operand] = [layer, heads, heads // kv_heads, *ways, bits_of(scaling), Operand(cache)]
         steps = [
             Step(kernel("attention", "append", *names), appended),
             Step(kernel("attention", "attend", *names), [Operand(blocks[0]), Operand(result, 0, True), *fields]),
