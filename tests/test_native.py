@@ -303,10 +303,25 @@ def test_code_of_another_processor_is_not_used(store: Path, monkeypatch: pytest.
 # low-bit weights
 
 
+def as_multiplied(x: torch.Tensor) -> torch.Tensor:
+    """x as products of integers know it: multiples of 1 / 127 of the greatest of each 32."""
+    parts = x.float().view(-1, 32)
+    scale = (parts.abs().amax(1, keepdim=True) / 127).double()
+    return ((parts * (127 / parts.abs().amax(1, keepdim=True))).round().double() * scale).view_as(x)
+
+
 @pytest.mark.parametrize("activation", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("precision", "group"), [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 192)])
-def test_low_bit_layers(precision: str, group: int, activation: torch.dtype) -> None:
-    weight, bias = random_layer(37, 192, torch.float32)
+@pytest.mark.parametrize(
+    ("precision", "group", "integers"),
+    [("int8", 0, False), *(("int4", group, integers) for group in (32, 64, 192) for integers in (False, True))],
+)
+def test_low_bit_layers(
+    precision: str, group: int, integers: bool, activation: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if integers and not compiler.adds_integers():
+        pytest.skip("the processor has no products of integers")
+    monkeypatch.setattr(linear, "adds_integers", lambda: integers)
+    weight, bias = random_layer(48, 192, torch.float32)
     bias = bias.to(activation)
     if precision == "int8":
         scales = weight.abs().amax(1) / 127
@@ -314,11 +329,17 @@ def test_low_bit_layers(precision: str, group: int, activation: torch.dtype) -> 
         meant = stored.double() * scales.double()[:, None]
     else:
         stored, scales = linear.pack_int4(weight, group)
-        assert stored.shape == (37, 48) and scales.shape == (37, 192 // group)
+        assert stored.shape == (48, 96) and scales.shape == (3, 192 // group, 16)
         meant = linear.unpack_int4(stored, scales).double()
     layer = linear.NativeLinear(stored, bias, activation, scales, group)
     x = torch.randn(21, 192).to(activation)
     true = x.double() @ meant.t() + bias.double()
+    if integers:
+        # Offsets, 8 steps further up, are multiplied by the sums of x itself.
+        offsets = (scales.view(torch.int32) << 16).view(torch.float32).double() + 8 * scales.double()
+        offsets = offsets.transpose(1, 2).reshape(48, -1).repeat_interleave(group, 1)
+        true = as_multiplied(x) @ (meant - offsets).t() + x.double() @ offsets.t() + bias.double()
+        assert float((true - x.double() @ meant.t() - bias.double()).norm() / true.norm()) < 0.01
     got = layer(x)
     assert got.dtype is activation
     bound = (2**-8 if activation is torch.bfloat16 else 2**-20) * (x.double().abs() @ meant.abs().t() + 8)
@@ -336,10 +357,11 @@ def test_low_bit_layers(precision: str, group: int, activation: torch.dtype) -> 
     st.sampled_from([32, 64, 128]),
 )
 def test_int4_weights_are_within_half_a_step(seed: int, scale: float, shift: float, group: int) -> None:
-    weight = scale * (torch.randn((5, 256), generator=torch.Generator().manual_seed(seed)) + shift)
+    weight = scale * (torch.randn((16, 256), generator=torch.Generator().manual_seed(seed)) + shift)
     packed, scales = linear.pack_int4(weight, group)
-    w = weight.view(5, -1, group)
+    w = weight.view(16, -1, group)
     found = linear.unpack_int4(packed, scales).view_as(w)
+    scales = scales[0].t()
     offset, steps = w.amin(2).abs(), (w.amax(2) - w.amin(2)) / 15
     assert torch.allclose(scales, steps, rtol=2**-6, atol=float(scale * 2**-7))
     # The offset is rounded to bfloat16, and the scale with its lower half is another than was meant: by 2⁻⁷.
@@ -349,8 +371,8 @@ def test_int4_weights_are_within_half_a_step(seed: int, scale: float, shift: flo
 
 def test_weights_that_are_all_the_same() -> None:
     for value in (0.0, 0.5, -3.0):
-        packed, scales = linear.pack_int4(torch.full((2, 64), value), 32)
-        assert torch.allclose(linear.unpack_int4(packed, scales), torch.full((2, 64), value), atol=1e-6)
+        packed, scales = linear.pack_int4(torch.full((16, 64), value), 32)
+        assert torch.allclose(linear.unpack_int4(packed, scales), torch.full((16, 64), value), atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

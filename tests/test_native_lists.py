@@ -19,7 +19,7 @@ from ssd_generation.forward.captured import Program
 from ssd_generation.forward.invariant import WIDTHS, Invariant, RowAttention
 from ssd_generation.forward.passes import captured_target
 from ssd_generation.native import compiler, kernels
-from ssd_generation.native.kernels import NAMES, bits_of, kernel
+from ssd_generation.native.kernels import NAMES, bits_of, flags, kernel
 from ssd_generation.native.sequence import Block, KernelList, Operand, Step, make_list
 from tiny_models import FAMILIES, even_model, prompt, tiny_model
 
@@ -66,7 +66,9 @@ def attended(
     names = NAMES[query.dtype], NAMES[layer.key_buffer.dtype], size
     fields = [0, heads, heads // KV_HEADS, heads * size, size, bits_of(scale)]
     step = Step(
-        kernel("attention", "attend", *names), [Operand(given), Operand(result, 0, True), *fields, Operand(cache)]
+        kernel("attention", "attend", *names),
+        flags(40, 2),
+        [Operand(given), Operand(result, 0, True), *fields, Operand(cache)],
     )
     made = make_list([step], [result], 1, rows, query.dtype)
     return made(attention, query)  # type: ignore[no-any-return]
@@ -178,7 +180,7 @@ def test_what_is_appended_lies_in_its_slots(threads: None) -> None:
     block = Block((1, rows, 2 * KV_HEADS * size), 0)
     ways = [2 * KV_HEADS * size, size]
     fields = [Operand(block), Operand(block, KV_HEADS * size), 1, KV_HEADS, *ways, *ways, Operand(Block((1,)), 0, True)]
-    step = Step(kernel("attention", "append", "bfloat16", "float32", size), fields)
+    step = Step(kernel("attention", "append", "bfloat16", "float32", size), flags(2), fields)
     make_list([step], [], 1, rows, torch.bfloat16)(attention, both)
     parts = both.float().view(1, rows, 2, KV_HEADS, size)
     for which, (buffer, old) in enumerate(zip((layer.key_buffer, layer.value_buffer), before, strict=True)):
@@ -203,7 +205,7 @@ def sums(sizes: list[int], terms: list[tuple[int, int]]) -> tuple[KernelList, li
         second = same[other % len(same)]
         made = Block(blocks[first].shape)
         operands = [Operand(blocks[first]), Operand(blocks[second]), Operand(made, 0, True)]
-        steps.append(Step(kernel("rows", "add", "float32"), [*operands, made.count()]))
+        steps.append(Step(kernel("rows", "add", "float32"), flags(5), [*operands, made.count()]))
         blocks.append(made)
         results.append(results[first] + results[second])
     wanted = [at for at in range(len(inputs), len(blocks)) if at % 3 == 0 or at == len(blocks) - 1]
@@ -239,16 +241,16 @@ def test_threads_meet_only_where_they_must() -> None:
 
     def add(first: Block, second: Block, result: Block) -> Step:
         operands = [Operand(first), Operand(second), Operand(result, 0, True)]
-        return Step(kernel("rows", "add", "float32"), [*operands, 64])
+        return Step(kernel("rows", "add", "float32"), flags(5), [*operands, 64])
 
     steps = [add(given, given, one), add(given, given, other), add(one, other, both)]
     made = make_list(steps, [both], 1, 1, torch.float32)
-    assert [made._records[at][1] for at in range(3)] == [0, 1, 0]
+    assert [made._records[at][1] & 1 for at in range(3)] == [0, 1, 0]
     assert made.bytes == 2 * 64 * 4
     # What takes the place of another waits until that one has been read.
     chain = [add(given, given, one), add(one, one, other), add(other, other, both)]
     made = make_list(chain, [both], 1, 1, torch.float32)
-    assert [made._records[at][1] for at in range(3)] == [1, 1, 0]
+    assert [made._records[at][1] & 1 for at in range(3)] == [1, 1, 0]
 
 
 def test_other_types_and_strides_are_taken() -> None:
@@ -296,8 +298,12 @@ class OneByOne(RowAttention):
         appended: list[int | Operand] = [*states, layer, kv_heads, *ways, *ways, Operand(cache, 0, True)]
         fields: list[int | Operand] = [layer, heads, heads // kv_heads, *ways, bits_of(scaling), Operand(cache)]
         steps = [
-            Step(kernel("attention", "append", *names), appended),
-            Step(kernel("attention", "attend", *names), [Operand(blocks[0]), Operand(result, 0, True), *fields]),
+            Step(kernel("attention", "append", *names), flags(2), appended),
+            Step(
+                kernel("attention", "attend", *names),
+                flags(40, 3),
+                [Operand(blocks[0]), Operand(result, 0, True), *fields],
+            ),
         ]
         made = make_list(steps, [result], 3, rows, query.dtype)
         return made(self, query, key, value)  # type: ignore[no-any-return]

@@ -152,7 +152,7 @@ def test_the_kernels_compute_what_the_copy_says(
     for given_x in (x, x.float(), x[None], x.view(rows, 1, columns)):
         got = copy.whole(given_x)
         assert got.dtype == torch.bfloat16 and got.shape == (*given_x.shape[:-1], 48)
-        torch.testing.assert_close(got.float().view(rows, 48), expected, rtol=0.02, atol=0.1)
+        torch.testing.assert_close(got.float().view(rows, 48), expected, rtol=0.02, atol=0.3)
     # And that is near the layer itself.
     difference = (expected - functional.linear(x.float(), weight.float(), bias.float())).std()
     assert difference < {"int8": 0.02, "int4": 0.2}[name] * expected.std()

@@ -127,7 +127,7 @@ class LowBitCopy:
 
 def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
     """Some rows at a time of weights below each other, in float32, and which they are."""
-    step = max(1, _ROWS // weights[0].shape[1])
+    step = max(16, _ROWS // weights[0].shape[1] // 16 * 16)
     place = 0
     for weight in weights:
         for rows in torch.split(weight.detach(), step):
@@ -150,7 +150,7 @@ def _to_int8(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 
 def _is_native(weight: torch.Tensor, precision: str) -> bool:
     """Whether there is code made here for copies of weights like this one."""
-    return why_not() is None and weight.device.type == "cpu" and (precision == "int8" or weight.shape[1] % 64 == 0)
+    return why_not() is None and weight.device.type == "cpu" and (precision == "int8" or weight.shape[0] % 16 == 0)
 
 
 def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,12 +173,12 @@ def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Te
 
 
 def _pack_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of weights `(N_i, K)` below each other what code made here reads: `(N, K / 4)` and `(N, K / group_size)`."""
+    """Of weights `(N_i, K)` below each other what code made here reads, see `native.pack_int4`."""
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
-    packed = weights[0].new_empty((rows, columns // 4), dtype=torch.int16)
-    scales = weights[0].new_empty((rows, columns // group_size), dtype=torch.float32)
+    packed = weights[0].new_empty((rows, columns // 2), dtype=torch.uint8)
+    scales = weights[0].new_empty((rows // 16, columns // group_size, 16), dtype=torch.float32)
     for at, w in _chunks(weights):
-        packed[at], scales[at] = native.pack_int4(w, group_size)
+        packed[at], scales[at.start // 16 : at.stop // 16] = native.pack_int4(w, group_size)
     return packed, scales
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..native.kernels import NAMES, bits_of, kernel
+from ..native.kernels import NAMES, bits_of, flags, kernel
 from ..native.linear import NativeLinear
 from ..native.rows import gated_silu, rms_norm, rotary
 from ..native.sequence import Block, Operand, Step, make_list
@@ -27,6 +27,10 @@ __all__ = ["use_kernel_lists"]
 _NAMES = "view reshape transpose unsqueeze squeeze permute contiguous flatten unflatten narrow to"
 _VIEWS = frozenset(_NAMES.split())
 """Methods whose result may lie where their argument lies; whether it does, torch says."""
+
+
+_SHARE = 4096
+"""Numbers between two layers that are worth a part of their own."""
 
 
 class _No(Exception):
@@ -169,7 +173,8 @@ class _List:
         """A kernel of rows_code.py, whose result comes behind its other operands (a norm's before its weight)."""
         block = Block(shape)
         result = Operand(block, 0, True)
-        self.steps.append(Step(kernel("rows", what, NAMES[self.dtype]), [*operands, result, *fields], held))
+        how = flags(max(1, block.count() // _SHARE))
+        self.steps.append(Step(kernel("rows", what, NAMES[self.dtype]), how, [*operands, result, *fields], held))
         self.values[node] = self._whole(block)
 
     def _linear(self, node: Any, layer: NativeLinear) -> None:
@@ -177,8 +182,8 @@ class _List:
         if layer.activation is not self.dtype or not x.is_whole or x.like.numel() != self.rows * layer.columns:
             raise _No
         block = Block((*x.like.shape[:-1], layer.rows))
-        address, inner, most = layer.parts()
-        self.steps.append(Step(address, [inner, x.operand(), Operand(block, 0, True), most], layer))
+        address, how, inner = layer.parts()
+        self.steps.append(Step(address, how, [inner, x.operand(), Operand(block, 0, True)], layer))
         self.values[node] = self._whole(block)
 
     def _attend(self, node: Any) -> None:
@@ -195,11 +200,11 @@ class _List:
         cache = Block((1,))
         ways = [number for _, to_head, to_row, _ in strides[1:] for number in (to_row, to_head)]
         appended = [key.operand(), value.operand(), layer, kv_heads, *ways, Operand(cache, 0, True)]
-        self.steps.append(Step(kernel("attention", "append", *names), appended))
+        self.steps.append(Step(kernel("attention", "append", *names), flags(), appended))
         block = Block((1, rows, heads, size))
         fields = [layer, heads, heads // kv_heads, strides[0][2], strides[0][1], bits_of(scale)]
         attended = [query.operand(), Operand(block, 0, True), *fields, Operand(cache)]
-        self.steps.append(Step(kernel("attention", "attend", *names), attended))
+        self.steps.append(Step(kernel("attention", "attend", *names), flags(rows * heads, 4), attended))
         self.values[node] = self._whole(block)
         self.attention = attention
 

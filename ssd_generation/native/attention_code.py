@@ -151,7 +151,7 @@ class _Attention(Module):
                 score = b.select(self._first(b, b.sub(count, k)), score, least_of_all)
                 b.store(score, self.at(b, scores, k, FLOAT), align=4)
                 found[0] = b.select(b.fcmp_ordered(">", score, found[0]), score, found[0])
-            greatest, before = self._greatest(b, most[0]), state[0]
+            greatest, before = self.spread(b, self.greatest(b, most[0])), state[0]
             greatest = b.select(b.fcmp_ordered(">", greatest, before), greatest, before)
             smaller = self.exp(b, b.fsub(before, greatest))
             total = [b.fmul(state[1], smaller)]
@@ -223,16 +223,6 @@ class _Attention(Module):
             ]
             width = half
         return [lanes[0].index(j) for j in range(LANES)]
-
-    def _greatest(self, b: Any, values: Any) -> Any:
-        """The greatest of the lanes, in all of them."""
-        width = LANES
-        while width > 1:
-            width //= 2
-            halves = [ir.Constant(ir.VectorType(I32, width), list(range(at, at + width))) for at in (0, width)]
-            one, other = (b.shuffle_vector(values, values, half) for half in halves)
-            values = b.select(b.fcmp_ordered(">", one, other), one, other)
-        return self.spread(b, b.extract_element(values, ir.Constant(I32, 0)))
 
     def _add_values(self, b: Any, weights: Any, values: Any, count: Any, smaller: Any, sums: Any) -> None:
         """Multiply the sums by `smaller`, and add weight · value in the order of the slots."""

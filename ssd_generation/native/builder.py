@@ -46,16 +46,17 @@ def splat(kind: Any, value: float) -> Any:
 
 @dataclass(frozen=True)
 class Task:
-    """What a kernel is given: a record of its own, a table of addresses, and which thread of how many this is.
+    """What a kernel is given: a record of its own, a table of addresses, and which of how many parts to do.
 
-    Both are of 64-bit numbers. The table begins with the number of rows (ops.py); of the record, places 0 and 1 are not
-    the kernel's. An operand is two places of a record: which address of the table, and how many bytes from there.
+    Record and table are of 64-bit numbers. The table begins with the number of rows (sequence.py); of the record,
+    places 0 and 1 are not the kernel's. An operand is two places of a record: which address of the table, and how many
+    bytes from there.
     """
 
     record: Any
     table: Any
-    thread: Any
-    threads: Any
+    part: Any
+    parts: Any
 
     def field(self, b: Any, at: int) -> Any:
         """A number of the record."""
@@ -78,12 +79,10 @@ class Task:
         """A number of the table."""
         return b.load(Module.at(b, self.table, integer(at), I64), typ=I64)
 
-    def share(self, b: Any, count: Any, most: Any = None) -> tuple[Any, Any]:
-        """This thread's part of `count` things, of which at most so many threads take one."""
-        threads = self.threads if most is None else least(b, self.threads, most)
-        first = b.sdiv(b.mul(count, self.thread), threads)
-        end = b.sdiv(b.mul(count, b.add(self.thread, integer(1))), threads)
-        return least(b, first, count), least(b, end, count)
+    def share(self, b: Any, count: Any) -> tuple[Any, Any]:
+        """This part of `count` things: the first, and the first that is another's."""
+        first, end = (b.mul(count, part) for part in (self.part, b.add(self.part, integer(1))))
+        return b.sdiv(first, self.parts), b.sdiv(end, self.parts)
 
 
 def least(b: Any, one: Any, other: Any) -> Any:
@@ -114,7 +113,7 @@ class Module:
         return function
 
     def kernel(self) -> tuple[Any, Task]:
-        """The module's kernel, `run(record, table, thread, threads)`: a builder at its beginning, and its task."""
+        """The module's kernel, `run(record, table, part, parts)`: a builder at its beginning, and its task."""
         function = self.function(RUN, [ADDRESS, ADDRESS, I64, I64])
         return ir.IRBuilder(function.append_basic_block("entry")), Task(*function.args)
 
@@ -168,6 +167,16 @@ class Module:
             width //= 2
             halves = [ir.Constant(ir.VectorType(I32, width), list(range(at, at + width))) for at in (0, width)]
             values = b.fadd(*(b.shuffle_vector(values, values, half) for half in halves))
+        return b.extract_element(values, ir.Constant(I32, 0))
+
+    def greatest(self, b: Any, values: Any) -> Any:
+        """The greatest of the lanes."""
+        width = LANES
+        while width > 1:
+            width //= 2
+            halves = [ir.Constant(ir.VectorType(I32, width), list(range(at, at + width))) for at in (0, width)]
+            one, other = (b.shuffle_vector(values, values, half) for half in halves)
+            values = b.select(b.fcmp_ordered(">", one, other), one, other)
         return b.extract_element(values, ir.Constant(I32, 0))
 
     def narrow(self, b: Any, value: Any, stored: str | None = None) -> Any:

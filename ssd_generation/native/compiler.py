@@ -14,7 +14,7 @@ from ..support.forks import ForkSafeRLock
 from ..support.messages import clipped
 from .pool import openmp
 
-__all__ = ["address_of", "why_not"]
+__all__ = ["address_of", "adds_integers", "why_not"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,11 @@ def why_not() -> str | None:
     if openmp() is None:
         return "torch's threads are not those of an OpenMP library that takes other code"
     return None
+
+
+def adds_integers() -> bool:
+    """Whether the processor multiplies integers of 8 bits and adds them up by fours, 64 at a time."""
+    return "+avx512vnni" in _features()
 
 
 def address_of(name: str, described: str, text: Callable[[], str], function: str = "run") -> int:

@@ -1,6 +1,6 @@
 """Kernels made for this processor, by the records that they are called with.
 
-A kernel is called by a team of threads, with a record of its own and a table of addresses (`builder.Task`); a list of
+A kernel is called by threads of a team, with a record of its own and a table of addresses (`builder.Task`); a list of
 kernels is gone through by one call (`team_code`).
 """
 
@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import platform
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 
 from .compiler import address_of
-from .team_code import RECORD, team_module
+from .team_code import RECORD, flags, team_module
 
-__all__ = ["NAMES", "Record", "bits_of", "kernel", "record", "run_list", "run_once"]
+__all__ = ["NAMES", "Record", "bits_of", "flags", "kernel", "record", "run_list", "run_once"]
 
 NAMES = {
     torch.float32: "float32",
@@ -43,8 +44,8 @@ def kernel(kind: str, *parts: Any) -> int:
     """The address of a kernel.
 
     Args:
-        kind: `"linear"`, `"rows"` or `"attention"`.
-        parts: the arguments of `linear_module`, `rows_module` or `attention_module`.
+        kind: `"linear"`, `"int4"`, `"rows"` or `"attention"`.
+        parts: the arguments of `linear_module`, `int4_module`, `rows_module` or `attention_module`.
 
     Raises:
         RuntimeError: no code can be made here.
@@ -55,12 +56,12 @@ def kernel(kind: str, *parts: Any) -> int:
         return str(getattr(module, f"{kind}_module")(*parts))
 
     name = "-".join((kind, *map(str, parts)))
-    return address_of(name, f"{name} {_source('builder.py', f'{kind}_code.py')}", text)
+    return address_of(name, f"{name} {_source('builder.py', 'linear_code.py', f'{kind}_code.py')}", text)
 
 
-def record(address: int, *fields: int) -> Any:
-    """The record of a kernel, whose own numbers begin at 2."""
-    return Record(address, 0, *fields)
+def record(address: int, how: int, *fields: int) -> Any:
+    """The record of a kernel, whose own numbers begin at 2; `how`: as `flags` gives it."""
+    return Record(address, how, *fields)
 
 
 def bits_of(number: float) -> int:
@@ -70,7 +71,8 @@ def bits_of(number: float) -> int:
 
 @functools.cache
 def _team(function: str, *arguments: Any) -> Callable[..., None]:
-    address = address_of("team", f"team {_source('team_code.py')}", team_module, function)
+    pauses = platform.machine().lower() in ("x86_64", "amd64")
+    address = address_of("team", f"team {_source('team_code.py')}", lambda: team_module(pauses), function)
     # A prototype of this kind lets go of Python's lock while the function runs.
     prototype: Callable[..., Callable[..., None]] = ctypes.CFUNCTYPE(None, *arguments)
     return prototype(address)

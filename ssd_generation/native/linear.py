@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from .compiler import why_not
-from .kernels import NAMES, kernel, record, run_once
+from .compiler import adds_integers, why_not
+from .kernels import NAMES, flags, kernel, record, run_once
 
 __all__ = ["Linear", "NativeLinear", "native_linear", "pack_int4", "takes", "unpack_int4"]
 
@@ -16,18 +16,18 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 """x `(…, K)` ↦ `(…, N)`."""
 
 _SHARE = 1 << 15
-"""Weights that are worth a thread."""
+"""Weights that are worth a part of their own."""
 
 
 class NativeLinear:
     """A layer whose every row depends on that row and the layer alone, to the last bit: x `(…, K)` ↦ `(…, N)`.
 
     Args:
-        weight: `(N, K)` of one of the three kinds of floating point numbers, or int8, or int4 packed (`(N, K / 4)`
-            int16; see `linear_code`); without gaps, and read where it lies.
+        weight: `(N, K)` of one of the three kinds of floating point numbers, or int8, or int4 packed (`(N, K / 2)`
+            uint8; see `pack_int4`); without gaps, and read where it lies.
         bias: `(N,)`, of the activations' type, or `None`.
         activation: the type of x, which is cast where it is another, and of the result.
-        scales: int8: `(N,)` float32; int4: `(N, groups)` float32.
+        scales: int8: `(N,)` float32; int4: `(N / 16, groups, 16)` float32.
         group: columns that share a scale under int4.
 
     Attributes:
@@ -39,7 +39,19 @@ class NativeLinear:
         RuntimeError: no code can be made here.
     """
 
-    __slots__ = ("_address", "_kernel", "_layer", "_most", "_once", "_own", "activation", "columns", "held", "rows")
+    __slots__ = (
+        "_address",
+        "_kernel",
+        "_layer",
+        "_most",
+        "_once",
+        "_own",
+        "_per_thread",
+        "activation",
+        "columns",
+        "held",
+        "rows",
+    )
 
     __name__ = "linear"  # in the code of a pass
 
@@ -51,24 +63,29 @@ class NativeLinear:
         scales: torch.Tensor | None = None,
         group: int = 0,
     ) -> None:
-        kind = "int4" if group else "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
         self.activation = activation
         self.rows, columns = weight.shape
-        self.columns = columns * 4 if group else columns
+        self.columns = columns * 2 if group else columns
         tensors = weight, bias, scales
         fields = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.columns, self.rows)
         self._layer = (ctypes.c_int64 * len(fields))(*fields)
         self.held = *tensors, self._layer  # as long as their addresses are used
         self._most = max(1, self.rows * self.columns // _SHARE)
-        self._kernel = kernel("linear", kind, NAMES[activation], group or 32)
-        address, layer, most = self.parts()
-        self._own = record(address, layer, 3, 0, 4, 0, most)
+        self._per_thread = 2 if group else 4  # in 4 bits each part begins with work of its own
+        if group:
+            self._kernel = kernel("int4", NAMES[activation], group, adds_integers())
+        else:
+            self._kernel = kernel(
+                "linear", "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype], NAMES[activation]
+            )
+        address, how, layer = self.parts()
+        self._own = record(address, how, layer, 3, 0, 4, 0)
         self._address = ctypes.addressof(self._own)
         self._once = run_once()
 
     def parts(self) -> tuple[int, int, int]:
-        """What a record of its kernel is made of beside the operands: the kernel, the layer, how many threads."""
-        return self._kernel, ctypes.addressof(self._layer), self._most
+        """What a record of its kernel is made of beside the operands: the kernel, how it is run, and the layer."""
+        return self._kernel, flags(self._most, self._per_thread), ctypes.addressof(self._layer)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output."""
@@ -90,12 +107,11 @@ def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
     all of them are as a float32 number, so that a kernel takes it as it lies.
 
     Args:
-        weight: `(N, K)` float32; K is a multiple of 64 and of `group`.
-        group: columns that share a scale.
+        weight: `(N, K)` float32; N is a multiple of 16, K of `group`.
+        group: columns that share a scale, a multiple of 32.
 
     Returns:
-        `(N, K / 4)` int16, in which digit j of number 16 b + l is that of column 64 b + 16 j + l; and the scales,
-        `(N, K / group)` float32.
+        Both as `int4_code` reads them: `(N, K / 2)` uint8 and `(N / 16, K / group, 16)` float32.
     """
     rows, columns = weight.shape
     w = weight.reshape(rows, columns // group, group)
@@ -104,10 +120,10 @@ def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
     step = ((greatest - offset.float()) / 15).clamp(min=1e-9).to(torch.bfloat16)
     upper, lower = (part.view(torch.int16).to(torch.int32) for part in (step, offset))
     scales = ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
-    q = (w - offset.float()[..., None]).div_(scales[..., None]).round_().clamp_(0, 15).to(torch.int32)
-    digits = q.view(rows, columns // 64, 4, 16)
-    digits <<= torch.arange(0, 16, 4, dtype=torch.int32)[:, None]
-    return digits.sum(dim=2, dtype=torch.int32).to(torch.int16).view(rows, columns // 4), scales
+    q = (w - offset.float()[..., None]).div_(scales[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+    lower, upper = q.view(rows // 16, 16, columns // 32, 2, 4, 4).unbind(3)
+    packed = (lower | (upper << 4)).permute(0, 2, 3, 1, 4).reshape(rows, columns // 2)
+    return packed, scales.view(rows // 16, 16, -1).transpose(1, 2).contiguous()
 
 
 def unpack_int4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -117,9 +133,10 @@ def unpack_int4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         packed: as of `pack_int4`.
         scales: as of `pack_int4`.
     """
-    rows, groups = scales.shape
-    numbers = packed.to(torch.int32).view(rows, -1, 1, 16) >> torch.arange(0, 16, 4, dtype=torch.int32)[:, None]
-    q = (numbers & 15).view(rows, groups, -1).float()
+    rows = packed.shape[0]
+    bytes_ = packed.view(rows // 16, -1, 4, 16, 4).permute(0, 3, 1, 2, 4)
+    scales = scales.transpose(1, 2).reshape(rows, -1)
+    q = torch.stack((bytes_ & 15, bytes_ >> 4), dim=3).reshape(rows, scales.shape[1], -1).float()
     offsets = (scales.view(torch.int32) << 16).view(torch.float32)
     return (q * scales[..., None] + offsets[..., None]).view(rows, -1)
 

@@ -17,8 +17,8 @@ import torch
 
 __all__ = ["ENTRIES", "openmp"]
 
-ENTRIES = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-"""What is used of it: GNU's names, which LLVM's library has as well."""
+ENTRIES = ("GOMP_parallel", "omp_get_num_threads", "sched_yield")
+"""What is used of it and what it is linked with: GNU's names, which LLVM's library has as well."""
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.(so|dylib)")
 

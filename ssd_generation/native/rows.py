@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from .kernels import NAMES, bits_of, kernel, record, run_once
+from .kernels import NAMES, bits_of, flags, kernel, record, run_once
 
 __all__ = ["gated_silu", "rms_norm", "rotary"]
 
@@ -14,7 +14,7 @@ __all__ = ["gated_silu", "rms_norm", "rotary"]
 def _run(what: str, dtype: torch.dtype, rows: int, addresses: tuple[int, ...], *fields: int) -> None:
     """One kernel, by a single thread: its operands, and what follows them in the record."""
     places = (number for at in range(len(addresses)) for number in (3 + at, 0))
-    own = record(kernel("rows", what, NAMES[dtype]), *places, *fields)
+    own = record(kernel("rows", what, NAMES[dtype]), flags(), *places, *fields)
     run_once()(ctypes.addressof(own), rows, *(*addresses, 0, 0)[:4], 1)
 
 

@@ -61,11 +61,13 @@ class Step:
 
     Attributes:
         kernel: its address.
+        how: it is run, as `flags` gives it.
         fields: its record from 2 on; an operand stands for two numbers.
         held: what must live as long as the kernel may run.
     """
 
     kernel: int
+    how: int
     fields: list[int | Operand]
     held: Any = None
 
@@ -151,11 +153,11 @@ def make_list(steps: Several[Step], outputs: Several[Block], inputs: int, rows: 
             else:
                 numbers.append(entry)
         if not (its_read.isdisjoint(written) and its_written.isdisjoint(written | read)):
-            records[at - 1][1] = 1
+            records[at - 1][1] |= 1  # all threads meet
             read, written = set(), set()
         read |= its_read
         written |= its_written
-        for place, number in enumerate((step.kernel, 0, *numbers)):
+        for place, number in enumerate((step.kernel, step.how, *numbers)):
             records[at][place] = number
     held = [step.held for step in steps]
     return KernelList(rows, dtype, [block.shape for block in outputs], total, records, len(steps), held)

@@ -1,0 +1,266 @@
+"""Code for linear layers whose weights are stored in 4 bits, w = q · s + z with a scale and an offset for each group.
+
+Sixteen rows of W lie side by side, a lane for each: what a thread reads is one stream, a lane's sum is a row's, and
+scales are applied to sixteen rows at once (as in the interleaved formats of llama.cpp). Where the processor multiplies
+and adds small integers four at a time, each 32 numbers of x become integers of 8 bits with a scale of their own, and
+their products are added up exactly. x is rounded by that, to 1 / 254 of the greatest of 32 at the most, which a draft
+does not notice. Elsewhere digits become float32 numbers. Offsets are multiplied by sums of x, which are those of its
+own numbers in either case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from .builder import ADDRESS, FLOAT, FLOATS, I8, I32, I64, INTS, LANES, STORED, Module, integer, least, splat
+from .linear_code import Layer
+
+__all__ = ["COLUMNS", "int4_module"]
+
+COLUMNS = 32
+"""Columns whose weights lie together, 256 bytes for 16 rows: of each four bytes of a row and 64, the lower bits are
+those of columns 4 j … 4 j + 3, the upper ones those of 16 + 4 j …"""
+
+_BYTES = COLUMNS * LANES // 2
+_MOST_ROWS = 4
+"""Rows of x that one reading of the weights serves."""
+
+_AHEAD = 8192
+"""Bytes by which memory is asked for before it is read."""
+
+
+class _Digits(Module):
+    """By float32 numbers."""
+
+    per_column = 4
+    """Bytes that a number of x takes once it is prepared."""
+
+    def __init__(self, activation: str, group: int) -> None:
+        super().__init__(f"int4_{activation}", activation)
+        self.group = integer(group)
+
+    def build(self) -> str:
+        """The module's text."""
+        tiles = {(rows, blocks): self._tile(rows, blocks) for rows in range(1, _MOST_ROWS + 1) for blocks in (1, 2)}
+        prepare = self._prepare()
+        b, task = self.kernel()
+        record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
+        rows = task.entry(b, 0)
+        layer = Layer.of(self, b, record)
+        size = self._bytes(b, layer.columns)[2]
+        memory = b.alloca(I8, size=b.mul(size, integer(_MOST_ROWS)))
+        memory.align = 64
+        own = b.ptrtoint(memory, I64)
+        first, end = task.share(b, b.sdiv(layer.rows, integer(LANES)))
+        even = b.sub(end, b.srem(b.sub(end, first), integer(2)))
+        of_x = STORED[self.activation]
+        with self.loop(b, integer(0), rows, integer(_MOST_ROWS), []) as (m, _):
+            count = least(b, b.sub(rows, m), integer(_MOST_ROWS))
+            its_x = self.at(b, x, b.mul(m, layer.columns), of_x)
+            its_y = self.at(b, y, b.mul(m, layer.rows), of_x)
+            its_own = b.inttoptr(own, ADDRESS)
+            b.call(prepare, [its_x, its_own, layer.columns, count])
+            after = b.append_basic_block("after_tiles")
+            choice = b.switch(count, after)
+            for many in range(1, _MOST_ROWS + 1):
+                block = b.append_basic_block(f"of_{many}")
+                choice.add_case(integer(many), block)
+                b.position_at_end(block)
+                for blocks, begin, until in ((2, first, even), (1, even, end)):
+                    b.call(tiles[many, blocks], [record, its_own, its_y, begin, until])
+                b.branch(after)
+            b.position_at_end(after)
+        b.ret_void()
+        return str(self.module)
+
+    def _bytes(self, b: Any, columns: Any) -> tuple[Any, Any, Any]:
+        """Of a prepared row: the bytes of its scales, where its numbers begin behind three tables as long, its size."""
+        scales = b.lshr(columns, integer(3))  # 4 bytes for each 32 columns
+        numbers = b.mul(scales, integer(3))
+        size = b.add(numbers, b.mul(columns, integer(self.per_column)))
+        return scales, numbers, b.and_(b.add(size, integer(63)), integer(-64))
+
+    def _prepare(self) -> Any:
+        """Rows of x as they are multiplied."""
+        function = self.function("prepare", [ADDRESS, ADDRESS, I64, I64], "noinline")
+        x, prepared, columns, rows = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        sums, numbers, size = self._bytes(b, columns)
+        of_x = STORED[self.activation]
+        with self.loop(b, integer(0), rows, integer(1), []) as (row, _):
+            its_x = self.at(b, x, b.mul(row, columns), of_x)
+            own = self.at(b, prepared, b.mul(row, size), I8)
+            with self.loop(b, integer(0), columns, integer(COLUMNS), []) as (k, _):
+                places = [self.at(b, its_x, b.add(k, integer(at)), of_x) for at in (0, LANES)]
+                parts = [self.floats(b, self.load(b, place, of_x), self.activation) for place in places]
+                place = b.lshr(k, integer(3))
+                total = self.sum(b, b.fadd(*parts))
+                b.store(total, self.at(b, own, b.add(sums, place), I8), align=4)
+                target = self.at(b, own, b.add(numbers, b.mul(k, integer(self.per_column))), I8)
+                scale, begin = self.put(b, parts, target)
+                b.store(scale, self.at(b, own, place, I8), align=4)
+                b.store(begin, self.at(b, own, b.add(b.shl(sums, integer(1)), place), I8), align=4)
+        b.ret_void()
+        return function
+
+    def put(self, b: Any, parts: list[Any], target: Any) -> tuple[Any, Any]:
+        """Write 32 numbers as they are multiplied; gives their scale, and what their products are added to."""
+        for at, part in enumerate(parts):
+            b.store(part, self.at(b, target, integer(4 * LANES * at), I8), align=4)
+        return ir.Constant(FLOAT, 1.0), ir.Constant(FLOAT, 0.0)
+
+    def _tile(self, rows: int, blocks: int) -> Any:
+        """Prepared rows of x with blocks of 16 rows of W from the first up to the last, so many side by side."""
+        function = self.function(f"rows_{rows}_{blocks}", [ADDRESS] * 3 + [I64] * 2, "noinline")
+        record, prepared, y, first, end = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        layer = Layer.of(self, b, record)
+        sums_at, numbers_at, size = self._bytes(b, layer.columns)
+        own = [self.at(b, prepared, b.mul(size, integer(m)), I8) for m in range(rows)]
+        bytes_of_block = b.mul(b.lshr(layer.columns, integer(5)), integer(_BYTES))
+        groups = b.sdiv(layer.columns, self.group)
+        with self.loop(b, first, end, integer(blocks), []) as (block, _):
+            streams = [
+                self.at(b, layer.weight, b.mul(b.add(block, integer(t)), bytes_of_block), I8) for t in range(blocks)
+            ]
+            scales = [
+                self.at(b, layer.scales, b.mul(b.mul(b.add(block, integer(t)), groups), integer(LANES)), I32)
+                for t in range(blocks)
+            ]
+            sums = [splat(FLOAT, 0.0)] * (rows * blocks)
+            with self.loop(b, integer(0), layer.columns, integer(COLUMNS), sums) as (k, carried):
+                place = b.lshr(k, integer(3))
+                at_number = b.add(numbers_at, b.mul(k, integer(self.per_column)))
+                numbers = [self.at(b, row, at_number, I8) for row in own]
+                group = b.mul(b.sdiv(k, self.group), integer(LANES))
+                for t, (stream, of_block) in enumerate(zip(streams, scales, strict=True)):
+                    weights = self.at(b, stream, b.mul(k, integer(_BYTES // COLUMNS)), I8)
+                    for line in range(0, _BYTES, 64):
+                        self._ask_for(b, self.at(b, weights, integer(_AHEAD + line), I8))
+                    words = [b.load(self.at(b, weights, integer(64 * j), I8), typ=INTS, align=1) for j in range(4)]
+                    begins = [
+                        b.load(self.at(b, row, b.add(b.shl(sums_at, integer(1)), place), I8), typ=self.total, align=4)
+                        for row in own
+                    ]
+                    totals = self.products(b, words, numbers, [self.spread(b, begin) for begin in begins])
+                    both = b.load(self.at(b, of_block, group, I32), typ=INTS, align=4)
+                    scale, offset = b.bitcast(both, FLOATS), b.bitcast(b.shl(both, splat(I32, 16)), FLOATS)
+                    if self.base:
+                        offset = self.fma(b, scale, splat(FLOAT, self.base), offset)
+                    for m, total in enumerate(totals):
+                        x_scale, x_sum = (
+                            self.spread(b, b.load(self.at(b, own[m], b.add(part, place), I8), typ=FLOAT, align=4))
+                            for part in (integer(0), sums_at)
+                        )
+                        if self.scaled:
+                            total = b.fmul(total, x_scale)
+                        at = m * blocks + t
+                        carried[at] = self.fma(b, total, scale, self.fma(b, offset, x_sum, carried[at]))
+            for t in range(blocks):
+                row = b.mul(b.add(block, integer(t)), integer(LANES))
+                for m in range(rows):
+                    place = self.at(b, y, b.add(b.mul(layer.rows, integer(m)), row), STORED[self.activation])
+                    self._finish(b, layer, sums[m * blocks + t], row, place)
+        b.ret_void()
+        return function
+
+    base = -16.0
+    """Times the scale what the offsets have to make up for: a digit counts for 16 more."""
+
+    total: Any = FLOAT
+    """What products are added up in."""
+
+    scaled = False
+    """Whether the numbers of x have a scale."""
+
+    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
+        """The products of 32 columns of 16 rows of W with each row of x, added up, as float32."""
+        totals = begins
+        for upper in (0, 1):
+            for j, word in enumerate(words):
+                for i in range(4):
+                    digit = self._digit(b, word, 8 * i + 4 * upper)
+                    column = 16 * upper + 4 * j + i
+                    for m, row in enumerate(numbers):
+                        number = b.load(self.at(b, row, integer(4 * column), I8), typ=FLOAT, align=4)
+                        totals[m] = self.fma(b, digit, self.spread(b, number), totals[m])
+        return totals
+
+    @staticmethod
+    def _digit(b: Any, word: Any, bit: int) -> Any:
+        """Four bits of each lane as the float32 16 + digit: they are the upper ones of its fraction."""
+        moved = b.shl(word, splat(I32, 19 - bit)) if bit <= 19 else b.lshr(word, splat(I32, bit - 19))
+        return b.bitcast(b.or_(b.and_(moved, splat(I32, 0x780000)), splat(I32, 0x41800000)), FLOATS)
+
+    def _finish(self, b: Any, layer: Layer, sums: Any, row: Any, y: Any) -> None:
+        """Write 16 outputs: the sums and the bias."""
+        before = b.block
+        with b.if_then(b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))):
+            of_x = STORED[self.activation]
+            bias = self.floats(b, self.load(b, self.at(b, layer.bias, row, of_x), of_x), self.activation)
+            biased = b.fadd(sums, bias)
+            with_bias = b.block
+        total = b.phi(FLOATS)
+        total.add_incoming(sums, before)
+        total.add_incoming(biased, with_bias)
+        self.store_many(b, total, y, integer(LANES))
+
+    def _ask_for(self, b: Any, address: Any) -> None:
+        """Let a line of memory come into the second-level cache."""
+        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the nearest cache; data
+        self.call(b, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
+
+
+class _Integers(_Digits):
+    """By integers of 8 bits, with the instruction that adds four of their products to an integer of 32."""
+
+    per_column = 1
+    base = 8.0  # digits count from −8 to 7, so that x is rounded for a smaller sum
+    scaled = True
+    total = I32
+
+    def put(self, b: Any, parts: list[Any], target: Any) -> tuple[Any, Any]:
+        """Write 32 numbers as integers from −127 to 127; gives their scale, and −8 times their sum."""
+        sizes = [self.call(b, f"llvm.fabs.v{LANES}f32", FLOATS, part) for part in parts]
+        most = self.greatest(b, b.select(b.fcmp_ordered(">", *sizes), *sizes))
+        nothing = b.fcmp_ordered("==", most, ir.Constant(FLOAT, 0.0))
+        factors = self.spread(b, b.select(nothing, most, b.fdiv(ir.Constant(FLOAT, 127.0), most)))
+        wholes = []
+        for at, part in enumerate(parts):
+            rounded = self.call(b, f"llvm.rint.v{LANES}f32", FLOATS, b.fmul(part, factors))
+            whole = self.call(b, f"llvm.fptosi.sat.v{LANES}i32.v{LANES}f32", INTS, rounded)
+            wholes.append(whole)
+            narrow = b.trunc(whole, ir.VectorType(I8, LANES))
+            b.store(narrow, self.at(b, target, integer(LANES * at), I8), align=1)
+        total = self.call(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, b.add(*wholes))
+        return b.fdiv(most, ir.Constant(FLOAT, 127.0)), b.mul(total, ir.Constant(I32, -8))
+
+    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
+        """The products of 32 columns of 16 rows of W with each row of x, added up, as float32."""
+        totals: list[list[Any]] = [[begin, ir.Constant(INTS, None)] for begin in begins]
+        mask = splat(I32, 0x0F0F0F0F)
+        for j, word in enumerate(words):
+            halves = b.and_(word, mask), b.and_(b.lshr(word, splat(I32, 4)), mask)
+            for m, row in enumerate(numbers):
+                for upper, digits in enumerate(halves):
+                    four = b.load(self.at(b, row, integer(16 * upper + 4 * j), I8), typ=I32, align=4)
+                    totals[m][upper] = self.call(
+                        b, "llvm.x86.avx512.vpdpbusd.512", INTS, totals[m][upper], digits, self.spread(b, four)
+                    )
+        return [b.sitofp(b.add(*both), FLOATS) for both in totals]
+
+
+def int4_module(activation: str, group: int, integers: bool) -> str:
+    """The text of a module for layers in 4 bits, whose kernel is called as that of `linear_code.linear_module`.
+
+    N is a multiple of 16 and K of `COLUMNS`. Scales are `(N / 16, K / group, 16)`, 32 bits of which the upper half is
+    the scale and the lower the offset.
+
+    Args:
+        activation: `"float32"`, `"bfloat16"` or `"float16"`.
+        group: columns that share a scale and an offset; a multiple of `COLUMNS`.
+        integers: whether the processor has the instruction for products of integers (AVX-512 VNNI).
+    """
+    return (_Integers if integers else _Digits)(activation, group).build()
