@@ -41,6 +41,8 @@ def test_requests(model: Any) -> None:
     assert request_of("assistant", model) == {"assistant_model": True}
     assert request_of("auto", model) == {"self_speculative": "auto"}
     assert request_of("config", model, CONFIG)["self_speculative"] is CONFIG
+    (peer,) = make_methods(["llama.cpp-x"], model, gguf={"llama.cpp-x": "below/x.gguf"})
+    assert peer.request == {"llama_cpp": "below/x.gguf"} and not peer.is_own and peer.config is None
 
 
 def test_mode_configs(model: Any) -> None:
@@ -85,6 +87,8 @@ def test_defaults_are_what_there_is_something_for() -> None:
 def test_plain_comes_first_and_is_always_there() -> None:
     assert check_methods(["auto"], None, False) == ("plain", "auto")
     assert check_methods(["auto", "plain"], None, False) == ("plain", "auto")
+    files = {"llama.cpp-a.b": "a.b.gguf"}
+    assert check_methods(["llama.cpp-a.b"], None, False, files) == ("plain", "llama.cpp-a.b")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,7 @@ def test_plain_comes_first_and_is_always_there() -> None:
         (["prompt-lookup-N"], "no method 'prompt-lookup-N'"),
         (["prompt-lookup"], "needs a number of at least 1, such as prompt-lookup-3, but got 'prompt-lookup'"),
         (["early-exit-0"], "such as early-exit-3, but got 'early-exit-0'"),
+        (["llama.cpp-x"], r"'llama.cpp-x' needs a GGUF file .* --gguf …/x\.gguf"),
         (["skip"], "'skip' needs a config"),
         (["paper"], "'paper' needs a config"),
         (["assistant"], "needs an assistant model"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = """Measure this library beside plain decoding and its peers.
 
-All methods decode the same prompts in one process, taking turns prompt by prompt, with a fixed number of new tokens. \
+All methods decode the same prompts, taking turns prompt by prompt, with a fixed number of new tokens. \
 Results go to a folder as they are made; the same command with the same folder goes on after an interruption.
 
 [bold]Examples[/bold]
