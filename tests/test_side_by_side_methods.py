@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -122,9 +123,10 @@ def test_methods_that_skip_need_something_to_skip(name: str, model: Any) -> None
 
 
 def test_every_name_is_made(model: Any) -> None:
-    names = [name.replace("-N", "-2") for name in METHODS]
-    assert check_methods(names, CONFIG, True) == tuple(names)
-    assert [method.name for method in make_methods(names, model, CONFIG)] == names
+    names = [re.sub("-N(AME)?$", "-2", name) for name in METHODS]
+    files = {"llama.cpp-2": "2.gguf"}
+    assert check_methods(names, CONFIG, True, files) == tuple(names)
+    assert [method.name for method in make_methods(names, model, CONFIG, gguf=files)] == names
 
 
 def test_portable_requests_name_only_what_differs_from_the_default() -> None:
