@@ -159,6 +159,7 @@ def test_help(ssd: Callable[..., Run]) -> None:
     page = ssd("--help").out
     for word in ("ssd benchmark --limit-per-category 1", "plain-loop", "early-exit-N", "--paired", "--output"):
         assert word in page
+    assert "llama.cpp-NAME" in page and "--gguf" in page
     flat = " ".join(page.split())
     assert "goes on after an interruption" in flat
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ def test_requests(model: Any) -> None:
     assert request_of("assistant", model) == {"assistant_model": True}
     assert request_of("auto", model) == {"self_speculative": "auto"}
     assert request_of("config", model, CONFIG)["self_speculative"] is CONFIG
+    (peer,) = make_methods(["llama.cpp-x"], model, gguf={"llama.cpp-x": "below/x.gguf"})
+    assert peer.request == {"llama_cpp": "below/x.gguf"} and not peer.is_own and peer.config is None
 
 
 def test_mode_configs(model: Any) -> None:
@@ -85,6 +88,8 @@ def test_defaults_are_what_there_is_something_for() -> None:
 def test_plain_comes_first_and_is_always_there() -> None:
     assert check_methods(["auto"], None, False) == ("plain", "auto")
     assert check_methods(["auto", "plain"], None, False) == ("plain", "auto")
+    files = {"llama.cpp-a.b": "a.b.gguf"}
+    assert check_methods(["llama.cpp-a.b"], None, False, files) == ("plain", "llama.cpp-a.b")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,7 @@ def test_plain_comes_first_and_is_always_there() -> None:
         (["prompt-lookup-N"], "no method 'prompt-lookup-N'"),
         (["prompt-lookup"], "needs a number of at least 1, such as prompt-lookup-3, but got 'prompt-lookup'"),
         (["early-exit-0"], "such as early-exit-3, but got 'early-exit-0'"),
+        (["llama.cpp-x"], r"'llama.cpp-x' needs a GGUF file .* --gguf …/x\.gguf"),
         (["skip"], "'skip' needs a config"),
         (["paper"], "'paper' needs a config"),
         (["assistant"], "needs an assistant model"),
@@ -117,9 +123,10 @@ def test_methods_that_skip_need_something_to_skip(name: str, model: Any) -> None
 
 
 def test_every_name_is_made(model: Any) -> None:
-    names = [name.replace("-N", "-2") for name in METHODS]
-    assert check_methods(names, CONFIG, True) == tuple(names)
-    assert [method.name for method in make_methods(names, model, CONFIG)] == names
+    names = [re.sub("-N(AME)?$", "-2", name) for name in METHODS]
+    files = {"llama.cpp-2": "2.gguf"}
+    assert check_methods(names, CONFIG, True, files) == tuple(names)
+    assert [method.name for method in make_methods(names, model, CONFIG, gguf=files)] == names
 
 
 def test_portable_requests_name_only_what_differs_from_the_default() -> None:

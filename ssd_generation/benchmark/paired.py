@@ -6,19 +6,14 @@ and waits for requests; only one of them computes at a time.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..config import SelfSpeculativeConfig
 from ..harness import calls
+from ..harness.child import Child
 from ..harness.environment import load_average, sessions_of, start_session, where_measured
 from ..harness.figures import ratios_so_far, summarise_pairs
 from ..harness.interleaved import rotated
@@ -53,7 +48,7 @@ def own_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tu
     return (PLAIN, "auto", *(("config",) if config is not None else ()), "plain-loop")
 
 
-class _Worker:
+class _Worker(Child):
     """A worker, see `calls.py`.
 
     Args:
@@ -62,41 +57,9 @@ class _Worker:
     """
 
     def __init__(self, name: str, checkout: Path) -> None:
-        self.name = name
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
         python_path = os.environ.get("PYTHONPATH")
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(calls.__file__).resolve())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), *([python_path] if python_path else [])])},
-            # Ctrl-C should reach this process only, which then ends the worker.
-            start_new_session=True,
-        )
-
-    def request(self, do: str, **message: Any) -> dict[str, Any]:
-        """Send a request and wait for the answer.
-
-        Raises:
-            RuntimeError: the worker has ended.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **message}).encode() + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        if not line.endswith(b"\n"):
-            self._errors.seek(0)
-            last = self._errors.read().decode("utf-8", errors="replace").strip().splitlines()[-8:]
-            raise RuntimeError(
-                f"The worker {self.name!r} ended with exit status {self._process.wait()}. Its last words:\n"
-                + "\n".join(f"  {text}" for text in last)
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        paths = os.pathsep.join([str(checkout), *([python_path] if python_path else [])])
+        super().__init__(name, Path(calls.__file__).resolve(), {"PYTHONPATH": paths})
 
     def require(self, do: str, **message: Any) -> dict[str, Any]:
         """As `request`, but raises if the worker answers with an error.
@@ -111,14 +74,6 @@ class _Worker:
 
     def __enter__(self) -> _Worker:
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
 
 
 def run_paired(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ def run_benchmark(
     config: SelfSpeculativeConfig | None = None,
     assistant: Any = None,
     observe: Observer | None = None,
+    gguf: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Time all methods on all prompts, see `SideBySide`.
 
@@ -82,6 +83,7 @@ def run_benchmark(
         config: of the methods that need one.
         assistant: model of the method "assistant".
         observe: callback with the progress, before each call.
+        gguf: the GGUF files of llama.cpp's methods, by the method's name, see `llama_cpp.gguf_methods`.
 
     Returns:
         The summary, as in summary.json.
@@ -98,4 +100,4 @@ def run_benchmark(
             encoded = encode_prompt(tokenizer, prompts[index].text, settings.chat_template)
             return {key: value.to(self.model.device) for key, value in encoded.items()}
 
-    return Benchmark(model, prompts, folder, settings, config, assistant, observe).run()
+    return Benchmark(model, prompts, folder, settings, config, assistant, observe, gguf=gguf).run()

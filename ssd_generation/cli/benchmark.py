@@ -12,7 +12,7 @@ from .option_groups import with_option_groups
 from .options import DEMO, ComparedConfigOptions, MeasuredModelOptions, MethodOptions, ResultOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ..benchmark.runner import BenchmarkSettings
     from ..config import SelfSpeculativeConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = """Measure this library beside plain decoding and its peers.
 
-All methods decode the same prompts in one process, taking turns prompt by prompt, with a fixed number of new tokens. \
+All methods decode the same prompts, taking turns prompt by prompt, with a fixed number of new tokens. \
 Results go to a folder as they are made; the same command with the same folder goes on after an interruption.
 
 [bold]Examples[/bold]
@@ -29,6 +29,7 @@ Results go to a folder as they are made; the same command with the same folder g
   ssd benchmark --limit-per-category 1
   ssd benchmark -m Qwen/Qwen2.5-Coder-1.5B-Instruct --methods auto,auto-free,prompt-lookup-10
   ssd benchmark -m large --assistant small --prompts mt_bench_question.jsonl -o results
+  ssd benchmark -m folder --gguf model-bf16.gguf --gguf model-q4_0.gguf
   ssd benchmark --methods plain-loop --paired ../older-checkout
 
 [bold]Methods[/bold]
@@ -44,6 +45,7 @@ Results go to a folder as they are made; the same command with the same folder g
   prompt-lookup-N  transformers' prompt lookup of N tokens
   assistant        transformers' assisted decoding by --assistant
   early-exit-N     transformers' assisted decoding by the model's own first N layers
+  llama.cpp-NAME   llama.cpp by the GGUF file --gguf …/NAME.gguf
 """
 
 
@@ -64,6 +66,14 @@ class ComparisonOptions(MethodOptions):
     )
     limit_per_category: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts of each category.")
+    ] = None
+    gguf: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="The same model as a GGUF file: llama.cpp decodes by it beside the others, as the method "
+            "`llama.cpp-NAME` of NAME.gguf; may be repeated. Needs `pip install xllamacpp`.",
+        ),
     ] = None
     paired: Annotated[
         Path | None,
@@ -124,6 +134,7 @@ class Request:
         config: for the methods that need one.
         about: the model and where it runs, as the run's config.json says it.
         other: root of the other checkout, where two are compared.
+        gguf: the GGUF files of llama.cpp's methods, by the method's name.
     """
 
     settings: BenchmarkSettings
@@ -131,6 +142,7 @@ class Request:
     config: SelfSpeculativeConfig | None
     about: dict[str, Any]
     other: Path | None
+    gguf: Mapping[str, str]
 
 
 def parse(
@@ -140,17 +152,20 @@ def parse(
 
     Raises:
         ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
+        ImportError: llama.cpp is to be run and not installed.
     """
     from ..benchmark.paired import check_checkout, own_methods
     from ..benchmark.runner import BenchmarkSettings
+    from ..harness.llama_cpp import describe_gguf
     from ..harness.methods import default_methods
     from ..harness.prompts import load_prompts
     from .configs import config_to_compare, requested_methods
 
     config = config_to_compare(draft, model.model)
     is_paired = compared.paired is not None
+    gguf = _gguf_methods(model, compared)
     settings = BenchmarkSettings(
-        methods=requested_methods(compared, config, own_methods if is_paired else default_methods),
+        methods=requested_methods(compared, config, own_methods if is_paired else default_methods, gguf),
         new_tokens=calls.new_tokens,
         repeats=calls.repeats,
         warm_up=calls.warm_up,
@@ -169,13 +184,31 @@ def parse(
         "threads": model.threads,
         "paired": None if compared.paired is None else str(compared.paired),
     }
-    return Request(
-        settings=settings,
-        prompts=load_prompts(compared.prompts or (), compared.category or (), compared.limit_per_category),
-        config=config,
-        about=about,
-        other=None if compared.paired is None else check_checkout(compared.paired),
-    )
+    prompts = load_prompts(compared.prompts or (), compared.category or (), compared.limit_per_category)
+    other = None if compared.paired is None else check_checkout(compared.paired)
+    # Last, since a large file takes seconds.
+    about["gguf"] = [describe_gguf(path) for path in gguf.values()] or None
+    return Request(settings=settings, prompts=prompts, config=config, about=about, other=other, gguf=gguf)
+
+
+def _gguf_methods(model: MeasuredModelOptions, compared: ComparisonOptions) -> dict[str, str]:
+    """The methods of `--gguf`, by name.
+
+    Raises:
+        ValueError, FileNotFoundError, ImportError: no GGUF files, or no place for them.
+    """
+    if not compared.gguf:
+        return {}
+    import torch
+
+    from ..harness.llama_cpp import gguf_methods
+
+    if compared.paired is not None:
+        raise ValueError("--gguf and --paired: two checkouts run this library's own methods. Leave one of them out.")
+    device = model.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if model.device_map is None and not device.startswith("cpu"):
+        raise ValueError(f"--gguf: llama.cpp runs on the CPU here, but the model on {device!r}. Add --device cpu.")
+    return gguf_methods(compared.gguf)
 
 
 def _run(request: Request, model: MeasuredModelOptions, results: ResultOptions) -> tuple[dict[str, Any], Path]:
@@ -221,6 +254,7 @@ def _run_methods(
             config=request.config,
             assistant=small,
             observe=observe,
+            gguf=request.gguf,
         )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from ..support.display import visible
 from .console import styled
@@ -169,8 +171,26 @@ def _overview(summary: Mapping[str, Any]) -> Table:
     table = _table([_HEADERS.get(title, title) for title in header])
     for line in lines:
         # "0.93 (code)", "12 of 12", "3.1 MB (0.5%)": two lines save the width of one.
-        table.add_row(*(cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line))
+        cells = (cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line[1:])
+        table.add_row(_method_cell(line[0]), *cells)
     return table
+
+
+_LONGEST_NAME = 18  # characters in a line of a method's name: that of a file may be of any length
+
+
+def _name_lines(name: str) -> list[str]:
+    """A method's name in lines, cut behind hyphens and the like where there are some."""
+    lines = [""]
+    for part in re.findall(rf"[^-_. ]{{1,{_LONGEST_NAME - 1}}}[-_. ]?|[-_. ]", visible(name)):
+        if len(lines[-1]) + len(part) > _LONGEST_NAME:
+            lines.append("")
+        lines[-1] += part
+    return lines
+
+
+def _method_cell(name: str) -> Text:
+    return styled("\n".join(_name_lines(name)))
 
 
 _HEADERS = {
@@ -189,7 +209,7 @@ _HEADERS = {
 def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     from ..harness.report import categories_of
 
-    first = max([len("method"), *(len(visible(name)) for name in summary["methods"])]) + 1
+    first = max([len("method"), *(len(line) for name in summary["methods"] for line in _name_lines(name))]) + 1
     chunks: list[list[str]] = []
     taken = width
     for category in categories_of(summary):
@@ -220,7 +240,7 @@ def _category_table(summary: Mapping[str, Any], categories: list[str]) -> Table:
                 cells.append(f"{figures['median']:.2f}")
             else:
                 cells.append(f"{figures['median']:.2f}\n{figures['min']:.2f}–{figures['max']:.2f}")
-        table.add_row(name, *cells)
+        table.add_row(_method_cell(name), *cells)
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .layers import parse_layers
@@ -60,6 +60,7 @@ def requested_methods(
     options: MethodOptions,
     config: SelfSpeculativeConfig | None,
     default: Callable[[SelfSpeculativeConfig | None, bool], tuple[str, ...]],
+    gguf: Collection[str] = (),
 ) -> tuple[str, ...]:
     """The methods of `--methods`, plain decoding among them; where it is not given, those of `default`.
 
@@ -67,17 +68,19 @@ def requested_methods(
         options: the methods' names, and the assistant.
         config: for the methods that need one.
         default: the methods by a config and whether there is an assistant.
+        gguf: the methods that GGUF files make; by default they come after the others.
 
     Raises:
-        ValueError: a name that is none, or a method that needs a config or an assistant where there is none.
+        ValueError: a name that is none, or a method that needs a config, an assistant or a GGUF file where there is
+            none.
     """
     from ..harness.methods import check_methods
 
     has_assistant = options.assistant is not None
     if options.methods is None:
-        return default(config, has_assistant)
+        return *default(config, has_assistant), *gguf
     names = [name.strip() for name in options.methods.split(",") if name.strip()]
-    return check_methods(names, config, has_assistant)
+    return check_methods(names, config, has_assistant, gguf)
 
 
 def with_lookup(config: SelfSpeculativeConfig, lookup: bool) -> SelfSpeculativeConfig:

@@ -105,7 +105,7 @@ class MethodOptions:
             metavar="NAMES",
             help="Names separated by commas (`ssd benchmark --help` lists them); plain decoding is always among them. "
             "Default: auto, config if there is one, paper if that config skips something, prompt-lookup-10, assistant "
-            "if there is one; in a benchmark also auto-free, plain-loop, prompt-lookup-2 and -3.",
+            "if there is one; in a benchmark also auto-free, plain-loop, prompt-lookup-2 and -3, and those of --gguf.",
         ),
     ] = None
     assistant: Annotated[

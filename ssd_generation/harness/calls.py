@@ -69,11 +69,13 @@ class Caller:
     Args:
         model: the target model, after `enable_self_speculative`.
         assistant: the model behind `"assistant_model": true` in a request, or `None`.
+        peer: a `LlamaCpp` for requests with `"llama_cpp"`, or `None`.
     """
 
-    def __init__(self, model: Any, assistant: Any = None) -> None:
+    def __init__(self, model: Any, assistant: Any = None, peer: Any = None) -> None:
         self.model = model
         self.assistant = assistant
+        self.peer = peer
         self._learnt: dict[str, Any] = {}
 
     def call(
@@ -89,14 +91,17 @@ class Caller:
         Args:
             method: whose policies to use.
             request: what this method adds to `generate`'s arguments; `"assistant_model": True` stands for the
-                assistant.
+                assistant, and one with `"llama_cpp"` goes to the peer.
             inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
             options: `generate`'s other arguments.
             seed: of torch's random state; `None` leaves it alone.
 
         Raises:
-            Whatever `generate` raises.
+            Whatever `generate`, or the peer, raises.
         """
+        if "llama_cpp" in request:
+            called: TimedCall = self.peer.call(request["llama_cpp"], inputs["input_ids"], options["max_new_tokens"])
+            return called
         model = self.model
         arguments = {**options, **self.arguments(request)}
         if seed is not None:

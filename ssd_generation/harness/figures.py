@@ -13,7 +13,7 @@ from ..config import Costs
 from ..decoding.statistics import SpeculationStatistics
 from .comparison import first_difference
 from .interleaved import Timing, spread
-from .methods import PLAIN, UNDRAFTED
+from .methods import PLAIN, UNDRAFTED, is_llama_cpp
 from .sampling_check import SamplingCheck
 
 __all__ = [
@@ -301,7 +301,8 @@ def summarise(
             entry["ratio"] = _ratio_summary(_by_category(own, _ratio, lambda row: row["category"]))
             # Assisted decoding drafts and verifies before the pass that would have to be left out is over.
             of_loop = [(row, plain) for row, plain in own if row["speculation"] is not None]
-            entry["decode_ratio"] = _ratio_summary(_by_category(of_loop, _decode_ratio, lambda row: row["category"]))
+            apart = own if is_llama_cpp(name) else of_loop
+            entry["decode_ratio"] = _ratio_summary(_by_category(apart, _decode_ratio, lambda row: row["category"]))
             entry["tokens_per_second"] = spread([_timing(row).tokens_per_second for row, _ in own])
             if arguments["do_sample"]:
                 entry["draws"] = _sampling_check(rows, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,14 @@ from ..config import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipCo
 from ..forward.sublayers import DecoderLayout, locate_sublayers
 
 __all__ = [
+    "LLAMA_CPP",
     "METHODS",
     "PLAIN",
     "UNDRAFTED",
     "Method",
     "check_methods",
     "default_methods",
+    "is_llama_cpp",
     "make_methods",
     "of_config",
     "portable",
@@ -26,6 +28,8 @@ __all__ = [
 ]
 
 PLAIN, UNDRAFTED = "plain", "plain-loop"
+LLAMA_CPP = "llama.cpp-"
+"""What the names of llama.cpp's methods begin with; the name of a GGUF file follows."""
 
 METHODS: Mapping[str, str] = {
     PLAIN: "transformers' own decoding; always there",
@@ -42,8 +46,9 @@ METHODS: Mapping[str, str] = {
     "prompt-lookup-N": "transformers' prompt lookup of N tokens",
     "assistant": "transformers' assisted decoding by --assistant",
     "early-exit-N": "transformers' assisted decoding by the model's own first N layers",
+    "llama.cpp-NAME": "llama.cpp by the GGUF file --gguf …/NAME.gguf",
 }
-"""Names and what they mean; N stands for a number."""
+"""Names and what they mean; N stands for a number, NAME for the name of a file."""
 
 _NUMBERED = {"prompt-lookup": "prompt_lookup_num_tokens", "early-exit": "assistant_early_exit"}
 _NEEDS_CONFIG = ("skip", "config", "paper")
@@ -56,7 +61,8 @@ class Method:
 
     Attributes:
         name: as in `METHODS`, with a number for N.
-        request: what it adds to `generate`'s arguments; `"assistant_model": True` stands for the assistant.
+        request: what it adds to `generate`'s arguments; `"assistant_model": True` stands for the assistant. Of a
+            method that is not `generate`'s: the GGUF file, `"llama_cpp": path`.
     """
 
     name: str
@@ -72,6 +78,11 @@ class Method:
         """Its config, if it has one."""
         request = self.request.get("self_speculative")
         return request if isinstance(request, SelfSpeculativeConfig) else None
+
+
+def is_llama_cpp(name: str) -> bool:
+    """Whether a method of that name is run by llama.cpp."""
+    return name.startswith(LLAMA_CPP)
 
 
 def of_config(config: SelfSpeculativeConfig | None) -> tuple[str, ...]:
@@ -94,13 +105,20 @@ def default_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -
     )
 
 
-def check_methods(names: Sequence[str], config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
+def check_methods(
+    names: Sequence[str],
+    config: SelfSpeculativeConfig | None,
+    has_assistant: bool,
+    gguf: Collection[str] = (),
+) -> tuple[str, ...]:
     """Names of methods, checked before a model is loaded, plain decoding first.
 
     Args:
         names: see `METHODS`.
         config: of the methods that need one.
         has_assistant: whether there is a model for `assistant`.
+        gguf: the methods that GGUF files make, see `llama_cpp.gguf_methods`. Each has to be named: nobody gives a file
+            for nothing.
 
     Raises:
         ValueError: an unknown or repeated name, nothing to compare with plain decoding, or a method without what it
@@ -108,7 +126,9 @@ def check_methods(names: Sequence[str], config: SelfSpeculativeConfig | None, ha
     """
     for name in names:
         kind = _number_of(name)[0]
-        if (kind not in METHODS or kind.endswith("-N")) and kind not in _NUMBERED:
+        if is_llama_cpp(name):
+            _check_gguf(name, gguf)
+        elif (kind not in METHODS or kind.endswith("-N")) and kind not in _NUMBERED:
             raise ValueError(f"There is no method {name!r}. Choose from {', '.join(METHODS)}.")
         if kind in _NUMBERED and _number_of(name)[1] < 1:
             raise ValueError(f"The method {kind}-N needs a number of at least 1, such as {kind}-3, but got {name!r}.")
@@ -117,6 +137,11 @@ def check_methods(names: Sequence[str], config: SelfSpeculativeConfig | None, ha
             raise ValueError("The method 'assistant' needs an assistant model. Name one with --assistant.")
         if names.count(name) > 1:
             raise ValueError(f"The method {name!r} was named more than once. Name it once.")
+    for name in gguf:
+        if name not in names:
+            raise ValueError(
+                f"The method {name!r} of --gguf is not among --methods. Name it there, or leave --gguf out."
+            )
     others = tuple(name for name in names if name != PLAIN)
     if not others:
         raise ValueError(f"There is nothing to compare with plain decoding. Name a method: {', '.join(METHODS)}.")
@@ -124,7 +149,11 @@ def check_methods(names: Sequence[str], config: SelfSpeculativeConfig | None, ha
 
 
 def make_methods(
-    names: Sequence[str], model: Any, config: SelfSpeculativeConfig | None = None, seed: int = 0
+    names: Sequence[str],
+    model: Any,
+    config: SelfSpeculativeConfig | None = None,
+    seed: int = 0,
+    gguf: Mapping[str, str] | None = None,
 ) -> list[Method]:
     """The methods of those names for a model.
 
@@ -133,11 +162,21 @@ def make_methods(
         model: the target model, enabled.
         config: what `skip`, `config` and `paper` draft by.
         seed: of `random-half`.
+        gguf: the GGUF files of llama.cpp's methods, by the method's name.
 
     Raises:
-        ValueError: as `check_methods`, where a config is concerned.
+        ValueError: as `check_methods`, where a config or a GGUF file is concerned.
     """
-    return [Method(name, _request(name, model, config, seed)) for name in names]
+    files = gguf or {}
+    return [
+        Method(name, _of_llama_cpp(name, files) if is_llama_cpp(name) else _request(name, model, config, seed))
+        for name in names
+    ]
+
+
+def _of_llama_cpp(name: str, files: Mapping[str, str]) -> dict[str, Any]:
+    _check_gguf(name, files)
+    return {"llama_cpp": files[name]}
 
 
 def _request(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: int) -> dict[str, Any]:
@@ -184,6 +223,15 @@ def _check_config(name: str, config: SelfSpeculativeConfig | None) -> None:
         raise ValueError(
             f"The method {name!r} drafts by a skip set alone, but this config skips nothing. Name another one with "
             "--config, or layers with --skip-attention and --skip-mlp."
+        )
+
+
+def _check_gguf(name: str, known: Collection[str]) -> None:
+    if name not in known:
+        there = f"; those of --gguf here: {', '.join(known)}" if known else ""
+        raise ValueError(
+            f"The method {name!r} needs a GGUF file of that name{there}. Name it in `ssd benchmark` with --gguf "
+            f"…/{name.removeprefix(LLAMA_CPP) or 'NAME'}.gguf."
         )
 
 

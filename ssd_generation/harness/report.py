@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..support.display import for_markdown, for_plot
-from .methods import PLAIN
+from .methods import PLAIN, is_llama_cpp
 from .sampling_check import z_figure
 
 __all__ = [
@@ -206,6 +206,11 @@ def conditions(summary: Mapping[str, Any]) -> list[str]:
             "Ratios are tokens per second relative to plain decoding of the same prompt and repeat; above 1 is faster. "
             "The geometric mean is that of the categories' medians."
         )
+    if any(map(is_llama_cpp, summary["methods"])):
+        lines.append(
+            "llama.cpp has a process of its own, is given the prompts as tokens, and rounds in its own way, by the "
+            "weights of its GGUF file."
+        )
     return lines
 
 
@@ -217,11 +222,13 @@ def _place(environment: Mapping[str, Any]) -> str:
         place = f"{environment['cpu']}, {environment['threads']} of {environment['cpu_count']} CPUs"
     commit, dirty, _ = (environment.get("commit") or "").partition("-dirty")
     commit = f" ({commit[:10]}{dirty})" if commit else ""
+    peer = f", xllamacpp {versions['xllamacpp']}" if "xllamacpp" in versions else ""
     own = ", ".join(f"{key} {value}" for key, value in environment.get("generation_config", {}).items())
+    settings = f" The model's own generation config sets {own}." if own else ""
     return (
         f"{environment['model']} in {environment['dtype']} ({environment['attention_implementation']}) on {place}; "
         f"torch {versions['torch']}, transformers {versions['transformers']}, ssd_generation "
-        f"{versions['ssd_generation']}{commit}." + (f" The model's own generation config sets {own}." if own else "")
+        f"{versions['ssd_generation']}{commit}{peer}.{settings}"
     )
 
 

@@ -27,8 +27,9 @@ from .environment import (
 )
 from .figures import finished_calls, latest_calls, ratios_so_far, summarise
 from .interleaved import interleaved, rotated
+from .llama_cpp import LlamaCpp, llama_cpp_version
 from .memory import peak_bytes
-from .methods import PLAIN, Method, make_methods
+from .methods import PLAIN, Method, is_llama_cpp, make_methods
 from .report import markdown, plot_summary
 from .run_folder import PLOT, ROWS, SUMMARY, TABLE, RunFolder
 from .sampling_check import check_sampling
@@ -89,6 +90,10 @@ class RunSettings:
                 raise ValueError(f"The temperature must be above 0, but got {self.temperature:g}.")
         if not self.methods or self.methods[0] != PLAIN:
             raise ValueError(f"Plain decoding comes first, but got the methods {', '.join(self.methods) or 'none'}.")
+        peer = next(filter(is_llama_cpp, self.methods), None)
+        if self.do_sample and peer is not None:
+            # Its sampling is another one: neither texts nor speeds would compare.
+            raise ValueError(f"The method {peer!r} decodes greedily only. Leave do_sample out, or this method.")
 
     def check_least(self, **least: int) -> None:
         """Raise if a value is too small."""
@@ -163,6 +168,7 @@ class SideBySide:
         assistant: model of the method "assistant".
         observe: callback with the progress, before each call.
         share: what of the run is done here.
+        gguf: the GGUF files of llama.cpp's methods, by the method's name, see `gguf_methods`.
 
     Raises:
         ValueError: the folder holds something that such a run cannot have written.
@@ -181,6 +187,7 @@ class SideBySide:
         assistant: Any = None,
         observe: Observer | None = None,
         share: Share = WHOLE_RUN,
+        gguf: Mapping[str, str] | None = None,
     ) -> None:
         known = {item.id for item in items}
         check_rows(folder.rows, folder.path / ROWS, settings.methods, known, self.fields_of_calls)
@@ -192,11 +199,14 @@ class SideBySide:
         self.observe = observe
         self.part = share.part
         self.earlier = share.earlier
-        self.caller = Caller(model, assistant)
+        self.peer = LlamaCpp()
+        self.caller = Caller(model, assistant, self.peer)
         self.options = settings.options(getattr(model.generation_config, "pad_token_id", None))
-        self.methods = make_methods(settings.methods, model, config, settings.seed)
+        self.methods = make_methods(settings.methods, model, config, settings.seed, gguf)
         own = own_settings(model, self.options)
         self.environment = run_environment(model) | ({"generation_config": own} if own else {})
+        if any(map(is_llama_cpp, settings.methods)):
+            self.environment["versions"]["xllamacpp"] = llama_cpp_version()
         self.session = start_session(folder, self.environment, self.rows)
         # Calls that failed in an earlier session are repeated: there may be more memory now, or another version.
         self.earlier_sessions = {row["session"] for row in self.rows if "session" in row}
@@ -240,7 +250,8 @@ class SideBySide:
             KeyboardInterrupt: passed on; finished calls are kept, with a summary of them.
         """
         try:
-            self.everything()
+            with contextlib.closing(self.peer):
+                self.everything()
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self.summary(complete=False)
@@ -381,6 +392,13 @@ class SideBySide:
 
     def _measure_memory(self, method: Method) -> None:
         row: dict[str, Any] = {"kind": "memory", "method": method.name}
+        if is_llama_cpp(method.name):
+            try:
+                row |= self.peer.memory(method.request["llama_cpp"])
+            except Exception as error:
+                row["error"] = first_line(error)
+            self.folder.append(row)
+            return
         try:
             inputs = self._inputs_to_try()
             # First, since this makes the copies, which should exist while the peak is measured.

@@ -244,7 +244,7 @@ def _unknown(row: Mapping[str, Any], methods: Collection[str], items: Collection
 _ENVIRONMENT = _fields(
     {
         **dict.fromkeys(("model", "dtype", "attention_implementation", "device"), _optional(string)),
-        "versions": _fields(dict.fromkeys(("torch", "transformers", "ssd_generation"), string)),
+        "versions": _fields(dict.fromkeys(("torch", "transformers", "ssd_generation"), string), {"xllamacpp": string}),
     },
     {
         **dict.fromkeys(("cpu", "commit"), _optional(string)),
