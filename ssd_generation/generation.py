@@ -39,7 +39,7 @@ from .forward.sublayers import input_device, locate_sublayers
 from .support.display import visible
 from .support.messages import clipped, shown
 from .support.model_state import state_of
-from .tuning.automatic import DRAFT_MEMORY, automatic_config, check_budget
+from .tuning.automatic import automatic_config, check_budget
 from .tuning.costs import costs_of
 from .tuning.exactness import invariant_of
 from .tuning.measuring import describe_machine
@@ -121,7 +121,7 @@ class SelfSpeculativeMixin:
                 measures what drafting costs on this machine (seconds, kept on the disk), then every call drafts by what
                 pays, or not at all.
             draft_memory: share of the weights' bytes that low-bit copies for drafting may take, 0 (none) to 100. With
-                `"auto"` 0.3 where it is not given; with a config that takes more, an error.
+                `"auto"` 0.3 where it is not given (0.35 of 16-bit weights); with a config that takes more, an error.
             **kwargs: as in transformers' `generate`.
 
         Returns:
@@ -527,7 +527,7 @@ def _resolve(
         # A plain pass over the prompt, which must not be taken for a part of some other call.
         token = _CALL.set(None)
         try:
-            return automatic_config(model, text, DRAFT_MEMORY if draft_memory is None else draft_memory)
+            return automatic_config(model, text, draft_memory)
         finally:
             _CALL.reset(token)
     if isinstance(request, str) and not os.path.exists(request):

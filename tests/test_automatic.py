@@ -28,8 +28,9 @@ from ssd_generation import (
 from ssd_generation.forward.low_bit import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
 from ssd_generation.support import measurements
 from ssd_generation.support.measurements import cached_measurement
+from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import automatic, costs
-from ssd_generation.tuning.automatic import automatic_choice, automatic_config, check_budget, weight_bytes
+from ssd_generation.tuning.automatic import automatic_choice, automatic_config, check_budget, usual_budget, weight_bytes
 from ssd_generation.tuning.costs import VERIFIED, measure_costs
 from ssd_generation.tuning.measuring import describe_machine
 from tiny_models import forget_measurements, left_padded, prompt, tiny_model
@@ -138,6 +139,39 @@ def test_agreement_with_the_prompt_counts(model: Any, monkeypatch: pytest.Monkey
     assert automatic_choice(model, prompt(90), draft_memory=1.0).expected["int8"] < chosen.expected["int8"]
 
 
+def test_what_the_drafts_come_to_counts_from_call_to_call(
+    model: Any, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    price(monkeypatch, by_precision(int8=0.3, int4=0.28))
+    first = automatic_choice(model, None, draft_memory=1.0)
+    assert first.precision == "int8" and automatic_choice(model, None, draft_memory=1.0) == first
+    texts(model, draft_memory=1.0)
+    policy = state_of(model).policies[first.config]
+    # Little says nothing, and what says the same keeps the config, with all that was learnt under it.
+    policy._judged, policy._right = automatic._LEAST_RECORD - 1, 0
+    assert automatic_choice(model, None, draft_memory=1.0) == first
+    policy._judged, policy._right = 100, 98
+    again = automatic_choice(model, None, draft_memory=1.0)
+    assert again.config == first.config and policy._judged == 0
+    # As much as was known before has to come together until it counts again.
+    policy._judged, policy._right = 99, 0
+    assert automatic_choice(model, None, draft_memory=1.0) == again
+    policy._judged, policy._right = 100, 60
+    second = automatic_choice(model, None, draft_memory=1.0)
+    assert second.precision == "int4" and second.expected["int8"] < second.expected["int4"]
+    plain, ours = texts(model, draft_memory=1.0)
+    assert torch.equal(plain, ours)
+    # The next process knows it as well.
+    forget_measurements()
+    assert automatic_choice(made(), None, draft_memory=1.0).precision == "int4"
+    state_of(model).policies[second.config]._judged = 1000
+    third = automatic_choice(model, None, draft_memory=1.0)
+    assert third.precision == "int8"  # the better one again, as far as is known
+    texts(model, draft_memory=1.0)
+    state_of(model).policies[third.config]._judged = 10000
+    assert automatic_choice(model, None, draft_memory=1.0).precision is None
+
+
 # --- the budget
 # --------------------------------------------------------------------------------------------------
 
@@ -152,6 +186,13 @@ def test_no_memory_no_copies(model: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     choice = automatic_choice(model, prompt(20), 0)
     assert choice.precision is None and set(choice.ruled_out) == set(automatic._USUAL_AGREEMENT)
     assert all("more than draft_memory=0" in reason for reason in choice.ruled_out.values())
+
+
+def test_the_usual_budget() -> None:
+    assert usual_budget(tiny_model("llama")) == 0.3
+    assert usual_budget(tiny_model("llama").to(torch.bfloat16)) == usual_budget(tiny_model("llama").half()) == 0.35
+    choice = automatic_choice(enable_self_speculative(tiny_model("llama").to(torch.bfloat16)))
+    assert choice.draft_memory == 0.35
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.12, 0.14, 0.16, 0.2, 0.3, 1.0])

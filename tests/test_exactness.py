@@ -281,12 +281,26 @@ def test_by_default_where_it_is_nearly_free(
     found = Certificate(Invariant("linear", (2, 3)))
     monkeypatch.setattr(exactness, "certificate_of", lambda model: found)
     monkeypatch.setattr(exactness, "cost_of", lambda model: cost)
+    monkeypatch.setattr(exactness, "is_free", lambda model: False)
     model = model_of("llama", dtype)
     way, reason = invariant_of(model, None)
     assert (way is not None) == is_exact == (reason is None)
     assert is_exact or 'exactness="bitwise" asks for them' in str(reason)
     assert invariant_of(model, "bitwise") == (found.invariant, None)
     assert invariant_of(model, "numeric") == (None, "it was asked for")
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code is made here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_free_is_not_measured(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(exactness, "_cost", lambda model: pytest.fail("measured"))
+    for family in ("llama", "qwen2"):
+        assert invariant_of(model_of(family, dtype), None)[0] is not None
+    # Heads of keys and values of two sizes attend by torch's kernels, a token after the other.
+    assert not exactness.is_free(model_of("deepseek_v3", dtype))
+    for module in (exactness, passes):
+        monkeypatch.setattr(module, "why_not", lambda: "of the test")
+    assert not exactness.is_free(model_of("llama", dtype))
 
 
 def test_what_cannot_be_exact_says_why() -> None:

@@ -43,7 +43,7 @@ class DraftOptions(ConfigOptions):
             min=0.0,
             metavar="SHARE",
             help="The most memory that low-bit copies may take, as a share of the weights' bytes; 0: no copies. "
-            "Default: 0.3 for auto, else no limit.",
+            "Default: 0.3 for auto (0.35 of 16-bit weights), else no limit.",
         ),
     ] = None
     adapt: Annotated[

@@ -261,10 +261,10 @@ def choose_draft(
 
 def _automatic(target: Any, prompt: torch.Tensor, draft_memory: float | None) -> AutomaticChoice:
     """What pays for this model on this machine."""
-    from ..tuning.automatic import DRAFT_MEMORY, automatic_choice
+    from ..tuning.automatic import automatic_choice
 
     with measuring():
-        return automatic_choice(target, prompt, DRAFT_MEMORY if draft_memory is None else draft_memory)
+        return automatic_choice(target, prompt, draft_memory)
 
 
 def _without_lookup(config: SelfSpeculativeConfig) -> SelfSpeculativeConfig:

@@ -207,6 +207,7 @@ class CostAwarePolicy(DraftPolicy):
         self._gains: list[list[float]] = [[] for _ in _LOOKUP_PRIOR]
         # How often lookup offers nothing, a 1-gram, 2-gram, 3-gram, longer.
         self._matches = [1.0, 0.0, 0.0, 0.0, 0.0]
+        self._judged = self._right = 0  # of its own drafts' tokens, since the record was last taken
         self._account = _Account(_START)
         self._lookup_account = _Account(_LOOKUP_START)
         self._rounds = 0
@@ -328,6 +329,8 @@ class CostAwarePolicy(DraftPolicy):
         drafted = min(drafted, self.max_length)
         kept = min(accepted, drafted)
         if drafted:
+            self._judged += min(kept + 1, drafted)
+            self._right += kept
             # The depths not reached are discounted as well: what they say gets old.
             for i, counts in enumerate(self._depths):
                 judged = i <= kept and i < drafted
@@ -349,6 +352,18 @@ class CostAwarePolicy(DraftPolicy):
                     counts[0] = counts[0] * _LOOKUP_DISCOUNT + 1.0
                     counts[1] = counts[1] * _LOOKUP_DISCOUNT + (i < right)
             self._stale += 1 if right else 2
+
+    def take_record(self, least: int) -> tuple[int, int]:
+        """How many tokens of its own drafts were judged since the last time, and how many of them were accepted.
+
+        Args:
+            least: fewer are kept for the next time, and `(0, 0)` is given.
+        """
+        if self._judged < least:
+            return 0, 0
+        record = self._judged, self._right
+        self._judged = self._right = 0
+        return record
 
     def _settle(self) -> None:
         """Book the round on the accounts."""

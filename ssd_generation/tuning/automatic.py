@@ -11,10 +11,12 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
+from ..drafting.cost_aware import CostAwarePolicy
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.passes import skip_mode_of
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
+from ..support.model_state import state_of
 from .costs import costs_of
 from .measuring import describe_model
 from .speedup import theoretical_speedup
@@ -24,15 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DRAFT_MEMORY",
+    "DRAFT_MEMORY_OF_HALF",
     "AutomaticChoice",
     "automatic_choice",
     "automatic_config",
     "check_budget",
+    "usual_budget",
     "weight_bytes",
 ]
 
 DRAFT_MEMORY = 0.3
-"""Share of the weights' bytes that low-bit copies may take by default."""
+DRAFT_MEMORY_OF_HALF = 0.35
+"""Shares of the weights' bytes that low-bit copies may take by default: of float32 weights, and of those of 16 bits, of
+which a copy in 4 bits takes somewhat more."""
 
 _SPEEDUP = Number(0, 1e6)
 _SHARE_OF_WEIGHTS = Number(0, 100, "a share of the weights' bytes", "0 allows no copies.")
@@ -40,9 +46,15 @@ _SHARE_OF_WEIGHTS = Number(0, 100, "a share of the weights' bytes", "0 allows no
 # What low-bit drafts were seen to agree with their targets in (PrecisionConfig.named), with a weight in tokens: a short
 # prompt tells little.
 _USUAL_AGREEMENT = {"int8": 0.98, "int4": 0.96, "int4, head int4": 0.945}
-_USUAL_WEIGHT = 32
+_USUAL_WEIGHT = 16
 _LOOKED_AT = 96
 """Tokens of the prompt that the candidates are tried on."""
+
+_LEAST_RECORD = 64
+"""Judged tokens of drafts from which on they say something about another text."""
+
+_LEAD = 1.05
+"""By how much another candidate has to be ahead to be exchanged for: its copies have to be made."""
 
 _LEAST_GAIN = 1.03
 """A draft with a smaller predicted speed-up than this is not worth its memory."""
@@ -89,6 +101,12 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def usual_budget(model: torch.nn.Module) -> float:
+    """The share of a model's weights' bytes that low-bit copies may take unless something else is asked for."""
+    bits = [p.element_size() for p in model.parameters() if p.is_floating_point()]
+    return DRAFT_MEMORY_OF_HALF if bits and max(bits) <= 2 else DRAFT_MEMORY
+
+
 def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_memory: float) -> None:
     """Check that a config's low-bit copies fit a memory budget.
 
@@ -117,30 +135,32 @@ def _check_share(draft_memory: Any) -> float:
 
 
 def automatic_config(
-    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float = DRAFT_MEMORY
+    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float | None = None
 ) -> SelfSpeculativeConfig:
     """The config of `automatic_choice`, where the reasons do not matter."""
     return automatic_choice(model, prompt, draft_memory).config
 
 
 def automatic_choice(
-    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float = DRAFT_MEMORY
+    model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float | None = None
 ) -> AutomaticChoice:
     """The config with the greatest predicted speed-up: prompt lookup, and low-bit copies where they pay and fit.
 
     The first call for a model on a machine tries the candidates (seconds: their cost, and how often they agree with the
-    model on `prompt`) and keeps the answer on the disk; later calls read it.
+    model on `prompt`) and keeps the answer on the disk; later calls read it. What was accepted of the chosen one's
+    drafts since counts as well, each time it is as much as was known before: so another one may take its place.
 
     Args:
         model: the target model.
         prompt (`torch.LongTensor` of shape `(B, sequence_length)`, *optional*): text to try the candidates on.
-        draft_memory: share of the weights' bytes that low-bit copies may take, 0 to 100; 0 allows none.
+        draft_memory: share of the weights' bytes that low-bit copies may take, 0 to 100; 0 allows none. `None`: as
+            `usual_budget` says.
 
     Raises:
         TypeError: `draft_memory` is not a number.
         ValueError: `draft_memory` is out of range.
     """
-    draft_memory = _check_share(draft_memory)
+    draft_memory = usual_budget(model) if draft_memory is None else _check_share(draft_memory)
     names, ruled_out = _allowed(model, draft_memory)
     if not names:
         lookup = _candidate(None, 0.0)
@@ -151,7 +171,7 @@ def automatic_choice(
         "name": getattr(model.config, "_name_or_path", None),
         **describe_model(model),
         "names": names,
-        "format": 3,
+        "format": 4,
     }
 
     def chosen(choice: Any) -> AutomaticChoice:
@@ -165,7 +185,11 @@ def automatic_choice(
             ruled_out,
         )
 
-    choice = chosen(cached_measurement(model, described, lambda: _choose(model, names, prompt), use=chosen))
+    known = cached_measurement(model, described, lambda: _choose(model, names, prompt), use=chosen)
+    again = _reconsidered(model, known)
+    if again is not known:
+        known = cached_measurement(model, described, lambda: again, again=True, use=chosen)
+    choice = chosen(known)
     return dataclasses.replace(choice, config=dataclasses.replace(choice.config, costs=costs_of(model, choice.config)))
 
 
@@ -230,8 +254,7 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
                 with skip_mode_of(model, config)[0]:
                     same = _choices(model, text) == choices
                 right, seen = int(same.sum()), same.numel()
-            usual = _USUAL_AGREEMENT[name]
-            acceptance = (right + usual * _USUAL_WEIGHT) / (seen + _USUAL_WEIGHT)
+            acceptance = _acceptance(name, right, seen)
             speedup = max(1.0, theoretical_speedup([acceptance], costs_of(model, config))[0])
             tried[name] = {"agreed": right, "of": seen, "speedup": speedup}
             if speedup > best["speedup"]:
@@ -247,6 +270,39 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
             keep_only(model, copies_of(model, SkipConfig(), _precision(best["precision"])))
     answer = {**best, "tried": tried}
     return NoisyMeasurement(answer) if was_noisy(model) else answer
+
+
+def _reconsidered(model: PreTrainedModel, choice: Any) -> Any:
+    """A choice with what the chosen candidate's drafts have come to since; the same object where that is little."""
+    name = choice["precision"]
+    tried = choice["tried"].get(name)
+    if tried is None:
+        return choice
+    config = _candidate(name, choice["acceptance"])
+    policy = state_of(model).policies.get(dataclasses.replace(config, costs=costs_of(model, config)))
+    if not isinstance(policy, CostAwarePolicy):
+        return choice
+    judged, right = policy.take_record(max(tried["of"], _LEAST_RECORD))
+    if not judged:
+        return choice
+    tried = {"agreed": tried["agreed"] + right, "of": tried["of"] + judged}
+    acceptance = _acceptance(name, **tried)
+    tried["speedup"] = max(1.0, theoretical_speedup([acceptance], costs_of(model, config))[0])
+    found = {**choice["tried"], name: tried}
+    best = max(found, key=lambda other: float(found[other]["speedup"]))
+    speedup = found[best]["speedup"]
+    if speedup < _LEAST_GAIN:
+        return {"precision": None, "acceptance": 0.0, "speedup": _LEAST_GAIN, "tried": found}
+    if best == name or speedup < _LEAD * tried["speedup"]:
+        # The acceptance that the policy began with stays: under another one it would begin anew.
+        return {**choice, "tried": found}
+    acceptance = _acceptance(best, found[best]["agreed"], found[best]["of"])
+    return {"precision": best, "acceptance": acceptance, "speedup": speedup, "tried": found}
+
+
+def _acceptance(name: str, agreed: float, of: float) -> float:
+    """What is to be expected of a candidate that was right so often."""
+    return float((agreed + _USUAL_AGREEMENT[name] * _USUAL_WEIGHT) / (of + _USUAL_WEIGHT))
 
 
 def _choices(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from .measuring import describe_model, time_in_turns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["HOW_TO_ASK", "Certificate", "certificate_of", "cost_of", "invariant_of"]
+__all__ = ["HOW_TO_ASK", "Certificate", "certificate_of", "cost_of", "invariant_of", "is_free"]
 
 HOW_TO_ASK = 'exactness="bitwise" asks for them'
 """Ends the reason where exact passes are dear; the command line has an option for it."""
@@ -109,11 +109,20 @@ def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invaria
 
 def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | None, str | None]:
     """See `invariant_of`, of a model whose passes can be captured."""
-    if exactness is None and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
+    if exactness is None and not is_free(model) and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
         # Before their bits are checked, which takes longer.
         return None, f"passes exact to the bit would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
     found = certificate_of(model)
     return found.invariant, found.refusal
+
+
+def is_free(model: PreTrainedModel) -> bool:
+    """Whether exact passes are what others would be: code made here does all of a layer, whatever is asked for."""
+    if "native" not in _kernels(model):
+        return False
+    passes = captured_target(model, Invariant("native", WIDTHS))
+    program = None if passes is None else passes.program(_TIMED[-1])
+    return program is not None and ".attend(" not in program.source
 
 
 def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
