@@ -510,8 +510,8 @@ def test_an_unchanged_model_is_not_captured_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(passes, "capture_pass", watched)
     texts(model)
-    # The draft's step twice, and the target's passes of three lengths, from which all others follow.
-    assert lengths[:5] == [1, 1, 2, 3, 33] and set(lengths[5:]) <= {1}
+    # Single tokens, and passes of three lengths, from which all others follow.
+    assert set(lengths) == {1, 2, 3, 33}
     lengths.clear()
     texts(model)
     assert lengths == []

@@ -135,7 +135,11 @@ def config_dict(rng: random.Random, folder: Path) -> tuple[Callable[[], Any], st
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return enable_self_speculative(tiny_model("llama"))
+    model = enable_self_speculative(tiny_model("llama"))
+    for precision in (None, "int8", "int4"):  # kernels are compiled once a machine, not at some input's expense
+        config = SelfSpeculativeConfig(SkipConfig(attention=[1]), precision=precision)
+        model.generate(prompt(8), max_new_tokens=8, do_sample=False, self_speculative=config)
+    return model
 
 
 def arguments_of(model: Any) -> Attempt:
