@@ -22,8 +22,8 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 ADDRESS = ir.PointerType()
 VOID = ir.VoidType()
 
-STORED: dict[str, Any] = {"float32": FLOAT, "bfloat16": I16, "float16": HALF, "int8": I8, "int4": I16}
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5}
+STORED: dict[str, Any] = {"float32": FLOAT, "bfloat16": I16, "float16": HALF, "int8": I8}
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 
 
 def vector(kind: Any) -> Any:

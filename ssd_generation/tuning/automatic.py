@@ -186,10 +186,16 @@ def automatic_choice(
         )
 
     known = cached_measurement(model, described, lambda: _choose(model, names, prompt), use=chosen)
-    again = _reconsidered(model, known)
+    choice = _with_costs(model, chosen(known))
+    again = _reconsidered(model, known, choice.config)
     if again is not known:
         known = cached_measurement(model, described, lambda: again, again=True, use=chosen)
-    choice = chosen(known)
+        choice = _with_costs(model, chosen(known))
+    return choice
+
+
+def _with_costs(model: PreTrainedModel, choice: AutomaticChoice) -> AutomaticChoice:
+    """A choice whose config has the costs measured here."""
     return dataclasses.replace(choice, config=dataclasses.replace(choice.config, costs=costs_of(model, choice.config)))
 
 
@@ -272,22 +278,21 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
     return NoisyMeasurement(answer) if was_noisy(model) else answer
 
 
-def _reconsidered(model: PreTrainedModel, choice: Any) -> Any:
-    """A choice with what the chosen candidate's drafts have come to since; the same object where that is little."""
+def _reconsidered(model: PreTrainedModel, choice: Any, config: SelfSpeculativeConfig) -> Any:
+    """A choice with what the drafts of its config have come to since; the same object where that is little."""
     name = choice["precision"]
     tried = choice["tried"].get(name)
     if tried is None:
         return choice
-    config = _candidate(name, choice["acceptance"])
-    policy = state_of(model).policies.get(dataclasses.replace(config, costs=costs_of(model, config)))
-    if not isinstance(policy, CostAwarePolicy):
+    policy = state_of(model).policies.get(config)
+    if not isinstance(policy, CostAwarePolicy) or config.costs is None:
         return choice
     judged, right = policy.take_record(max(tried["of"], _LEAST_RECORD))
     if not judged:
         return choice
     tried = {"agreed": tried["agreed"] + right, "of": tried["of"] + judged}
     acceptance = _acceptance(name, **tried)
-    tried["speedup"] = max(1.0, theoretical_speedup([acceptance], costs_of(model, config))[0])
+    tried["speedup"] = max(1.0, theoretical_speedup([acceptance], config.costs)[0])
     found = {**choice["tried"], name: tried}
     best = max(found, key=lambda other: float(found[other]["speedup"]))
     speedup = found[best]["speedup"]
