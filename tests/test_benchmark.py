@@ -6,13 +6,16 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from ssd_generation import SkipConfig
-from ssd_generation.benchmark import overhead
+from ssd_generation import SkipConfig, enable_self_speculative
+from ssd_generation.benchmark import kernels, overhead
+from ssd_generation.benchmark.kernels import measure_kernels
 from ssd_generation.benchmark.memory import measure_memory
 from ssd_generation.benchmark.overhead import measure_overhead
+from ssd_generation.native.sequence import KernelList
 from tiny_models import tiny_model
 
 CHARACTERS = "#abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789"
@@ -51,3 +54,40 @@ def test_memory_is_counted_by_live_tensors() -> None:
         # No second cache: far less than another copy of the keys and values.
         assert figures["difference"] < held
     assert report["weights"] == sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_are_counted_by_their_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_LARGE", 1 << 12)
+    model = enable_self_speculative(tiny_model(hidden_size=96, intermediate_size=64, vocab_size=128).to(dtype))
+    called = KernelList.__call__
+    report = measure_kernels(model, [1, 3], repeats=2)
+    assert KernelList.__call__ is called
+    assert report["memory"] > 0
+    name = str(dtype).removeprefix("torch.")
+    assert [(one["weights"], one["rows"]) for one in report["passes"]] == [
+        (weights, rows) for weights in (name, "int8", "int4") for rows in (1, 3)
+    ]
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    for one in report["passes"]:
+        parts = one["parts"]
+        shapes = {part: found for part, found in parts.items() if "bytes" in found}
+        assert {"attention", "norm", "gate", "rotary", "add"} == set(parts) - set(shapes)
+        per_weight = {name: dtype.itemsize, "int8": 1, "int4": 0.5}[one["weights"]]
+        held = sum(linear.weight.numel() for linear in linears)
+        assert held * per_weight <= sum(found["bytes"] for found in shapes.values()) <= held * (per_weight + 0.4)
+        assert set(shapes) >= {"LM head, 128 x 96", "96 x 64"}
+        for found in parts.values():
+            assert 0 < found["seconds"] < one["seconds"] * 50
+        assert all(found["torch"] > 0 for found in shapes.values())
+        assert one["in_kernels"] > 0
+    lines = list(kernels._tables(report))
+    assert sum(line.startswith((name, "int8", "int4")) for line in lines) == 6 + sum(
+        len([part for part in one["parts"].values() if "bytes" in part]) for one in report["passes"] if one["rows"] == 1
+    )
+
+
+def test_kernels_that_cannot_be_made_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "why_not", lambda: "llvmlite is not installed (extra `fast`)")
+    with pytest.raises(ValueError, match="no kernels to measure: llvmlite is not installed"):
+        measure_kernels(enable_self_speculative(tiny_model()), [1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +101,60 @@ def test_threads_change_no_bit(dtype: torch.dtype, threads: None, monkeypatch: p
     assert all(torch.equal(result, found[0]) for result in found)
 
 
+@pytest.fixture
+def shorter_vectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Makes this a processor with AVX2 alone, from now on."""
+
+    def shorten() -> None:
+        monkeypatch.setattr(compiler, "_cpu", lambda: "haswell")
+        monkeypatch.setattr(compiler, "_features", lambda: "")
+        kernels.kernel.cache_clear()
+
+    yield shorten
+    kernels.kernel.cache_clear()
+
+
 @pytest.mark.skipif("+avx512f" not in compiler._features(), reason="AVX-512")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_processor_with_shorter_vectors_gives_the_same_bits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, shorter_vectors: Callable[[], None]
 ) -> None:
     weight, bias = random_layer(61, 345, dtype)
     x = torch.randn(11, 345).to(dtype)
     wide = made(weight, bias)(x)
-    monkeypatch.setattr(compiler, "_cpu", lambda: "haswell")
-    monkeypatch.setattr(compiler, "_features", lambda: "")
-    kernels.kernel.cache_clear()
-    try:
-        narrow = made(weight, bias)(x)
-    finally:
-        kernels.kernel.cache_clear()
+    shorter_vectors()
+    assert compiler.registers() == 8
+    narrow = made(weight, bias)(x)
     assert torch.equal(narrow, wide)
+
+
+@pytest.mark.skipif("+avx512vnni" not in compiler._features(), reason="AVX-512 VNNI")
+@pytest.mark.parametrize("activation", [torch.float32, torch.bfloat16], ids=str)
+def test_shorter_vectors_add_up_the_same_integers(activation: torch.dtype, shorter_vectors: Callable[[], None]) -> None:
+    stored, scales = linear.pack_int4(torch.randn(48, 320), 64)
+    stored[:16] = 255  # the greatest digits: sums of 16 bits are as full as they get
+    x = torch.randn(7, 320).to(activation)
+    x[2] = 3.0
+    x[3] = -3.0
+
+    def result() -> torch.Tensor:
+        return linear.NativeLinear(stored, None, activation, scales, 64)(x)
+
+    wide = result()
+    shorter_vectors()
+    assert compiler.integer_products() == "avx2"
+    assert torch.equal(result(), wide)
+
+
+@pytest.mark.parametrize("columns", [9000, 90000])  # of eight rows that fit on the stack as float32, and of none
+def test_rows_that_do_not_fit_on_the_stack_take_turns(columns: int) -> None:
+    weight, bias = random_layer(3, columns, torch.bfloat16)
+    layer, x = made(weight, bias), torch.randn(17, columns).bfloat16()
+    apart = torch.cat([layer(x[row : row + 1]) for row in range(17)])
+    assert torch.equal(layer(x), apart)
+    assert torch.allclose(
+        apart.float(), functional.linear(x.float(), weight.float(), bias.float()), rtol=0.02, atol=0.5
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -312,15 +351,15 @@ def as_multiplied(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("activation", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("precision", "group", "integers"),
-    [("int8", 0, False), *(("int4", group, integers) for group in (32, 64, 192) for integers in (False, True))],
+    ("precision", "group", "products"),
+    [("int8", 0, ""), *(("int4", group, products) for group in (32, 64, 192) for products in ("", "avx2", "avx512"))],
 )
 def test_low_bit_layers(
-    precision: str, group: int, integers: bool, activation: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    precision: str, group: int, products: str, activation: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if integers and not compiler.adds_integers():
-        pytest.skip("the processor has no products of integers")
-    monkeypatch.setattr(linear, "adds_integers", lambda: integers)
+    if products not in ("", "avx2" if compiler.integer_products() else "", compiler.integer_products()):
+        pytest.skip("the processor has no such products of integers")
+    monkeypatch.setattr(linear, "integer_products", lambda: products)
     weight, bias = random_layer(48, 192, torch.float32)
     bias = bias.to(activation)
     if precision == "int8":
@@ -334,7 +373,7 @@ def test_low_bit_layers(
     layer = linear.NativeLinear(stored, bias, activation, scales, group)
     x = torch.randn(21, 192).to(activation)
     true = x.double() @ meant.t() + bias.double()
-    if integers:
+    if products:
         # Offsets, 8 steps further up, are multiplied by the sums of x itself.
         offsets = (scales.view(torch.int32) << 16).view(torch.float32).double() + 8 * scales.double()
         offsets = offsets.transpose(1, 2).reshape(48, -1).repeat_interleave(group, 1)

@@ -66,6 +66,7 @@ def attended(
     names = NAMES[query.dtype], NAMES[layer.key_buffer.dtype], size
     fields = [0, heads, heads // KV_HEADS, heads * size, size, bits_of(scale)]
     step = Step(
+        "attend",
         kernel("attention", "attend", *names),
         flags(40, 2),
         [Operand(given), Operand(result, 0, True), *fields, Operand(cache)],
@@ -180,7 +181,7 @@ def test_what_is_appended_lies_in_its_slots(threads: None) -> None:
     block = Block((1, rows, 2 * KV_HEADS * size), 0)
     ways = [2 * KV_HEADS * size, size]
     fields = [Operand(block), Operand(block, KV_HEADS * size), 1, KV_HEADS, *ways, *ways, Operand(Block((1,)), 0, True)]
-    step = Step(kernel("attention", "append", "bfloat16", "float32", size), flags(2), fields)
+    step = Step("append", kernel("attention", "append", "bfloat16", "float32", size), flags(2), fields)
     make_list([step], [], 1, rows, torch.bfloat16)(attention, both)
     parts = both.float().view(1, rows, 2, KV_HEADS, size)
     for which, (buffer, old) in enumerate(zip((layer.key_buffer, layer.value_buffer), before, strict=True)):
@@ -205,7 +206,7 @@ def sums(sizes: list[int], terms: list[tuple[int, int]]) -> tuple[KernelList, li
         second = same[other % len(same)]
         made = Block(blocks[first].shape)
         operands = [Operand(blocks[first]), Operand(blocks[second]), Operand(made, 0, True)]
-        steps.append(Step(kernel("rows", "add", "float32"), flags(5), [*operands, made.count()]))
+        steps.append(Step("add", kernel("rows", "add", "float32"), flags(5), [*operands, made.count()]))
         blocks.append(made)
         results.append(results[first] + results[second])
     wanted = [at for at in range(len(inputs), len(blocks)) if at % 3 == 0 or at == len(blocks) - 1]
@@ -241,7 +242,7 @@ def test_threads_meet_only_where_they_must() -> None:
 
     def add(first: Block, second: Block, result: Block) -> Step:
         operands = [Operand(first), Operand(second), Operand(result, 0, True)]
-        return Step(kernel("rows", "add", "float32"), flags(5), [*operands, 64])
+        return Step("add", kernel("rows", "add", "float32"), flags(5), [*operands, 64])
 
     steps = [add(given, given, one), add(given, given, other), add(one, other, both)]
     made = make_list(steps, [both], 1, 1, torch.float32)
@@ -251,6 +252,17 @@ def test_threads_meet_only_where_they_must() -> None:
     chain = [add(given, given, one), add(one, one, other), add(other, other, both)]
     made = make_list(chain, [both], 1, 1, torch.float32)
     assert [made._records[at][1] & 1 for at in range(3)] == [1, 1, 0]
+
+
+def test_some_of_the_kernels_alone() -> None:
+    made, inputs, expected = sums([64], [(0, 1), (0, 0), (1, 1)])
+    assert [step.name for step in made.steps] == ["add"] * 3
+    last = made.only([2])
+    assert len(last.steps) == 1 and last.outputs == made.outputs
+    got = last(None, *inputs)
+    assert torch.equal((got if len(expected) == 1 else got[-1]), expected[-1])
+    whole = made(None, *inputs)
+    assert torch.equal(whole if len(expected) == 1 else whole[-1], expected[-1])  # which is as it was
 
 
 def test_other_types_and_strides_are_taken() -> None:
@@ -298,8 +310,9 @@ class OneByOne(RowAttention):
         appended: list[int | Operand] = [*states, layer, kv_heads, *ways, *ways, Operand(cache, 0, True)]
         fields: list[int | Operand] = [layer, heads, heads // kv_heads, *ways, bits_of(scaling), Operand(cache)]
         steps = [
-            Step(kernel("attention", "append", *names), flags(2), appended),
+            Step("append", kernel("attention", "append", *names), flags(2), appended),
             Step(
+                "attend",
                 kernel("attention", "attend", *names),
                 flags(40, 3),
                 [Operand(blocks[0]), Operand(result, 0, True), *fields],

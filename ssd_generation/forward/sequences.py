@@ -174,7 +174,8 @@ class _List:
         block = Block(shape)
         result = Operand(block, 0, True)
         how = flags(max(1, block.count() // _SHARE))
-        self.steps.append(Step(kernel("rows", what, NAMES[self.dtype]), how, [*operands, result, *fields], held))
+        address = kernel("rows", what, NAMES[self.dtype])
+        self.steps.append(Step(what, address, how, [*operands, result, *fields], held))
         self.values[node] = self._whole(block)
 
     def _linear(self, node: Any, layer: NativeLinear) -> None:
@@ -183,7 +184,7 @@ class _List:
             raise _No
         block = Block((*x.like.shape[:-1], layer.rows))
         address, how, inner = layer.parts()
-        self.steps.append(Step(address, how, [inner, x.operand(), Operand(block, 0, True)], layer))
+        self.steps.append(Step("linear", address, how, [inner, x.operand(), Operand(block, 0, True)], layer))
         self.values[node] = self._whole(block)
 
     def _attend(self, node: Any) -> None:
@@ -200,11 +201,11 @@ class _List:
         cache = Block((1,))
         ways = [number for _, to_head, to_row, _ in strides[1:] for number in (to_row, to_head)]
         appended = [key.operand(), value.operand(), layer, kv_heads, *ways, Operand(cache, 0, True)]
-        self.steps.append(Step(kernel("attention", "append", *names), flags(), appended))
+        self.steps.append(Step("append", kernel("attention", "append", *names), flags(), appended))
         block = Block((1, rows, heads, size))
         fields = [layer, heads, heads // kv_heads, strides[0][2], strides[0][1], bits_of(scale)]
         attended = [query.operand(), Operand(block, 0, True), *fields, Operand(cache)]
-        self.steps.append(Step(kernel("attention", "attend", *names), flags(rows * heads, 4), attended))
+        self.steps.append(Step("attend", kernel("attention", "attend", *names), flags(rows * heads, 4), attended))
         self.values[node] = self._whole(block)
         self.attention = attention
 

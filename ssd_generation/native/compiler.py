@@ -14,13 +14,15 @@ from ..support.forks import ForkSafeRLock
 from ..support.messages import clipped
 from .pool import openmp
 
-__all__ = ["address_of", "adds_integers", "why_not"]
+__all__ = ["address_of", "integer_products", "registers", "why_not"]
 
 logger = logging.getLogger(__name__)
 
 _lock = ForkSafeRLock()
 _engines: dict[str, Any] = {}
 """What holds compiled code in memory, by key."""
+
+_X86 = ("x86_64", "amd64")
 
 _DIGEST = hashlib.sha256().digest_size
 
@@ -35,7 +37,7 @@ def why_not() -> str | None:
         return (
             "llvmlite is not installed (extra `fast`)" if missing else f"llvmlite cannot be imported ({clipped(error)})"
         )
-    if platform.machine().lower() in ("x86_64", "amd64"):
+    if platform.machine().lower() in _X86:
         features = llvm.get_host_cpu_features()
         if not (features.get("avx2") and features.get("fma")):
             return "the processor has no AVX2"
@@ -46,9 +48,16 @@ def why_not() -> str | None:
     return None
 
 
-def adds_integers() -> bool:
-    """Whether the processor multiplies integers of 8 bits and adds them up by fours, 64 at a time."""
-    return "+avx512vnni" in _features()
+def registers() -> int:
+    """Vector registers of the processor, counted by 16 float32 numbers: AVX2's and NEON's are 8, AVX-512's 32."""
+    return 32 if "+avx512f" in _features() else 8
+
+
+def integer_products() -> str:
+    """Whose instructions add up products of 8-bit integers: `"avx512"` (VNNI), `"avx2"`, or `""`: there are none."""
+    if "+avx512vnni" in _features():
+        return "avx512"
+    return "avx2" if platform.machine().lower() in _X86 else ""
 
 
 def address_of(name: str, described: str, text: Callable[[], str], function: str = "run") -> int:

@@ -1,8 +1,8 @@
 """Code for linear layers whose weights are stored in 4 bits, w = q · s + z with a scale and an offset for each group.
 
 Sixteen rows of W lie side by side, a lane for each: what a thread reads is one stream, a lane's sum is a row's, and
-scales are applied to sixteen rows at once (as in the interleaved formats of llama.cpp). Where the processor multiplies
-and adds small integers four at a time, each 32 numbers of x become integers of 8 bits with a scale of their own, and
+scales are applied to sixteen rows at once (as in the interleaved formats of llama.cpp). Where there are instructions
+for sums of products of small integers, each 32 numbers of x become integers of 8 bits with a scale of their own, and
 their products are added up exactly. x is rounded by that, to 1 / 254 of the greatest of 32 at the most, which a draft
 does not notice. Elsewhere digits become float32 numbers. Offsets are multiplied by sums of x, which are those of its
 own numbers in either case.
@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .builder import ADDRESS, FLOAT, FLOATS, I8, I32, I64, INTS, LANES, STORED, Module, integer, least, splat
+from .builder import ADDRESS, FLOAT, FLOATS, I8, I16, I32, I64, INTS, LANES, STORED, Module, integer, least, splat
 from .linear_code import Layer
 
 __all__ = ["COLUMNS", "int4_module"]
@@ -238,7 +238,6 @@ class _Integers(_Digits):
         return b.fdiv(most, ir.Constant(FLOAT, 127.0)), b.mul(total, ir.Constant(I32, -8))
 
     def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
-        """The products of 32 columns of 16 rows of W with each row of x, added up, as float32."""
         totals: list[list[Any]] = [[begin, ir.Constant(INTS, None)] for begin in begins]
         mask = splat(I32, 0x0F0F0F0F)
         for j, word in enumerate(words):
@@ -252,7 +251,45 @@ class _Integers(_Digits):
         return [b.sitofp(b.add(*both), FLOATS) for both in totals]
 
 
-def int4_module(activation: str, group: int, integers: bool) -> str:
+class _Pairs(_Integers):
+    """The same integers, with AVX2's instruction that adds two products to one of 16 bits.
+
+    Eight such sums are the most that 16 bits hold: 8 · 2 · 15 · 127 = 30,480. They are those of 32 columns.
+    """
+
+    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
+        bytes_, pairs, sums = (ir.VectorType(kind, count) for kind, count in ((I8, 32), (I16, 16), (I32, 8)))
+        parts = [ir.Constant(ir.VectorType(I32, 8), list(range(at, at + 8))) for at in (0, 8)]
+        mask = ir.Constant(sums, [0x0F0F0F0F] * 8)
+        four_bits, first = ir.Constant(sums, [4] * 8), ir.Constant(sums, None)
+        totals: list[list[Any]] = [[] for _ in numbers]
+        for part in parts:
+            added: list[Any] = [None] * len(numbers)
+            for j, word in enumerate(words):
+                half = b.shuffle_vector(word, word, part)
+                digits = b.and_(half, mask), b.and_(b.lshr(half, four_bits), mask)
+                for m, row in enumerate(numbers):
+                    for upper, four in enumerate(digits):
+                        number = b.load(self.at(b, row, integer(16 * upper + 4 * j), I8), typ=I32, align=4)
+                        single = b.insert_element(ir.Constant(sums, ir.Undefined), number, ir.Constant(I32, 0))
+                        spread = b.shuffle_vector(single, single, first)
+                        operands = (b.bitcast(four, bytes_), b.bitcast(spread, bytes_))
+                        product = self.call(b, "llvm.x86.avx2.pmadd.ub.sw", pairs, *operands)
+                        added[m] = product if added[m] is None else b.add(added[m], product)
+            for m, total in enumerate(added):
+                ones = ir.Constant(pairs, [1] * 16)
+                totals[m].append(self.call(b, "llvm.x86.avx2.pmadd.wd", sums, total, ones))
+        whole = ir.Constant(INTS, list(range(LANES)))
+        return [
+            b.sitofp(b.add(begin, b.shuffle_vector(*total, whole)), FLOATS)
+            for begin, total in zip(begins, totals, strict=True)
+        ]
+
+
+_PRODUCTS = {"avx512": _Integers, "avx2": _Pairs, "": _Digits}
+
+
+def int4_module(activation: str, group: int, products: str) -> str:
     """The text of a module for layers in 4 bits, whose kernel is called as that of `linear_code.linear_module`.
 
     N is a multiple of 16 and K of `COLUMNS`. Scales are `(N / 16, K / group, 16)`, 32 bits of which the upper half is
@@ -261,6 +298,7 @@ def int4_module(activation: str, group: int, integers: bool) -> str:
     Args:
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
         group: columns that share a scale and an offset; a multiple of `COLUMNS`.
-        integers: whether the processor has the instruction for products of integers (AVX-512 VNNI).
+        products: whose instructions multiply integers, `"avx512"` (VNNI) or `"avx2"`; `""`: there are none, and
+            float32 numbers are multiplied.
     """
-    return (_Integers if integers else _Digits)(activation, group).build()
+    return _PRODUCTS[products](activation, group).build()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .compiler import adds_integers, why_not
+from .compiler import integer_products, registers, why_not
 from .kernels import NAMES, flags, kernel, record, run_once
 
 __all__ = ["Linear", "NativeLinear", "native_linear", "pack_int4", "takes", "unpack_int4"]
@@ -73,11 +73,10 @@ class NativeLinear:
         self._most = max(1, self.rows * self.columns // _SHARE)
         self._per_thread = 2 if group else 4  # in 4 bits each part begins with work of its own
         if group:
-            self._kernel = kernel("int4", NAMES[activation], group, adds_integers())
+            self._kernel = kernel("int4", NAMES[activation], group, integer_products())
         else:
-            self._kernel = kernel(
-                "linear", "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype], NAMES[activation]
-            )
+            stored = "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
+            self._kernel = kernel("linear", stored, NAMES[activation], registers())
         address, how, layer = self.parts()
         self._own = record(address, how, layer, 3, 0, 4, 0)
         self._address = ctypes.addressof(self._own)

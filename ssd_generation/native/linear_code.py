@@ -1,13 +1,13 @@
 """Code for products of a few rows with a matrix of weights, in LLVM's language.
 
 y = x Wᵀ + b for x of 1 … rows, as few tokens as a decoding step has. Reading the weights is most of the time, so a
-kernel reads `_TILE` rows of W side by side and asks for those below while it computes. Every output is added up in one
+kernel reads a few rows of W side by side and asks for those below while it computes. Every output is added up in one
 fixed order, which depends on nothing but K: lane l of 16 adds the products at k = l, l + 16, l + 32 … by fused
 multiply-adds in float32, and the lanes are added pairwise. So a row's result does not depend on how many rows there
 are, nor on where it stands among them, nor on the threads; vectors of 16 lanes stand for one, two or four registers, so
 that it does not depend on the processor either.
 
-int8: w = q · s, with one scale per row of W.
+x is made float32 before, once for all rows of W that a part has. int8: w = q · s, with one scale per row of W.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ LAYER_FIELDS = ("weight", "bias", "scales", "columns", "rows")
 MOST_ROWS = 8
 """Rows of x that one reading of the weights serves; of more, each eight read them again, from the cache."""
 
-_TILE = {1: 8, 2: 8, 3: 5, 4: 5, 5: 4, 6: 4, 7: 3, 8: 3}
-"""Rows of W that are read side by side, by rows of x: as many sums as there are registers."""
+_TILES = {32: {1: 8, 2: 8, 3: 5, 4: 5, 5: 4, 6: 4, 7: 3, 8: 3}, 8: {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1}}
+"""Rows of W that are read side by side, by registers (of 16 numbers) and rows of x: as many sums as have room."""
 
 _FEW_SUMS = 20
 """Of which a loop may hold twice the code without putting any into memory."""
+
+_STACK = 5 << 16
+"""Bytes, at the most, of x in float32: the stack of a thread of another system has half a megabyte."""
 
 _STRIP = 24
 """Rows of W that stay in the cache while more than `MOST_ROWS` rows of x take their turns."""
@@ -73,9 +76,10 @@ class Layer:
 class _Kernels(Module):
     """The functions of one kind of weights and activations."""
 
-    def __init__(self, weight: str, activation: str) -> None:
+    def __init__(self, weight: str, activation: str, registers: int) -> None:
         super().__init__(f"linear_{weight}_{activation}", activation)
         self.weight = weight
+        self.tiles = _TILES[registers]
 
     # ------------------------------------------------------------------------------------------------------------------
     # sums
@@ -88,10 +92,8 @@ class _Kernels(Module):
             values.append(self.floats(b, self.load(b, self.at(b, row, k, kind), kind, count), self.weight))
             if ahead is not None:
                 self._ask_for(b, self.at(b, row, b.add(k, ahead), kind))
-        for m, activations in enumerate(x):
-            of_x = STORED[self.activation]
-            loaded = self.load(b, self.at(b, activations, k, of_x), of_x, count)
-            factors = self.floats(b, loaded, self.activation)
+        for m, its_x in enumerate(x):
+            factors = self.load(b, self.at(b, its_x, k, FLOAT), FLOAT, count)
             for r, value in enumerate(values):
                 at = m * len(rows) + r
                 sums[at] = self.fma(b, value, factors, sums[at])
@@ -102,21 +104,21 @@ class _Kernels(Module):
         self.call(b, "llvm.prefetch.p0", VOID, address, *hints)
 
     def _tile(self, name: str, rows: int, tile: int) -> Any:
-        """`rows` rows of x with rows of W from the first up to the last, `tile` at a time."""
+        """`rows` rows of x, in float32, with rows of W from the first up to the last, `tile` at a time."""
         function = self.function(name, [ADDRESS] * 3 + [I64] * 2, "noinline")
         record, x, y, first, end = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
         layer = Layer.of(self, b, record)
-        of_x = STORED[self.activation]
-        x = [self.at(b, x, b.mul(layer.columns, integer(m)), of_x) for m in range(rows)]
-        y = [self.at(b, y, b.mul(layer.rows, integer(m)), of_x) for m in range(rows)]
+        of_y = STORED[self.activation]
+        x = [self.at(b, x, b.mul(layer.columns, integer(m)), FLOAT) for m in range(rows)]
+        y = [self.at(b, y, b.mul(layer.rows, integer(m)), of_y) for m in range(rows)]
         with self.loop(b, first, end, integer(tile), []) as (n, _):
             places = [b.add(n, integer(r)) for r in range(tile)]
             sums = [splat(FLOAT, 0.0)] * (rows * tile)
             self._sum_of_products(b, layer, places, x, sums)
             for r, place in enumerate(places):
                 for m in range(rows):
-                    self._finish(b, layer, sums[m * tile + r], place, self.at(b, y[m], place, of_x))
+                    self._finish(b, layer, sums[m * tile + r], place, self.at(b, y[m], place, of_y))
         b.ret_void()
         return function
 
@@ -158,7 +160,7 @@ class _Kernels(Module):
         """The module's text."""
         tiles: dict[int, tuple[Any, Any, int]] = {}
         for rows in range(1, MOST_ROWS + 1):
-            tile = _TILE[rows]
+            tile = self.tiles[rows]
             tiles[rows] = (self._tile(f"rows_{rows}", rows, tile), self._tile(f"rows_{rows}_one", rows, 1), tile)
         self._kernel(self._strip(tiles))
         return str(self.module)
@@ -182,8 +184,23 @@ class _Kernels(Module):
         b.ret_void()
         return function
 
+    def _as_floats(self) -> Any:
+        """Write numbers of x as float32."""
+        function = self.function("as_floats", [ADDRESS, ADDRESS, I64], "noinline")
+        x, floats, count = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        of_x = STORED[self.activation]
+        with self.loop(b, integer(0), count, integer(LANES), []) as (k, _):
+            left = least(b, b.sub(count, k), integer(LANES))
+            values = self.floats(b, self.load(b, self.at(b, x, k, of_x), of_x, left), self.activation)
+            self.store_many(b, values, self.at(b, floats, k, FLOAT), left, "float32")
+        b.ret_void()
+        return function
+
     def _kernel(self, strip: Any) -> None:
         """Strips of W, each with all rows of x."""
+        converts = self.activation != "float32"
+        as_floats = self._as_floats() if converts else None
         b, task = self.kernel()
         record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
         rows = task.entry(b, 0)
@@ -191,21 +208,30 @@ class _Kernels(Module):
         strips = b.sdiv(b.add(layer.rows, integer(_STRIP - 1)), integer(_STRIP))
         first, end = (b.mul(place, integer(_STRIP)) for place in task.share(b, strips))
         end = least(b, end, layer.rows)
-        few = b.icmp_signed("<=", rows, integer(MOST_ROWS))
+        most, own = integer(MOST_ROWS), None
+        if converts:
+            fitting = b.sdiv(integer(_STACK // 4), layer.columns)
+            most = least(b, most, b.select(b.icmp_signed("<", fitting, integer(1)), integer(1), fitting))
+            own = b.alloca(FLOAT, size=b.mul(least(b, most, rows), layer.columns))
+            own.align = 64
+        few = b.icmp_signed("<=", rows, most)
         every = b.select(few, b.sub(end, first), integer(_STRIP))
         every = b.select(b.icmp_signed("<", every, integer(1)), integer(1), every)
         of_x = STORED[self.activation]
         with self.loop(b, first, end, every, []) as (n, _):
             until = least(b, b.add(n, every), end)
-            with self.loop(b, integer(0), rows, integer(MOST_ROWS), []) as (m, _):
-                left = least(b, b.sub(rows, m), integer(MOST_ROWS))
+            with self.loop(b, integer(0), rows, most, []) as (m, _):
+                left = least(b, b.sub(rows, m), most)
                 its_x = self.at(b, x, b.mul(m, layer.columns), of_x)
                 its_y = self.at(b, y, b.mul(m, layer.rows), of_x)
+                if converts:
+                    b.call(as_floats, [its_x, own, b.mul(left, layer.columns)])
+                    its_x = own
                 b.call(strip, [record, its_x, its_y, left, n, until])
         b.ret_void()
 
 
-def linear_module(weight: str, activation: str) -> str:
+def linear_module(weight: str, activation: str, registers: int) -> str:
     """The text of a module for layers whose weights and activations are stored so.
 
     Its kernel's record (`builder.Task`) has the address of a layer's (`LAYER_FIELDS`) at 2, the operands x `(rows, K)`
@@ -214,5 +240,6 @@ def linear_module(weight: str, activation: str) -> str:
     Args:
         weight: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`; see `int4_code` for another.
         activation: one of the first three.
+        registers: of 16 numbers each that the processor has, 8 or 32.
     """
-    return _Kernels(weight, activation).build()
+    return _Kernels(weight, activation, registers).build()

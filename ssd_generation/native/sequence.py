@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -60,12 +61,14 @@ class Step:
     """A kernel and what it is given.
 
     Attributes:
+        name: of what it computes, such as "linear" or "norm".
         kernel: its address.
         how: it is run, as `flags` gives it.
         fields: its record from 2 on; an operand stands for two numbers.
         held: what must live as long as the kernel may run.
     """
 
+    name: str
     kernel: int
     how: int
     fields: list[int | Operand]
@@ -85,21 +88,32 @@ class KernelList:
         dtype: of all tensors.
         outputs: shapes of the results.
         bytes: of memory for what comes between.
+        steps: the kernels.
     """
 
     rows: int
     dtype: torch.dtype
     outputs: list[tuple[int, ...]]
     bytes: int
-    _records: Any
-    _count: int
-    _held: list[Any] = field(repr=False)
+    steps: list[Step] = field(repr=False)
+    _records: Any = field(repr=False)
 
     __name__ = "kernels"  # in the code of a pass
 
     def __post_init__(self) -> None:
-        self._address = ctypes.addressof(self._records)
+        self._address, self._count = ctypes.addressof(self._records), len(self.steps)
         self._run = run_list()
+
+    def only(self, chosen: Several[int]) -> KernelList:
+        """Some of the kernels, by number, one after the other, on whatever lies where others would have written.
+
+        To measure how long they take: they are called as the whole list is.
+        """
+        records = (Record * len(chosen))()
+        for place, at in enumerate(chosen):
+            records[place][:] = self._records[at][:]
+            records[place][1] |= 1  # all threads meet
+        return dataclasses.replace(self, steps=[self.steps[at] for at in chosen], _records=records)
 
     def __call__(self, attention: _Attention | None, *inputs: torch.Tensor) -> Any:
         """Run them.
@@ -159,8 +173,7 @@ def make_list(steps: Several[Step], outputs: Several[Block], inputs: int, rows: 
         written |= its_written
         for place, number in enumerate((step.kernel, step.how, *numbers)):
             records[at][place] = number
-    held = [step.held for step in steps]
-    return KernelList(rows, dtype, [block.shape for block in outputs], total, records, len(steps), held)
+    return KernelList(rows, dtype, [block.shape for block in outputs], total, list(steps), records)
 
 
 def _places(steps: Several[Step], outputs: Several[Block], itemsize: int) -> tuple[dict[Block, tuple[int, int]], int]:
