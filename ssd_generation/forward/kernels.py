@@ -155,7 +155,7 @@ def fastest_kernels(
             "shapes": sorted(by_shape),
             "rows": measured,
             "native": why_not() is None,
-            "format": 2,
+            "format": 3,
         }
         names = cached_measurement(model, described, lambda: _measure(by_shape, measured), use=_check)
 

@@ -34,6 +34,22 @@ def vector(kind: Any) -> Any:
 FLOATS, INTS = vector(FLOAT), vector(I32)
 
 
+class _BFloat(ir.Type):
+    """bfloat16, which llvmlite has no name for; stored as integers of 16 bits, and these only where it must be."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
 def integer(value: int) -> Any:
     """A constant of 64 bits."""
     return ir.Constant(I64, value)
@@ -143,6 +159,18 @@ class Module:
         return self.call(
             b, f"llvm.masked.load.v{LANES}{name}.p0", vector(kind), address, ir.Constant(I32, 1), mask, zeros
         )
+
+    def load_pairs(self, b: Any, address: Any, count: Any = None) -> Any:
+        """32 numbers of 16 bits, and with `count` only so many of them and zeros."""
+        pairs = ir.VectorType(I16, 2 * LANES)
+        if count is None:
+            return b.load(address, typ=pairs, align=1)
+        each = ir.VectorType(I32, 2 * LANES)
+        single = b.insert_element(ir.Constant(each, ir.Undefined), b.trunc(count, I32), ir.Constant(I32, 0))
+        many = b.shuffle_vector(single, single, ir.Constant(each, None))
+        mask = b.icmp_signed("<", ir.Constant(each, list(range(2 * LANES))), many)
+        zeros = ir.Constant(pairs, None)
+        return self.call(b, "llvm.masked.load.v32i16.p0", pairs, address, ir.Constant(I32, 1), mask, zeros)
 
     def spread(self, b: Any, value: Any) -> Any:
         """One number in all lanes."""

@@ -14,7 +14,7 @@ from ..support.forks import ForkSafeRLock
 from ..support.messages import clipped
 from .pool import openmp
 
-__all__ = ["address_of", "integer_products", "registers", "why_not"]
+__all__ = ["address_of", "adds_bfloat16", "integer_products", "registers", "why_not"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,11 @@ def registers() -> int:
     return 32 if "+avx512f" in _features() else 8
 
 
+def adds_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 numbers and adds them up by twos, 32 at a time."""
+    return "+avx512bf16" in _features()
+
+
 def integer_products() -> str:
     """Whose instructions add up products of 8-bit integers: `"avx512"` (VNNI), `"avx2"`, or `""`: there are none."""
     if "+avx512vnni" in _features():
@@ -60,7 +65,7 @@ def integer_products() -> str:
     return "avx2" if platform.machine().lower() in _X86 else ""
 
 
-def address_of(name: str, described: str, text: Callable[[], str], function: str = "run") -> int:
+def address_of(name: str, described: str, text: Callable[[], str], function: str = "run", unrolls: bool = True) -> int:
     """The address of a function of a module.
 
     Args:
@@ -68,6 +73,7 @@ def address_of(name: str, described: str, text: Callable[[], str], function: str
         described: everything that its text depends on.
         text: the module, in LLVM's language; asked for where it has not been compiled here.
         function: its name.
+        unrolls: whether LLVM may make loops hold more than they do: not where they hold as much as registers do.
 
     Raises:
         RuntimeError: LLVM cannot compile it, or no code can be made here.
@@ -80,7 +86,7 @@ def address_of(name: str, described: str, text: Callable[[], str], function: str
         parts = (described, machine.triple, _cpu(), _features(), *_versions())
         key = f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
         if key not in _engines:
-            _engines[key] = _load(_read(key)) or _load(_compile(key, text(), machine))
+            _engines[key] = _load(_read(key)) or _load(_compile(key, text(), machine, unrolls))
         if _engines[key] is None:
             raise RuntimeError(f"the code of {name} cannot be loaded")
         return int(_engines[key].get_function_address(function))
@@ -125,13 +131,15 @@ def _versions() -> tuple[str, ...]:
     return llvmlite.__version__, repr(llvm.llvm_version_info)
 
 
-def _compile(key: str, text: str, machine: Any) -> bytes:
+def _compile(key: str, text: str, machine: Any, unrolls: bool) -> bytes:
     """Object code, which is kept for the next process."""
     import llvmlite.binding as llvm
 
     module = llvm.parse_assembly(text)
     module.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_unrolling = unrolls
+    builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     code: bytes = machine.emit_object(module)
     try:

@@ -56,7 +56,8 @@ def kernel(kind: str, *parts: Any) -> int:
         return str(getattr(module, f"{kind}_module")(*parts))
 
     name = "-".join((kind, *map(str, parts)))
-    return address_of(name, f"{name} {_source('builder.py', 'linear_code.py', f'{kind}_code.py')}", text)
+    described = f"{name} {_source('builder.py', 'linear_code.py', f'{kind}_code.py')}"
+    return address_of(name, described, text, unrolls=kind != "linear")
 
 
 def record(address: int, how: int, *fields: int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .compiler import integer_products, registers, why_not
+from .compiler import adds_bfloat16, integer_products, registers, why_not
 from .kernels import NAMES, flags, kernel, record, run_once
 
 __all__ = ["Linear", "NativeLinear", "native_linear", "pack_int4", "takes", "unpack_int4"]
@@ -76,7 +76,7 @@ class NativeLinear:
             self._kernel = kernel("int4", NAMES[activation], group, integer_products())
         else:
             stored = "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
-            self._kernel = kernel("linear", stored, NAMES[activation], registers())
+            self._kernel = kernel("linear", stored, NAMES[activation], registers(), adds_bfloat16())
         address, how, layer = self.parts()
         self._own = record(address, how, layer, 3, 0, 4, 0)
         self._address = ctypes.addressof(self._own)

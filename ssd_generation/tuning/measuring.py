@@ -53,7 +53,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
             if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
         },
         "recorded": why_not_captured(model) is None,
-        "format": 5,
+        "format": 6,
     }
 
 
