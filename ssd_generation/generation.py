@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache.layers import add_buffers, drop_buffers
+from .cache.static import fill_static
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .config.values import BITWISE, NUMERIC
 from .decoding.candidate_generator import self_drafter
@@ -84,6 +85,8 @@ class _Call:
         is_check: whether the call checks the model.
         refusal: why nothing can be drafted with this model.
         in_step: for such a call, as in `Request`.
+        cache_is_returned: whether the caller sees the KV cache afterwards.
+        static: the static cache that it sees then, where one was asked for.
     """
 
     model: PreTrainedModel
@@ -93,6 +96,7 @@ class _Call:
     refusal: str | None = None
     in_step: bool = False
     cache_is_returned: bool = False
+    static: StaticCache | None = None
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("ssd_generation_call", default=None)
@@ -240,8 +244,14 @@ class SelfSpeculativeMixin:
         parent = super()._prepare_cache_for_generation  # type: ignore[misc]
         result = parent(generation_config, model_kwargs, *args, **kwargs)
         if call is not None:
+            cache = model_kwargs.get("past_key_values")
             if call.refusal is None:
-                refuse_cache(cast(PreTrainedModel, self), model_kwargs.get("past_key_values"))
+                if not is_users and isinstance(cache, StaticCache) and not cache.offloading:
+                    # Nothing has been allocated for it yet. Passes stand behind a cache of this library's own.
+                    config = cast(PreTrainedModel, self).config.get_text_config(decoder=True)
+                    call.static, cache = cache, DynamicCache(config=config)
+                    model_kwargs["past_key_values"] = cache
+                refuse_cache(cast(PreTrainedModel, self), cache)
             call.cache_is_returned = is_users or bool(generation_config.return_dict_in_generate)
         return result
 
@@ -289,6 +299,7 @@ class SelfSpeculativeMixin:
         batch = input_ids.shape[0]
         states = generation_config.output_attentions or generation_config.output_hidden_states
         returns_states = bool(states and generation_config.return_dict_in_generate)
+        forward: Forward | None = None
         try:
             add_buffers(cache, history=_HISTORY if batch > 1 and call.cache_is_returned else 0)
             forward, reason = _forward_of(call, batch, returns_states)
@@ -299,12 +310,16 @@ class SelfSpeculativeMixin:
             loop = DecodingLoop(forward, drafter, request, after_round=refining)
             output = loop.run(input_ids, model_kwargs)
         finally:
+            if forward is not None:
+                forward.end(cache, keeps=call.cache_is_returned)
             if call.cache_is_returned:
                 # A cache that the user passed in is theirs again, whatever happened.
                 drop_buffers(cache)
         if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
             drop_buffers(output.past_key_values)
-        _note_exactness(loop.statistics, forward, reason)
+        if call.static is not None and isinstance(output, SelfSpeculativeOutput):
+            output.past_key_values = fill_static(call.static, cast(Cache, output.past_key_values))
+        _note_passes(loop.statistics, forward, reason)
         if refining is not None:
             loop.statistics.refinement = refining.refinement.to_dict()
         if not call.is_check:
@@ -332,16 +347,18 @@ def _forward_of(call: _Call, batch: int, returns_states: bool) -> tuple[Forward,
         invariant, reason = invariant_of(model, exactness)
         if exactness == BITWISE and reason is not None:
             _warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
-    return Forward(model, plays_back=plays_back, invariant=invariant), reason
+    # What is replayed is held against the model's own passes when it is recorded.
+    return Forward(model, plays_back=plays_back, invariant=invariant, replays=not call.is_check), reason
 
 
-def _note_exactness(statistics: SpeculationStatistics, forward: Forward, reason: str | None) -> None:
-    """Say in the statistics of a call whether its bits may depend on what was drafted."""
+def _note_passes(statistics: SpeculationStatistics, forward: Forward, reason: str | None) -> None:
+    """Say in the statistics of a call whether its bits may depend on what was drafted, and what was replayed."""
     if forward.is_bitwise:
         statistics.exactness = BITWISE
     else:
         statistics.exactness = NUMERIC
         statistics.exactness_reason = reason or "a pass was run by the model's own code"
+    statistics.replayed_passes, statistics.replay_refusal = forward.replayed_passes, forward.replay_refusal
 
 
 def _warn_of_refusal(model: PreTrainedModel, refusal: str) -> None:

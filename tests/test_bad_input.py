@@ -33,7 +33,7 @@ def generate(model: Any, request: Any = SKIP, **kwargs: Any) -> Any:
     [
         ({"num_beams": 3}, r"beam search \(`num_beams=3`\)"),
         ({"use_cache": False}, "use_cache=True"),
-        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cache_implementation": "offloaded_static"}, "cache_implementation='offloaded_static'"),
         ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
         ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
         ({"guidance_scale": 1.5}, r"guidance_scale=1.5"),

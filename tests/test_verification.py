@@ -13,10 +13,9 @@ from ssd_generation.decoding.verification import accept
 from ssd_generation.support.tensors import argmax
 
 
-def drafted(rows: list[list[int]], lengths: list[int] | None = None) -> Draft:
+def drafted(rows: list[list[int]], lengths: list[int] | None = None) -> tuple[torch.Tensor, list[int]]:
     draft = Draft.of_tokens(rows)
-    draft.lengths = draft.lengths if lengths is None else lengths
-    return draft
+    return draft.tokens, draft.lengths if lengths is None else lengths
 
 
 @pytest.mark.parametrize(
@@ -37,12 +36,12 @@ def drafted(rows: list[list[int]], lengths: list[int] | None = None) -> Draft:
 def test_the_leading_matches_are_kept(
     tokens: list[int], choices: list[int], length: int, kept: int, following: int
 ) -> None:
-    n, token = accept(drafted([tokens], [length]), torch.tensor([choices]))
+    n, token = accept(*drafted([tokens], [length]), torch.tensor([choices]))
     assert (n.item(), token.item()) == (kept, following)
 
 
 def test_rows_are_judged_on_their_own() -> None:
-    n, token = accept(drafted([[1, 2], [1, 2], [1, 2]]), torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3]]))
+    n, token = accept(*drafted([[1, 2], [1, 2], [1, 2]]), torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3]]))
     assert n.tolist() == [2, 1, 0]
     assert token.tolist() == [3, 0, 0]
 
@@ -55,7 +54,7 @@ def test_what_is_taken_is_the_targets(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))
     tokens = data.draw(st.lists(st.lists(words, min_size=width, max_size=width), min_size=rows, max_size=rows))
     choices = data.draw(st.lists(st.lists(words, min_size=width + 1, max_size=width + 1), min_size=rows, max_size=rows))
-    kept, following = accept(drafted(tokens, lengths), torch.tensor(choices))
+    kept, following = accept(*drafted(tokens, lengths), torch.tensor(choices))
     for row in range(rows):
         n = int(kept[row])
         assert 0 <= n <= lengths[row]

@@ -397,6 +397,12 @@ class DraftCache(Cache):
                 self.layers = self._views()
                 return
 
+    def resume_at(self, drafted: int) -> None:
+        """Behind `rewind`: so many drafted tokens are behind the target's in its buffers, by somebody else's passes."""
+        for view in self.layers:
+            if isinstance(view, _DraftLayer):
+                view.drafted = drafted
+
 
 def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
     """A shallow copy of a layer without a buffer: it aliases the tensors, and `cat` leaves those untouched."""

@@ -171,8 +171,8 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         self._last_draft = draft
         if draft.tokens.shape[1] == 0:
             return input_ids, None
-        scores = draft.distributions(self._vocabulary) if self._samples else None
-        return torch.cat((input_ids, draft.tokens), dim=1), scores  # type: ignore[return-value]
+        scores = draft.distributions(self._vocabulary).to(input_ids.device) if self._samples else None
+        return torch.cat((input_ids, draft.tokens.to(input_ids.device)), dim=1), scores  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Tell the draft-length policy how the last round went.

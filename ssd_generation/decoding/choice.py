@@ -32,7 +32,13 @@ _HISTORY = 64
 
 
 class Choice:
-    """Picks tokens by their scores; draft and target go by the same one. This one takes the most probable token."""
+    """Picks tokens by their scores; draft and target go by the same one. This one takes the most probable token.
+
+    Attributes:
+        draws: whether noise decides.
+    """
+
+    draws = False
 
     def choose(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """The tokens that plain decoding would take.
@@ -81,6 +87,8 @@ class SampledChoice(Choice):
         batch: rows, B.
         device: of the scores.
     """
+
+    draws = True
 
     def __init__(self, batch: int, device: torch.device) -> None:
         self._batch, self._device = batch, device

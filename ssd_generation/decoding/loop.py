@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..cache.layers import add_buffers, reaches_back, trim_windows
 from ..drafting.drafter import Draft, Drafter
@@ -72,6 +73,39 @@ class Request:
         )
 
 
+@dataclass(frozen=True)
+class KnownEnds:
+    """Stopping criteria of transformers that look at no more than the length and the last token of a text.
+
+    They are asked here of numbers that the host has: their own code computes on the device, and waits for it.
+    """
+
+    max_length: int
+    tokens: frozenset[int]
+    positions: int
+
+    @classmethod
+    def of(cls, criteria: StoppingCriteriaList) -> KnownEnds | None:
+        """Those of a call; `None` where there are others among them."""
+        if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria):
+            return None
+        lengths = [criterion for criterion in criteria if type(criterion) is MaxLengthCriteria]
+        positions = [known for one in lengths if (known := one.max_position_embeddings) is not None]
+        return cls(
+            min((int(one.max_length) for one in lengths), default=sys.maxsize),
+            end_tokens(criteria),
+            min(positions, default=sys.maxsize),
+        )
+
+    def warns(self, columns: int) -> bool:
+        """Whether transformers' own criteria have a word to say about a text as long as this."""
+        return columns > self.positions
+
+    def done(self, columns: int, last: list[int]) -> list[bool]:
+        """Per row, whether a text of so many tokens that ends in this one has come to its end."""
+        return [columns >= self.max_length or token in self.tokens for token in last]
+
+
 def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
     """The tokens that end a text; a criterion that the user passed in takes the place of the config's here, too."""
     ends = [criterion.eos_token_id for criterion in criteria if hasattr(criterion, "eos_token_id")]
@@ -102,6 +136,7 @@ class DecodingLoop:
         # Under sampling: what of the user's sees each token, and must not draw random numbers.
         users = (*request.criteria, *(() if request.streamer is None else (request.streamer,)))
         self._watched = [user for user in users if is_foreign(user)] if request.generation_config.do_sample else []
+        self._ends = KnownEnds.of(request.criteria)
         self.statistics = SpeculationStatistics()
         self.drafting = Stopwatch(forward.device)
         self.verifying = Stopwatch(forward.device)
@@ -132,8 +167,7 @@ class DecodingLoop:
         choice = SampledChoice(batch, input_ids.device) if sampled else Choice()
         rows: Rows | None = None
         try:
-            rows, first = self._read_prompt(input_ids, model_kwargs, outputs, choice)
-            rows.append(first, [1] * batch)
+            rows = self._read_prompt(input_ids, model_kwargs, outputs, choice)
             running = self._commit(rows, outputs)
             self.statistics.prompt_seconds = time.perf_counter() - started
             while running:
@@ -167,8 +201,8 @@ class DecodingLoop:
 
     def _read_prompt(
         self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], outputs: StepOutputs, choice: Choice
-    ) -> tuple[Rows, torch.Tensor]:
-        """The target's pass over the prompt; the rows behind it, and their first tokens, `(B, 1)`."""
+    ) -> Rows:
+        """The target's pass over the prompt; the rows with their first tokens behind it."""
         model, request, batch = self.forward.model, self.request, input_ids.shape[0]
         model_kwargs.pop("tokenizer", None)
         before = model_kwargs.get("past_key_values")
@@ -189,6 +223,7 @@ class DecodingLoop:
             # Only ever looked at for their last column behind the prompt.
             token_types={key: kwargs.pop(key) for key in list(kwargs) if key.endswith("token_type_ids")},
             arguments=kwargs,
+            limit=request.limits.max_length,
         )
         processors = Processors(request.processors, batch)
         rotary = RotarySwitch(model)
@@ -200,59 +235,91 @@ class DecodingLoop:
         processors.check_possible(scores, [0] * batch, [True] * batch)
         outputs.add_prompt(answer, raw, scores)
         first = rows.choose(scores)
-        if IMPOSSIBLE in first:
+        known: list[list[int]] = first.tolist()
+        if [IMPOSSIBLE] in known:
             choice.fail(scores[:, 0])
-        return rows, first
+        rows.append(known, first)
+        return rows
 
     def _round(self, rows: Rows, outputs: StepOutputs) -> bool:
         """One round; returns whether to go on."""
         # Draft: as far as is of use to each row.
         active = rows.active()
         limits = rows.draft_limits(active)
-        passes = self.drafter.draft_passes
+        passes, before = self.drafter.draft_passes, rows.lengths
         self.drafting.start()
-        draft = self.drafter.propose(rows, limits) if max(limits) > 0 else Draft.none(rows.batch, rows.device)
+        draft = self.drafter.propose(rows, limits) if max(limits) > 0 else Draft.none(rows.batch)
         self.drafting.stop()
 
         # Verify: one pass of the target over the pending token and the drafted ones.
         self.verifying.start()
-        drafted = draft.tokens.shape[1]
-        block = torch.cat((rows.pending, draft.tokens), dim=1) if drafted else rows.pending
-        if drafted and not rows.processors.are_blind:
-            rows.write_ahead(draft.tokens)
-        answer = self.forward.target(block, rows.context, rows.whole_text())
-        raw, logits = outputs.float_logits(answer, drafted + 1, rows.device, processed=rows.has_processors)
-        scores = rows.processors.block(rows.tokens, rows.lengths, rows.pending, logits)
-
-        # Accept: drafted tokens from the left, as long as they are the target's own, and one token of its behind them.
-        kept, following = accept(draft, rows.choose(scores))
-        accepted, last = torch.stack((kept, following)).tolist()  # the one place where the host waits for the device
-        rows.processors.check_possible(scores, accepted, active)
-        if any(active[row] and token == IMPOSSIBLE for row, token in enumerate(last)):
-            rows.choice.fail(scores[:, 0])
+        accepted = self._verify_greedily(rows, draft) if outputs.keeps_nothing and active[0] else None
+        if accepted is None:
+            accepted = self._verify(rows, draft, outputs, active)
         self.verifying.stop()
-        going = [row for row in range(rows.batch) if active[row]]
-        added = [accepted[row] + 1 if active[row] else 0 for row in range(rows.batch)]
-        if rows.in_step:
-            # Rows that have ended go along, as they do in plain decoding.
-            added = [min(added[row] for row in going)] * rows.batch
-        for row in going:
-            outputs.add_round(answer, raw, scores, rows, row, added[row])
-        del answer
-        new = following[:, None]
-        if drafted:
-            new = torch.cat((draft.tokens, new), dim=1).scatter(1, kept[:, None], new)
-        rows.advance(new, added)
 
         # Learn, and commit what all rows have reached.
+        going = [row for row in range(rows.batch) if active[row]]
         self.statistics.target_passes += 1
+        added = [rows.lengths[row] - before[row] for row in range(rows.batch)]
         self.statistics.record_round(draft.lengths, accepted, going, draft.self_lengths, added)
         if max(limits) > 0:
             self.drafter.learn(draft, accepted, [row for row in range(rows.batch) if limits[row] > 0])
         running = self._commit(rows, outputs)
         if self.after_round is not None and running:
-            self.after_round(self.drafter.draft_passes - passes, drafted + 1, rows)
+            self.after_round(self.drafter.draft_passes - passes, draft.tokens.shape[1] + 1, rows)
         return running
+
+    def _verify_greedily(self, rows: Rows, draft: Draft) -> list[int] | None:
+        """`_verify` of a single text without processors, where the host knows all it needs and passes are replayed."""
+        if not self.forward.replays or rows.batch > 1 or rows.has_processors or rows.choice.draws:
+            return None
+        if draft.tokens.device.type != "cpu" or rows.whole_text() is not None:
+            return None
+        drafted: list[int] = draft.tokens.numpy()[0].tolist()
+        choices = self.forward.choices([rows.text(0, rows.lengths[0] - 1)[0], *drafted], rows.context)
+        if choices is None:
+            return None
+        length = draft.lengths[0]
+        kept = next((place for place in range(length) if drafted[place] != choices[place]), length)
+        rows.advance([choices[: kept + 1]])  # those kept are the target's own
+        return [kept]
+
+    def _verify(self, rows: Rows, draft: Draft, outputs: StepOutputs, active: list[bool]) -> list[int]:
+        """The target's pass; the rows take in what it accepts and one token of its own. How many drafted ones it kept.
+
+        Drafted tokens are accepted from the left, as long as they are the target's own.
+        """
+        tokens, drafted = draft.tokens.to(rows.device), draft.tokens.shape[1]
+        block = torch.cat((rows.pending, tokens), dim=1) if drafted else rows.pending
+        if drafted and not rows.processors.are_blind:
+            rows.write_ahead(tokens)
+        outcome = self.forward.target(block, rows.context, rows.whole_text())
+        raw, logits = outputs.float_logits(outcome, drafted + 1, rows.device, processed=rows.has_processors)
+        scores = rows.processors.block(rows.tokens, rows.lengths, rows.pending, logits)
+
+        choices = rows.choose(scores)
+        kept, following = accept(tokens, draft.lengths, choices)
+        new = following[:, None]
+        if drafted:
+            new = torch.cat((tokens, new), dim=1).scatter(1, kept[:, None], new)
+        # The one place where the host waits for the device.
+        answers: list[list[int]] = torch.cat((kept[:, None], new), dim=1).tolist()
+        accepted = [answer[0] for answer in answers]
+        rows.processors.check_possible(scores, accepted, active)
+        if any(active[row] and answer[1 + answer[0]] == IMPOSSIBLE for row, answer in enumerate(answers)):
+            rows.choice.fail(scores[:, 0])
+        added = [count + 1 if active[row] else 0 for row, count in enumerate(accepted)]
+        if rows.in_step:
+            # Rows that have ended go along, as they do in plain decoding.
+            added = [min(count for count in added if count)] * rows.batch
+        for row, count in enumerate(added):
+            if active[row]:
+                outputs.add_round(outcome, raw, scores, rows, row, count)
+        del outcome
+        known = [answer[1 : 1 + count] for answer, count in zip(answers, added, strict=True)]
+        rows.advance(known, new)
+        return accepted
 
     def _commit(self, rows: Rows, outputs: StepOutputs) -> bool:
         """Commit every step that all unfinished rows have reached, as plain decoding would have, one after the other.
@@ -261,20 +328,27 @@ class DecodingLoop:
             Whether to go on.
         """
         rows.rest_known_ends()
-        while (ids := rows.next_step()) is not None:
+        while rows.take_step():
             for row, is_finished in enumerate(rows.finished):
                 self.statistics.new_tokens[row] += not is_finished
             outputs.commit()
             with no_draws(self._watched) if self._watched else nullcontext():
-                done = self.request.criteria(ids, outputs.scores)
+                done = self._is_done(rows, outputs)
                 if self.request.streamer is not None:
-                    self.request.streamer.put(ids[:, -1].cpu())
-            for row in rows.finish(done.tolist()):
+                    self.request.streamer.put(torch.tensor(rows.last_committed()))
+            for row in rows.finish(done):
                 if rows.limits.stops_at_eos:
                     outputs.drop(row)
             if all(rows.finished):
                 return False
         return True
+
+    def _is_done(self, rows: Rows, outputs: StepOutputs) -> list[bool]:
+        """What the stopping criteria say of the committed texts."""
+        criteria = self.request.criteria
+        if self._ends is not None and not self._ends.warns(rows.columns):
+            return self._ends.done(rows.columns, rows.last_committed())
+        return criteria(rows.committed_ids(), outputs.scores).tolist()  # type: ignore[no-any-return]
 
     def _complete_cache(self, rows: Rows) -> None:
         """Leave the cache as plain decoding leaves it: all tokens but the last one, in the columns of the output.

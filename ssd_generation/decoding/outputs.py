@@ -40,6 +40,7 @@ class StepOutputs:
 
     Attributes:
         returns_states: whether attentions or hidden states are asked for.
+        keeps_nothing: whether nothing of all this is.
         scores, logits, attentions, hidden_states: tuples over the committed steps; `None` where not asked for.
     """
 
@@ -55,7 +56,7 @@ class StepOutputs:
         self.hidden_states = asked("hidden_states")
         self.returns_states = self.attentions is not None or self.hidden_states is not None
         self._waiting: list[list[dict[str, Any]]] = [[] for _ in range(batch)]
-        self._keeps_nothing = self.scores is None and self.logits is None and not self.returns_states
+        self.keeps_nothing = self.scores is None and self.logits is None and not self.returns_states
 
     def float_logits(
         self, outputs: Any, count: int, device: torch.device, processed: bool
@@ -78,7 +79,7 @@ class StepOutputs:
 
     def add_prompt(self, outputs: Any, raw: torch.Tensor | None, scores: torch.Tensor) -> None:
         """What the pass over the prompt says of the first new token, `(B, 1, V)` each."""
-        if self._keeps_nothing:
+        if self.keeps_nothing:
             return
         states: dict[str, Any] = {}
         if self.returns_states:
@@ -96,7 +97,7 @@ class StepOutputs:
         self, outputs: Any, raw: torch.Tensor | None, scores: torch.Tensor, rows: Rows, row: int, count: int
     ) -> None:
         """What a verifying pass, `(B, n, V)`, says of the first `count` tokens that a row takes from it."""
-        if self._keeps_nothing:
+        if self.keeps_nothing:
             return
         for place in range(count):
             record = self._scores_of(raw, scores, row, place)
@@ -106,7 +107,7 @@ class StepOutputs:
 
     def commit(self) -> None:
         """One more step that all rows have taken."""
-        if self._keeps_nothing:
+        if self.keeps_nothing:
             return
         records: list[dict[str, Any] | None] = [waiting.pop(0) if waiting else None for waiting in self._waiting]
         if self.scores is not None:

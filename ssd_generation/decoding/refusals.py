@@ -48,7 +48,7 @@ def refuse_model(model: PreTrainedModel) -> None:
         raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
 
 
-_LEAVE_THE_CACHE = "Draft and target share a dynamic cache in place: leave `cache_implementation` out."
+_LEAVE_THE_CACHE = 'Draft and target share one cache in place: leave `cache_implementation` out, or pass "static".'
 
 
 def _refuse(what: str, instead: str) -> None:
@@ -79,7 +79,7 @@ def refuse_what_cannot_be(
             f"classifier-free guidance (`guidance_scale={config.guidance_scale}`)",
             "Its processor keeps a KV cache of its own that cannot be rolled back: leave it out.",
         )
-    if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
         _refuse(
             f"`cache_implementation={config.cache_implementation!r}`",
             _LEAVE_THE_CACHE,

@@ -81,8 +81,12 @@ class Rows:
         self.prompt_length = prompt.shape[1]
         self._batch = prompt.shape[0]
         self.device = prompt.device
-        self.tokens = prompt.new_zeros((self.batch, self.prompt_length + 64), dtype=torch.long)
-        self.tokens[:, : self.prompt_length] = prompt
+        self._tokens = prompt.new_zeros((self.batch, self.prompt_length + 64), dtype=torch.long)
+        self._tokens[:, : self.prompt_length] = prompt
+        # What the host knows of them, so that it need not wait for the device to say it again.
+        self._prompt: list[list[int]] = []
+        self._generated: list[list[int]] = [[] for _ in range(self.batch)]
+        self._unwritten = 0  # of a single row's last tokens
         self.context = context
         self.processors = processors
         self.choice = choice
@@ -113,6 +117,16 @@ class Rows:
         return self._batch
 
     @property
+    def tokens(self) -> torch.Tensor:
+        """See the class."""
+        if self._unwritten:
+            length, last = self.lengths[0], self._generated[0][-self._unwritten :]
+            self._widen(length)
+            self._tokens[0, length - self._unwritten : length] = torch.tensor(last, device=self.device)
+            self._unwritten = 0
+        return self._tokens
+
+    @property
     def pending(self) -> torch.Tensor:
         """The last token of each row, `(B, 1)`, which is not in the cache yet."""
         if len(set(self.lengths)) == 1:
@@ -122,7 +136,11 @@ class Rows:
 
     def text(self, row: int, start: int = 0) -> list[int]:
         """The tokens of a row from `start` on, the prompt's (padding included) among them."""
-        return self.tokens[row, start : self.lengths[row]].tolist()
+        if start >= self.prompt_length:
+            return self._generated[row][start - self.prompt_length :]
+        if not self._prompt:
+            self._prompt = self._tokens[:, : self.prompt_length].tolist()
+        return self._prompt[row][start:] + self._generated[row]
 
     @property
     def has_processors(self) -> bool:
@@ -215,24 +233,38 @@ class Rows:
             if not self.is_padded(row):  # those hold padding there
                 self.tokens[row, length : length + count] = drafted[row]
 
-    def append(self, new: torch.Tensor, added: Sequence[int]) -> None:
-        """Put the first `added[r]` of the new tokens `(B, n)` behind row r."""
-        self._widen(max(self.lengths) + new.shape[1])
-        if len(set(self.lengths)) == 1 and len(set(added)) == 1:
-            self.tokens[:, self.lengths[0] : self.lengths[0] + added[0]] = new[:, : added[0]]
+    def append(self, known: Sequence[Sequence[int]], new: torch.Tensor | None = None) -> None:
+        """Put new tokens behind each row's own.
+
+        Args:
+            known: the tokens of each row, `added[r]` of them.
+            new (`torch.LongTensor` of shape `(B, ≥ max(added))`): the same on the device, and anything behind them;
+                `None` for a single row: they are brought there when somebody asks for them.
+        """
+        added = [len(tokens) for tokens in known]
+        for row, tokens in enumerate(known):
+            self._generated[row].extend(tokens)
+        if new is None:
+            self._unwritten += added[0]
         else:
-            for row, count in enumerate(added):
-                self.tokens[row, self.lengths[row] : self.lengths[row] + count] = new[row, :count]
+            tokens = self.tokens  # all before written
+            self._widen(max(self.lengths) + new.shape[1])
+            tokens = self._tokens
+            if len(set(self.lengths)) == 1 and len(set(added)) == 1:
+                tokens[:, self.lengths[0] : self.lengths[0] + added[0]] = new[:, : added[0]]
+            else:
+                for row, count in enumerate(added):
+                    tokens[row, self.lengths[row] : self.lengths[row] + count] = new[row, :count]
         self.lengths = [length + count for length, count in zip(self.lengths, added, strict=True)]
 
-    def advance(self, new: torch.Tensor, added: Sequence[int]) -> None:
+    def advance(self, known: Sequence[Sequence[int]], new: torch.Tensor | None = None) -> None:
         """Take the accepted tokens in, and the rejected ones out of the cache; mask and positions move on.
 
         Args:
-            new (`torch.LongTensor` of shape `(B, n)`): the verified tokens.
-            added: how many of them each row takes.
+            known, new: the tokens that each row takes, as in `append`.
         """
-        self.append(new, added)
+        self.append(known, new)
+        added = [len(tokens) for tokens in known]
         context = self.context
         # A row's slots end where its accepted tokens do, and all rows end where the longest does.
         lengths = [context.length - shift + count for shift, count in zip(self.shifts, added, strict=True)]
@@ -254,28 +286,46 @@ class Rows:
                 context.positions = context.positions + torch.tensor(added, device=context.positions.device)[:, None]
 
     def _widen(self, columns: int) -> None:
-        if columns > self.tokens.shape[1]:
+        if columns > self._tokens.shape[1]:
             spare = max(64, columns // 8)
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, columns + spare - self.tokens.shape[1]))
+            self._tokens = torch.nn.functional.pad(self._tokens, (0, columns + spare - self._tokens.shape[1]))
 
     # ------------------------------------------------------------------------------------------------------------------
     # steps that all rows have taken
 
-    def next_step(self) -> torch.Tensor | None:
-        """The texts `(B, columns)` after one more step; `None` where a row has not reached it yet.
+    def take_step(self) -> bool:
+        """Commit one more step; `False` where a row has not reached it yet.
 
         A row that has ended gets padding.
         """
         end = self.prompt_length + self.committed + 1
         if any(self.lengths[row] < end and not self.is_padded(row) for row in range(self.batch)):
-            return None
-        self._widen(end)
-        for row in range(self.batch):
-            if self.is_padded(row):
-                self.tokens[row, end - 1] = self.limits.pad_token_id
+            return False
+        if any(map(self.is_padded, range(self.batch))):
+            self._widen(end)
+            for row in range(self.batch):
+                if self.is_padded(row):
+                    self._tokens[row, end - 1] = self.limits.pad_token_id
         self.committed += 1
         self.choice.commit(self.committed)
-        return self.tokens[:, :end].contiguous()
+        return True
+
+    @property
+    def columns(self) -> int:
+        """Of the texts that all rows have come to."""
+        return self.prompt_length + self.committed
+
+    def committed_ids(self) -> torch.Tensor:
+        """The texts that all rows have come to, `(B, columns)`."""
+        return self.tokens[:, : self.columns].contiguous()
+
+    def last_committed(self) -> list[int]:
+        """The last token of each of these texts."""
+        place = self.committed - 1
+        return [
+            self.limits.pad_token_id if self.is_padded(row) else generated[place]
+            for row, generated in enumerate(self._generated)
+        ]
 
     def finish(self, done: Sequence[bool]) -> list[int]:
         """Note what the stopping criteria say after a step; returns the rows that ended with it."""

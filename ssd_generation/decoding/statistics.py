@@ -45,6 +45,8 @@ class SpeculationStatistics:
         exactness: "bitwise": the bits of the target's logits did not depend on what was drafted. "numeric": they may
             have, by rounding.
         exactness_reason: why it is not "bitwise"; else `None`.
+        replayed_passes: how many of the target's passes were replayed as they had been recorded (on a GPU).
+        replay_refusal: why passes that might be replayed are not; else `None`.
     """
 
     batch_size: int = 1
@@ -69,6 +71,8 @@ class SpeculationStatistics:
     refusal: str | None = None
     exactness: str = "numeric"
     exactness_reason: str | None = None
+    replayed_passes: int = 0
+    replay_refusal: str | None = None
 
     @classmethod
     def of_plain(

@@ -6,20 +6,21 @@ k + 1 tokens of its own (`Choice.choose`): the i-th judges drafted token i, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from ..drafting.drafter import Draft
 from .choice import IMPOSSIBLE
 
 __all__ = ["accept"]
 
 
-def accept(draft: Draft, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def accept(drafted: torch.Tensor, lengths: Sequence[int], choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep drafted tokens while they are the target's own.
 
     Args:
-        draft: k drafted tokens per row at the most; row r drafted `lengths[r] ≤ k`, what stands in its other columns is
-            ignored.
+        drafted (`torch.LongTensor` of shape `(B, k)`): k drafted tokens per row at the most.
+        lengths: row r drafted `lengths[r] ≤ k`, what stands in its other columns is ignored.
         choices (`torch.LongTensor` of shape `(B, k + 1)`): the target's own tokens, greedy or sampled.
 
     Returns:
@@ -27,12 +28,11 @@ def accept(draft: Draft, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         each of shape `(B,)`. Where that one is impossible, a row stops a token earlier; where nothing comes before it,
         the token is `IMPOSSIBLE`.
     """
-    batch, drafted = draft.tokens.shape
-    if not drafted:
+    batch, most = drafted.shape
+    if not most:
         return torch.zeros(batch, dtype=torch.long, device=choices.device), choices[:, 0]
-    lengths = torch.tensor(draft.lengths, device=choices.device)
-    inside = torch.arange(drafted, device=choices.device) < lengths[:, None]
-    kept = ((draft.tokens == choices[:, :-1]) & inside).long().cumprod(dim=1).sum(dim=1)
+    inside = torch.arange(most, device=choices.device) < torch.tensor(lengths, device=choices.device)[:, None]
+    kept = ((drafted == choices[:, :-1]) & inside).long().cumprod(dim=1).sum(dim=1)
     following = choices.gather(1, kept[:, None]).squeeze(1)
     # The tokens before come first: plain decoding fails with them committed.
     kept = kept - ((following == IMPOSSIBLE) & (kept > 0)).long()

@@ -54,7 +54,8 @@ class Draft:
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(B, k)`): per row, tokens that the model drafted itself and behind them
-            tokens that were copied from somewhere; what stands behind `lengths` is ignored.
+            tokens that were copied from somewhere; what stands behind `lengths` is ignored. On the model's device, or
+            on the CPU, which is better where the host knows them.
         lengths: tokens drafted per row, 0 … k.
         self_lengths: how many of them, the first ones, the model drafted itself.
         scores (`torch.FloatTensor` of shape `(B, ≥ max(self_lengths), V)`): after all logits processors, whose softmax
@@ -81,7 +82,7 @@ class Draft:
 
         Args:
             rows: the tokens of each row; rows may have different numbers of them, or none.
-            device: where the model's tokens are.
+            device: where the tokens are to be; the CPU is as good as the model's.
         """
         lengths = [len(row) for row in rows]
         width = max(lengths, default=0)
@@ -207,7 +208,7 @@ class CheckedDrafter(Drafter):
         lengths = [min(length, max(limit, 0)) for length, limit in zip(draft.lengths, limits, strict=True)]
         return replace(
             draft,
-            tokens=tokens[:, : max(lengths)].to(texts.pending.device),
+            tokens=tokens[:, : max(lengths)],
             lengths=lengths,
             self_lengths=[min(own, length) for own, length in zip(draft.self_lengths, lengths, strict=True)],
         )

@@ -104,11 +104,10 @@ class SelfDrafter(Drafter):
         tokens: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
         read: list[list[int]] = [[] for _ in wanted]
-        pending = texts.pending
-        # Reading a token back makes the host wait for the device; on the CPU that costs nothing.
-        reads = pending.device.type == "cpu" and (bool(self.eos_token_ids) or self.indexes is not None)
         if length:
-            token = pending
+            token = pending = texts.pending
+            # Reading a token back makes the host wait for the device; on the CPU that costs nothing.
+            reads = pending.device.type == "cpu" and (bool(self.eos_token_ids) or self.indexes is not None)
             with self.forward.draft(texts.context, pending, length) as passes:
                 for depth in range(length):
                     logits = passes(token, depth)[:, -1].to(dtype=torch.float32, device=pending.device)
@@ -131,7 +130,8 @@ class SelfDrafter(Drafter):
                             break
         self.draft_passes += len(tokens)
         draft = Draft(
-            tokens=torch.cat(tokens, dim=1) if tokens else pending[:, :0],
+            # Nothing drafted here: what lookup adds is known to the host, and stays there.
+            tokens=torch.cat(tokens, dim=1) if tokens else torch.zeros((texts.batch, 0), dtype=torch.long),
             scores=torch.stack(scores, dim=1) if scores else None,
             lengths=lengths,
             self_lengths=list(lengths),

@@ -9,11 +9,12 @@ from torch.nn.modules import module as global_hooks
 
 from ..support.model_state import state_of
 from .low_bit import is_plain
+from .replay import KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["does_something", "fingerprint", "forbid_capture", "why_not_captured"]
+__all__ = ["does_something", "fingerprint", "forbid_capture", "why_not_captured", "why_not_replayed"]
 
 
 def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
@@ -35,9 +36,22 @@ def why_not_captured(model: PreTrainedModel, even_forbidden: bool = False) -> st
     """
     if not even_forbidden and (refusal := state_of(model).capture_refusal) is not None:
         return refusal
+    return _why_not(model, torch.device("cpu"), "it is not on the CPU")
+
+
+def why_not_replayed(model: PreTrainedModel) -> str | None:
+    """Why passes of this model are not replayed at fixed addresses (replay.py); `None` where they may be."""
+    device = model.get_input_embeddings().weight.device
+    if device.type not in KINDS:
+        return f"nothing is replayed on {device.type}"
+    return _why_not(model, device, "it is spread over several devices")
+
+
+def _why_not(model: PreTrainedModel, device: torch.device, elsewhere: str) -> str | None:
+    """Why passes are not captured on a device; `elsewhere` where a weight is not on it."""
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
         return "its attention implementation is not sdpa"
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
         return "adapters are loaded"
@@ -45,8 +59,8 @@ def why_not_captured(model: PreTrainedModel, even_forbidden: bool = False) -> st
         return "global module hooks are installed"
     for module in model.modules():
         for tensor in module._parameters.values():
-            if tensor is not None and tensor.device.type != "cpu":
-                return "it is not on the CPU"  # nothing in the way; not measured yet
+            if tensor is not None and tensor.device != device:
+                return elsewhere
             if tensor is not None and not is_plain(tensor):
                 return "its weights are not plain tensors"
         hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
@@ -83,5 +97,5 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
         # Numbers that a forward takes from the config are written into it as well.
         [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS],
         tuple((id(parameter), parameter.data_ptr()) for parameter in model.parameters()),
-        tuple(id(buffer) for buffer in model.buffers()),
+        tuple((id(buffer), buffer.data_ptr()) for buffer in model.buffers()),
     )

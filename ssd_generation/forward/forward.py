@@ -1,12 +1,14 @@
 """One forward pass of the target model, or of its draft, behind a KV cache.
 
 Which way a pass is run is decided here, and nowhere else: it is played back from its capture where there is one
-(passes.py), which saves most of what Python costs; otherwise the model's own code runs.
+(passes.py), which saves most of what Python costs, or replayed as it was recorded on a GPU (replayed.py); otherwise the
+model's own code runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from ..cache.layers import DraftCache, add_buffers
 from ..config import SelfSpeculativeConfig
 from .invariant import Invariant
 from .passes import CapturedPasses, captured_target, draft_of
+from .replayed import ReplayedPasses, replayed_draft, replayed_target
 from .skip_mode import SkipMode
 from .sublayers import input_device
 
@@ -59,6 +62,7 @@ class Context:
             itself.
         arguments: further keyword arguments of the model's passes.
         token_types: arguments of which the model wants a column for each token, such as `token_type_ids`.
+        limit: slots that the text may come to.
     """
 
     cache: Cache
@@ -67,16 +71,33 @@ class Context:
     positions: torch.Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     token_types: dict[str, torch.Tensor] = field(default_factory=dict)
+    limit: int = 0
 
     def __post_init__(self) -> None:
         # Of a single row this stays so: nothing behind the prompt is masked.
         is_unmasked = self.mask is None or bool(self.mask.all())
         self._is_flat = is_unmasked and (self.positions is None or self.positions.ndim == 2)
+        self._ahead: int | None = None
         self.draft_arguments = {key: value for key, value in self.arguments.items() if key not in _NOT_FOR_DRAFTS}
 
     def suits_capture(self, rows: int) -> bool:
         """Whether a captured pass, which knows one row without a mask, can stand in for the model's own."""
         return rows == 1 and self._is_flat
+
+    def is_plain(self, rows: int) -> bool:
+        """Whether a pass has no arguments but tokens and positions, and one row."""
+        return (
+            self.suits_capture(rows)
+            and not self.token_types
+            and not any(isinstance(value, torch.Tensor) for value in self.arguments.values())
+        )
+
+    @property
+    def position(self) -> int:
+        """Of the pending token of a single row, which moves along with its slot."""
+        if self._ahead is None:
+            self._ahead = 0 if self.positions is None else int(self.positions[..., -1]) - self.length
+        return self.length + self._ahead
 
     def positions_of(self, count: int) -> torch.Tensor | None:
         """Positions of the pending token and those behind it, `(…, B, count)`."""
@@ -94,9 +115,11 @@ class Forward:
         plays_back: whether the target's passes may be played back from a capture: not where hidden states or attentions
             are asked for, which a captured pass does not have, and of no use for more than one row.
         invariant: how the bits of the target's logits are kept from depending on the width of a pass; `None`: they may.
+        replays: whether they may be replayed as they were recorded, where this device has a way to.
 
     Attributes:
         is_bitwise: whether the bits of all passes of the target so far did not depend on their width.
+        replayed_passes: of the target, so far.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -108,11 +131,14 @@ class Forward:
         config: SelfSpeculativeConfig | None = None,
         plays_back: bool = True,
         invariant: Invariant | None = None,
+        replays: bool = True,
     ) -> None:
         self.model = model
         self.device = input_device(model)
         self.is_bitwise = invariant is not None
-        self._captured = captured_target(model, invariant) if plays_back else None
+        self.replayed_passes = 0
+        self._replayed = replayed_target(model) if plays_back and replays else None
+        self._captured = captured_target(model, invariant) if plays_back and self._replayed is None else None
         # In half precision a plain step is the model's own: captured, it would round otherwise.
         self._shortest = 2 if invariant is None and model.dtype in (torch.bfloat16, torch.float16) else 1
         self._draft: _DraftForward | None = None
@@ -128,7 +154,7 @@ class Forward:
         Raises:
             ValueError: as the constructor.
         """
-        self._draft = _DraftForward(self.model, config)
+        self._draft = _DraftForward(self.model, config, self._replayed)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -151,9 +177,12 @@ class Forward:
             The model's outputs, with `logits` of shape `(B, ≥ n, V)`.
         """
         count = tokens.shape[1]
+        replays = whole is None and self._replays(context, len(tokens))
+        if replays and (found := self._replay(tokens, context)) is not None:
+            return CausalLMOutputWithPast(logits=found[0])
         positions = context.positions_of(count)
         plays_back = whole is None and self._captured is not None and count >= self._shortest
-        if plays_back and self._suits_capture(tokens, context):
+        if plays_back and context.is_plain(len(tokens)):
             if positions is None:
                 positions = torch.arange(context.length, context.length + count, device=tokens.device)[None]
             assert self._captured is not None
@@ -184,20 +213,74 @@ class Forward:
             position_ids=positions,
             **arguments,
         )
+        began = time.perf_counter()
         outputs = self.model(**inputs, return_dict=True)
         if (cache := outputs.get("past_key_values")) is not None and cache is not context.cache:
             # phi3 starts a new cache where its long-context rotary embedding sets in.
             add_buffers(cache)
             context.cache = cache
+        if replays and self._replayed is not None:
+            self._replayed.note_eager(time.perf_counter() - began)
+            left = max(context.limit - context.length, 0)
+            if self._replayed.is_worth_it(left):
+                self._replayed.try_beside(context.cache, tokens, context.position, outputs.logits, left)
         return outputs
 
-    @staticmethod
-    def _suits_capture(tokens: torch.Tensor, context: Context) -> bool:
-        return (
-            context.suits_capture(tokens.shape[0])
-            and not context.token_types
-            and not any(isinstance(value, torch.Tensor) for value in context.arguments.values())
-        )
+    def choices(self, tokens: Sequence[int], context: Context) -> list[int] | None:
+        """The tokens that the whole model takes greedily behind each of some, where its passes are replayed.
+
+        One copy to the device, and one wait for it.
+
+        Args:
+            tokens: the pending one of a single row, and drafted ones behind it.
+            context: as in `target`.
+
+        Returns:
+            As many tokens; `None` where the pass is not replayed, and nothing has happened then.
+        """
+        found = self._replay(tokens, context) if self._replays(context, 1) else None
+        return None if found is None else found[1].tolist()
+
+    @property
+    def replays(self) -> bool:
+        """Whether passes of the target are replayed by now, where they have been recorded."""
+        return self._replayed is not None and self._replayed.is_checked and self._replayed.refusal is None
+
+    @property
+    def is_trying_to_replay(self) -> bool:
+        """Whether passes of the target are to be replayed, and have not been found to be right yet."""
+        replayed = self._replayed
+        return replayed is not None and replayed.refusal is None and not replayed.is_checked
+
+    def _replays(self, context: Context, rows: int) -> bool:
+        return self._replayed is not None and self._replayed.refusal is None and context.is_plain(rows)
+
+    def _replay(self, ids: torch.Tensor | Sequence[int], context: Context) -> tuple[torch.Tensor, ...] | None:
+        """A pass with the addresses it was recorded at; `None` where it has not been."""
+        replayed = self._replayed
+        assert replayed is not None
+        if not replayed.is_checked:
+            return None
+        found = replayed.run(context.cache, ids, context.length, context.position, expected=context.limit)
+        if found is not None:
+            replayed.append(context.cache, found[1].shape[0])
+            self.replayed_passes += 1
+        return found
+
+    @property
+    def replay_refusal(self) -> str | None:
+        """Why passes are not replayed where they might be; `None` where they are, or nothing is replayed here."""
+        return None if self._replayed is None else self._replayed.refusal
+
+    def end(self, cache: Cache, keeps: bool) -> None:
+        """A call is over.
+
+        Args:
+            cache: what its passes stood behind.
+            keeps: whether anybody will look at what it holds.
+        """
+        if self._replayed is not None:
+            self._replayed.arena.take_back(cache, keeps)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -273,6 +356,10 @@ class _ModelDraftPasses(DraftPasses):
     def __exit__(self, *error: object) -> None:
         self._skip_mode.__exit__(*error)  # type: ignore[arg-type]
 
+    def resume_at(self, depth: int) -> None:
+        """Go on behind so many drafted tokens, whose keys and values stand behind the cache already."""
+        self._cache.resume_at(depth)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         self._skip_mode.pause()
@@ -291,12 +378,49 @@ class _ModelDraftPasses(DraftPasses):
         return self._model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
 
 
+class _ReplayedDraftPasses(DraftPasses):
+    """Replayed, and by the model's own code from where that fails."""
+
+    def __init__(self, replayed: ReplayedPasses, context: Context, others: _ModelDraftPasses) -> None:
+        self._replayed, self._context, self._others = replayed, context, others
+        self._is_left = False
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_left:
+            self._others.__exit__(*error)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        if not self._is_left:
+            yield
+            return
+        with self._others.paused():
+            yield
+
+    def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
+        if not self._is_left:
+            context = self._context
+            slot, position = context.length + depth, context.position + depth
+            found = self._replayed.run(context.cache, token, slot, position, records=True)
+            if found is not None:
+                return found[0]
+            self._others.resume_at(depth)
+            self._others.__enter__()
+            self._is_left = True
+        return self._others(token, depth)
+
+
 class _DraftForward:
     """What makes a model its own draft: skip mode, low-bit copies in place, and the passes captured with them."""
 
-    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, target: ReplayedPasses | None) -> None:
         self._model = model
         self._skip_mode, self._captured = draft_of(model, config)
+        can_replay = target is not None and config.drafts_itself and not config.precision
+        self._replayed = replayed_draft(model, config.skip) if can_replay else None
+        if self._replayed is not None:
+            self._captured = None
+        self._target = target
         self._skipped_attention = frozenset(config.skip.attention)
         self._cache: DraftCache | None = None
 
@@ -310,6 +434,15 @@ class _DraftForward:
             and captured.can_run(context.cache, 1)
         ):
             return _CapturedDraftPasses(captured, context.cache, context.positions, length)
+        passes = self._passes_of_the_model(context, length)
+        replayed, target = self._replayed, self._target
+        if replayed is None or target is None or not target.is_checked or not context.is_plain(len(pending)):
+            return passes
+        if not target.arena.lend(context.cache, context.length + length + 1):
+            return passes
+        return _ReplayedDraftPasses(replayed, context, passes)
+
+    def _passes_of_the_model(self, context: Context, length: int) -> _ModelDraftPasses:
         if self._cache is None or self._cache.target is not context.cache:
             self._cache = DraftCache(context.cache, self._skipped_attention)
         else:

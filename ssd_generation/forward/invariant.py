@@ -26,7 +26,7 @@ from .cache_attention import CacheAttention
 from .captured import CapturedPass
 from .kernels import Linear, onednn_linear
 
-__all__ = ["LINEARS", "WIDTHS", "Invariant", "RowAttention", "live_layers_of_any_window", "uneven"]
+__all__ = ["LINEARS", "REPLAYED", "WIDTHS", "Invariant", "RowAttention", "live_layers_of_any_window", "uneven"]
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
 """Widths that are tried: those of rounds, and of longer ones each at most half as wide again as the one before."""
@@ -40,17 +40,26 @@ LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]]
 construction."""
 
 
+REPLAYED = "replayed"
+
+
 @dataclass(frozen=True)
 class Invariant:
     """How a model's passes are run for their bits not to depend on their width.
 
     Attributes:
-        linear: the kernel of its linear layers, by its name in `LINEARS`.
+        linear: the kernel of its linear layers, by its name in `LINEARS`; `REPLAYED` where passes are replayed as they
+            were recorded (replayed.py).
         widths: widths that agree with each other, ascending; a pass is filled up to the next one.
     """
 
     linear: str
     widths: tuple[int, ...]
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether it is by passes that are replayed, which are the same for whoever does not ask for exact ones."""
+        return self.linear == REPLAYED
 
     def width(self, count: int) -> int | None:
         """The width of a pass for `count` tokens; `None` where there is none as wide."""

@@ -6,13 +6,11 @@ modules, same weights, no hooks, nothing patched. Where a pass cannot be capture
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +22,11 @@ from ..config import SkipConfig
 from ..native.compiler import why_not
 from ..native.kernels import NAMES
 from ..support.model_state import state_of
+from .any_length import LONGEST, PassCapture
 from .cache_attention import CacheAttention, live_layers
 from .capturable import fingerprint, why_not_captured
-from .capture import CannotCapture, capture_pass
-from .captured import CapturedPass, Program, at_length, compile_pass, of_any_length, same_pass
+from .capture import CannotCapture
+from .captured import CapturedPass, Program, compile_pass
 from .invariant import LINEARS, Invariant, RowAttention, live_layers_of_any_window, uneven
 from .kernels import fastest_kernels, linear_of_few_rows
 from .low_bit import LowBitCopies, LowBitCopy, copies_of
@@ -60,10 +59,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_LONGEST = 33
-"""The longest pass that is captured; longer ones are rare, and their Python is a small part of them."""
-
-
 _TIMES, _MOST = 4, 0.35
 """Half precision: logits of other kernels may differ by so many times what another rounding of the embeddings changes,
 and by so many standard deviations, as a root mean square."""
@@ -95,8 +90,7 @@ class CapturedPasses:
         # Not held: the copies hold their passes, and are to go when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
-        self._longer: CapturedPass | None = None
-        self._longer_known = False
+        self._capture = PassCapture(skip_mode, invariant is not None)
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -121,19 +115,20 @@ class CapturedPasses:
 
     def program(self, length: int) -> Program | None:
         """The pass over `length` tokens; `None` where it cannot be captured."""
-        if self.refusal is not None or not 1 <= length <= _LONGEST:
+        if self.refusal is not None or not 1 <= length <= LONGEST:
             return None
         if length not in self._programs:
             model = self._model()
             assert model is not None
             try:
-                captured = self._captured(model, length)
+                captured = self._capture.at(model, length, self._simplify)
                 self.uneven = None if self.invariant is None else uneven(captured)
                 self._programs[length] = None if self.uneven is not None else self._make(model, captured)
             except Exception as error:
                 if self.is_draft and self._is_native and not isinstance(error, CannotCapture):
                     # What a model computes beside its linear layers may not go with what kernels made here give.
-                    self._is_native, self._longer, self._longer_known = False, None, False
+                    self._is_native = False
+                    self._capture.forget()
                     return self.program(length)
                 # Whatever a model's code does that the capture does not know: its passes are then run as they are.
                 self.refusal = f"{type(error).__name__}: {error}"
@@ -255,30 +250,6 @@ class CapturedPasses:
         elif not any(self._programs.values()):
             self._compare(model, program, length)
         return program
-
-    def _captured(self, model: PreTrainedModel, length: int) -> CapturedPass:
-        windows: list[int | None] = []
-        if self.invariant is not None:
-            layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-            windows = [getattr(layer, "sliding_window", None) for layer in layers]
-        with nullcontext() if self._skip_mode is None else self._skip_mode:
-            if length > 1 and not self._longer_known:
-                self._longer_known = True
-                # A single token is a case of its own in many models; beyond that, one is like another.
-                with contextlib.suppress(Exception):  # such as a context that is shorter
-                    common = of_any_length(
-                        [capture_pass(model, n, at, windows) for n, at in ((2, 7), (3, 19), (_LONGEST, 11))]
-                    )
-                    if common is not None:
-                        self._simplify(model, common)
-                        self._longer = common
-            if length > 1 and self._longer is not None:
-                return at_length(self._longer, length)
-            one, other = (capture_pass(model, length, behind, windows) for behind in (7, 19))
-        if not same_pass(one, other):
-            raise CannotCapture("the pass depends on the length of the text")
-        self._simplify(model, one)
-        return one
 
     def _simplify(self, model: PreTrainedModel, captured: CapturedPass) -> None:
         share_results(captured)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -27,6 +28,7 @@ from ..native.rows import gated_silu, rms_norm, rotary
 from .captured import CapturedPass
 
 __all__ = [
+    "RowFunctions",
     "fuse_norms",
     "fuse_rotary",
     "linear_weight",
@@ -36,6 +38,7 @@ __all__ = [
     "swap_linears",
     "use_bfloat16",
     "use_native_rows",
+    "use_rows",
     "written_nodes",
 ]
 
@@ -218,10 +221,37 @@ def _gates() -> list[Graph]:
     ]
 
 
-def use_native_rows(captured: CapturedPass) -> None:
-    """Let norms, gated activations and rotary embeddings be computed by code made for the processor.
+@dataclass(frozen=True)
+class RowFunctions:
+    """What computes each row of a tensor alone, each with the arguments of its namesake in native/rows.py.
 
-    In half precision their numbers are those of the model's own code, to the bit; in float32 they round otherwise.
+    Attributes:
+        norm: RMSNorm.
+        gate: a gated activation.
+        rotary: a rotary embedding.
+    """
+
+    norm: Callable[..., Any]
+    gate: Callable[..., Any]
+    rotary: Callable[..., Any]
+
+
+NATIVE_ROWS = RowFunctions(rms_norm, gated_silu, rotary)
+"""By code made for the processor. In half precision their numbers are those of the model's own code, to the bit; in
+float32 they round otherwise."""
+
+
+def use_native_rows(captured: CapturedPass) -> None:
+    """Let norms, gated activations and rotary embeddings be computed by `NATIVE_ROWS`."""
+    use_rows(captured, NATIVE_ROWS)
+
+
+def use_rows(captured: CapturedPass, rows: RowFunctions) -> None:
+    """Let norms, gated activations and rotary embeddings be computed by functions of their own.
+
+    Args:
+        captured: the pass.
+        rows: these functions.
     """
     for result, found in (*_found(captured, _norms()), *_found(captured, _half_norms())):
         weight, epsilon, x = captured.constant(found["weight"]), found["epsilon"], found["x"]
@@ -233,17 +263,17 @@ def use_native_rows(captured: CapturedPass) -> None:
         ):
             continue
         if _width(captured, x) == weight.shape[0] and weight.is_contiguous():
-            _become(result, rms_norm, x, found["weight"], epsilon)
+            _become(result, rows.norm, x, found["weight"], epsilon)
     for result, found in _found(captured, _gates()):
         gates, up = found["gates"], found["up"]
         if _is_plain(result.meta["dtype"], gates, up) and gates.meta["shape"] == up.meta["shape"]:
-            _become(result, gated_silu, gates, up)
+            _become(result, rows.gate, gates, up)
     for result, x, cos, sin in _rotated(captured):
         if _is_plain(result.meta["dtype"], x, cos, sin):
             shape = x.meta["shape"]
             table = (1, 1, *shape[2:])
             if len(shape) == 4 and shape[0] == 1 and cos.meta["shape"] == sin.meta["shape"] == table:
-                _become(result, rotary, x, cos, sin)
+                _become(result, rows.rotary, x, cos, sin)
     captured.eliminate_dead_code()
 
 

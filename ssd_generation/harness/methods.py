@@ -43,6 +43,7 @@ METHODS: Mapping[str, str] = {
     "random-half": "this library, a random half of all sub-layers left out while drafting",
     UNDRAFTED: "this library's loop with nothing drafted",
     "paper": "the skip set of --config and Draft & Verify's own rule for the draft length",
+    "static": "transformers' own decoding with a static cache, which it compiles on a GPU",
     "prompt-lookup-N": "transformers' prompt lookup of N tokens",
     "assistant": "transformers' assisted decoding by --assistant",
     "early-exit-N": "transformers' assisted decoding by the model's own first N layers",
@@ -185,6 +186,8 @@ def _request(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: 
         return {_NUMBERED[kind]: number}
     if name == PLAIN:
         return {}
+    if name == "static":
+        return {"cache_implementation": "static"}
     if name == "assistant":
         return {"assistant_model": True}
     if name == "auto":

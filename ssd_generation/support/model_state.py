@@ -25,6 +25,9 @@ class ModelState:
         captured_targets: captured passes of the whole model, by the kernel that keeps their bits the same
             (forward/passes.py).
         captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
+        replayed: passes that are replayed at fixed addresses, by skip set, `None` for the whole model
+            (forward/replayed.py).
+        replays, arena: how they are run again, and the keys and values that they read and write (forward/replayed.py).
         capture_refusal: why no pass may be captured, as the check of the model found (forward/capturable.py).
         measurements: what was measured of it, by a fingerprint (support/measurements.py).
         has_noisy_measurements: whether some of that was measured while the machine was busy.
@@ -53,6 +56,9 @@ class ModelState:
         self.drop_copies()
         self.captured_targets: dict[Any, Any] = {}
         self.captured_drafts: dict[Any, Any] = {}
+        self.replayed: dict[Any, Any] = {}
+        self.replays: Any = None
+        self.arena: Any = None
         self.policies: dict[Any, Any] = {}
         self.refinements: dict[Any, Any] = {}
         self.warnings: set[str] = set()

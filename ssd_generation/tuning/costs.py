@@ -38,6 +38,9 @@ LONGEST_VERIFIED = 32
 
 _RATIO = Number(1e-6, 1e6, "a number of plain steps")
 _CONTEXT = 64
+_LONG = 1 << 20
+_TRIES = 6
+"""Passes until those that are replayed have been recorded and found to be right."""
 _REPEATS = 3
 _ENOUGH_SECONDS = 4.0
 """Beyond this much time there are no more than `_REPEATS` repetitions."""
@@ -62,16 +65,22 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     Returns:
         The costs, with `measured_on` set.
     """
-    invariant, _ = invariant_of(model, config.exactness)
+    invariant = _invariant(model, config)
     verify = value_of(_measure(model, None, VERIFIED, "verification", invariant))
     return _put_together(model, verify, value_of(_draft_ratio(model, config)))
+
+
+def _invariant(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Invariant | None:
+    """How the passes are run whose costs are measured. Replayed ones are the same, exact or not."""
+    invariant, _ = invariant_of(model, config.exactness)
+    return None if invariant is not None and invariant.is_replayed else invariant
 
 
 def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True) -> Any:
     """A draft step / a plain step."""
     if not config.drafts_itself:
         return 1.0
-    invariant, _ = invariant_of(model, config.exactness)
+    invariant = _invariant(model, config)
     measured = _measure(model, config, [0], "drafting", invariant, shows)
     times = value_of(measured)
     ratio = times[0] / times[1]
@@ -108,6 +117,9 @@ def _measure(
         ) as bar,
     ):
         passes = Passes(model, config, invariant=invariant)
+        for _ in range(_TRIES):
+            if passes.forward.is_trying_to_replay:
+                passes.once(1)
         for length in (1, *lengths):
             passes.once(length)  # capture, first touch
             bar.update()
@@ -120,6 +132,7 @@ def _measure(
             ),
             progress=lambda repeats, count: bar.update(count) if repeats < _REPEATS else None,
         )
+        passes.forward.end(passes.cache, keeps=False)  # texts may want what it was lent
     return flag_if_noisy(
         {1: timings.plain} | {length: timings.plain * timings.ratio(length) for length in lengths}, timings.seconds
     )
@@ -166,6 +179,7 @@ class Passes:
             length=self.context,
             mask=torch.ones((1, self.context + 1), dtype=torch.long, device=ids.device),
             positions=torch.full((1, 1), self.context, device=ids.device),
+            limit=_LONG,  # worth recording
         )
         watch = Stopwatch(ids.device)
         if ids.device.type == "cuda":
@@ -216,7 +230,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         again: measure anew.
         shows: show a progress bar where the draft is measured; not in the middle of a text.
     """
-    invariant, _ = invariant_of(model, config.exactness)
+    invariant = _invariant(model, config)
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
 
     def put_together(verify: Any, ratio: Any) -> Costs:

@@ -18,12 +18,14 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
+from ..cache.arena import BUCKETS
 from ..cache.layers import add_buffers
 from ..config.values import NUMERIC
-from ..forward.capturable import why_not_captured
+from ..forward.capturable import why_not_captured, why_not_replayed
 from ..forward.forward import Context, Forward
-from ..forward.invariant import LINEARS, WIDTHS, Invariant
+from ..forward.invariant import LINEARS, REPLAYED, WIDTHS, Invariant
 from ..forward.passes import captured_target
+from ..forward.replayed import ReplayedPasses, replayed_target
 from ..forward.sublayers import input_device
 from ..native.compiler import why_not
 from ..support.bounds import Number
@@ -95,6 +97,8 @@ def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invaria
     """
     if exactness == NUMERIC:
         return None, "it was asked for"
+    if why_not_replayed(model) is None:
+        return _invariant_of_replayed(model)
     refusal = why_not_captured(model)
     if refusal is not None:
         return None, f"its passes run by the model's own code: {refusal}"
@@ -114,6 +118,43 @@ def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | 
         return None, f"passes exact to the bit would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
     found = certificate_of(model)
     return found.invariant, found.refusal
+
+
+def _invariant_of_replayed(model: PreTrainedModel) -> tuple[Invariant | None, str | None]:
+    """See `invariant_of`, of a model whose passes are replayed as they were recorded."""
+    passes = replayed_target(model)
+    assert passes is not None
+    if passes.refusal is not None:
+        return None, f"its passes are not replayed: {passes.refusal}"
+    if not passes.is_checked:
+        return None, "its passes have not been recorded yet"
+    if passes.keeps_bits is None:
+        with torch.inference_mode():
+            passes.keeps_bits = _same_bits(model, passes)
+    if passes.keeps_bits is None:
+        return None, "another text was being decoded, so that the bits of its passes could not be checked"
+    if not passes.keeps_bits:
+        return None, "a token's bits hang on its place in a pass"
+    return Invariant(REPLAYED, passes.widths), None
+
+
+def _same_bits(model: PreTrainedModel, passes: ReplayedPasses) -> bool | None:
+    """Whether replayed passes give each token the same bits wherever it stands; `None`: they cannot be run just now."""
+    # The text goes over the end of a bucket: passes read one or the next for the same token.
+    text = _Text(model, BUCKETS[0] - passes.widths[-1] - _NEW // 2)
+    found = []
+    for count in (1, 5, passes.widths[-1]):
+        cache, at, parts = text.cache(), 0, []
+        while at < _NEW:
+            ids, slot = text.ids[:, at : at + count], text.prompt + at
+            results = passes.run(cache, ids, slot, slot, records=True)
+            if results is None:
+                return None
+            parts.append(results[0][0].clone())
+            at += count
+        passes.arena.take_back(cache, keeps=False)
+        found.append(torch.cat(parts))
+    return all(torch.equal(logits, found[0]) for logits in found)
 
 
 def is_free(model: PreTrainedModel) -> bool:
@@ -189,20 +230,22 @@ class _Text:
     """A text of random tokens behind a prompt, decoded by passes of one width.
 
     Attributes:
+        prompt: tokens of the prompt.
         refusal: why the last passes that could not be captured could not.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, prompt: int = _PROMPT) -> None:
         self.model = model
+        self.prompt = prompt
         self.refusal: str | None = None
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         generator = torch.Generator().manual_seed(0)
         device = input_device(model)
-        ids = torch.randint(0, vocabulary, (1, _PROMPT + _NEW), generator=generator).to(device)
-        self.ids = ids[:, _PROMPT:]
+        ids = torch.randint(0, vocabulary, (1, prompt + _NEW), generator=generator).to(device)
+        self.ids = ids[:, prompt:]
         self._cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :_PROMPT], past_key_values=self._cache, use_cache=True, **fewer)
+        model(input_ids=ids[:, :prompt], past_key_values=self._cache, use_cache=True, **fewer)
 
     def cache(self) -> Cache:
         """A cache of the prompt, to write to."""
@@ -212,8 +255,8 @@ class _Text:
 
     def context(self) -> Context:
         """What the text stands behind."""
-        positions = torch.full((1, 1), _PROMPT, device=self.ids.device)
-        return Context(self.cache(), length=_PROMPT, positions=positions)
+        positions = torch.full((1, 1), self.prompt, device=self.ids.device)
+        return Context(self.cache(), length=self.prompt, positions=positions)
 
     def logits(self, linear: str, width: int, first: int) -> torch.Tensor | None:
         """Of all tokens, by passes of this width; `None` where they cannot be captured.
@@ -229,7 +272,7 @@ class _Text:
         cache, at, count, found = self.cache(), 0, first, []
         while at < _NEW:
             count = min(count, _NEW - at)
-            positions = torch.arange(_PROMPT + at, _PROMPT + at + count, device=self.ids.device)[None]
+            positions = torch.arange(self.prompt + at, self.prompt + at + count, device=self.ids.device)[None]
             logits = passes.run(cache, self.ids[:, at : at + count], positions, width=width)
             if logits is None:
                 if passes.uneven is not None:

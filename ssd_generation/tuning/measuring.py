@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from ..forward.capturable import why_not_captured
+from ..forward.capturable import why_not_captured, why_not_replayed
 from ..forward.low_bit import is_plain
 from ..forward.sublayers import input_device
 from ..support.machine import cpu_name
@@ -53,6 +53,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
             if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
         },
         "recorded": why_not_captured(model) is None,
+        "replayed": why_not_replayed(model) is None,
         "format": 6,
     }
 

@@ -1,0 +1,397 @@
+"""What passes cost on a GPU and what replaying them brings, in one process and a given time.
+
+    python -m ssd_generation.benchmark.gpu [--model demo | --shape 1.5b] [--seconds 400] [--new-tokens 128] [--fused]
+
+Milliseconds of a pass by width and bucket, by the model's own code and replayed as it was recorded (CUDA graphs), of a
+draft step with half of the sub-layers left out; whether a token's bits depend on its place; bytes of the arena and of
+what was recorded. With a model (not a shape, whose weights are random) also whole calls, in turns: plain `generate`,
+with a static cache that transformers compiles, with nothing drafted, by lookup, and "auto"; whether drafted texts are
+undrafted ones; the first call of all; and the host's own time in a round. What did not fit into the time, or failed, is
+said. `ssd benchmark --device cuda --methods auto,lookup,plain-loop,static` makes the long version of that table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers.cache_utils import DynamicCache
+
+from ..cache.arena import Arena
+from ..cache.layers import add_buffers
+from ..config import SkipConfig
+from ..decoding.loop import DecodingLoop
+from ..forward.replay import replays_on
+from ..forward.replayed import ReplayedPasses
+from ..forward.skip_mode import SkipMode
+from ..forward.sublayers import locate_sublayers
+from ..generation import enable_self_speculative
+from ..harness.methods import PLAIN, UNDRAFTED, make_methods, random_half
+from ..harness.prompts import built_in_prompts, encode_prompt
+from ..models import load_model
+from ..support.model_state import state_of
+from ..tuning.measuring import describe_machine
+
+__all__ = ["SHAPES", "measure_calls", "measure_passes"]
+
+_SMALL = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+SHAPES: dict[str, Any] = {
+    "tiny": lambda: LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    ),
+    "1.5b": lambda: Qwen2Config(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        **_SMALL,
+    ),
+    "8b": lambda: LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    ),
+}
+"""Shapes of models whose weights are random: for what passes cost."""
+
+_WIDTHS = (1, 4, 8, 16)
+_BEHIND = (128, 1500)
+"""Tokens that passes stand behind: in the first bucket and in the fourth."""
+_REPEATS = 20
+_METHODS = (PLAIN, "static", UNDRAFTED, "lookup", "auto")
+
+
+@dataclass
+class Clock:
+    """The time that a run may take.
+
+    Attributes:
+        seconds: in all.
+        missing: what there was no time for, or what failed, and why.
+    """
+
+    seconds: float
+    missing: list[str] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.seconds - (time.perf_counter() - self._began)
+
+    def attempt(self, what: str, call: Callable[[], Any]) -> Any:
+        """A part of the run; `None` where there is no time for it, or it fails."""
+        if self.left <= 0:
+            self.missing.append(f"{what}: no time was left")
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self.missing.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
+            return None
+
+
+def measure_passes(model: Any, clock: Clock, fuses: bool = False) -> list[dict[str, Any]]:
+    """Seconds of passes by the model's own code and replayed, by width and tokens in the cache.
+
+    Args:
+        model: a transformers model, enabled.
+        clock: the time that there is.
+        fuses: whether small operations of a layer are compiled.
+
+    Returns:
+        For each width and place a dictionary: `width`, `behind`, `eager` and `replayed` in seconds (`None` where it
+        could not be measured), and `recording`, what it took to record. A draft step with a random half of the
+        sub-layers left out has `what="half"`.
+    """
+    device = model.get_input_embeddings().weight.device
+    replays = replays_on(device)
+    if replays is None:
+        clock.missing.append(f"replayed passes: nothing is replayed on {device.type}")
+    half = random_half(locate_sublayers(model), 0)
+    rows = []
+    for what, widths in (("model", _WIDTHS), ("half", (1,))):
+        arena = Arena()
+        mode = SkipMode(model, half) if what == "half" else None
+        passes = None
+        if replays is not None:
+            passes = ReplayedPasses(model, arena, replays, mode, _WIDTHS, fuses)
+        for behind in _BEHIND:
+            for width in widths:
+                name = f"{what}, {width} behind {behind}"
+                row = clock.attempt(name, partial(_row, model, passes, width, behind, half if what == "half" else None))
+                if row is not None:
+                    rows.append(row)
+        if passes is not None and passes.refusal is not None:
+            clock.missing.append(f"replayed passes ({what}): {passes.refusal}")
+    return rows
+
+
+def _row(model: Any, passes: ReplayedPasses | None, width: int, behind: int, half: SkipConfig | None) -> dict[str, Any]:
+    device = model.get_input_embeddings().weight.device
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    ids = torch.randint(0, vocabulary, (1, behind + width), generator=torch.Generator().manual_seed(0)).to(device)
+    row: dict[str, Any] = {"what": "model" if half is None else "half", "width": width, "behind": behind}
+    row |= {"eager": None, "replayed": None, "recording": None}
+    with torch.inference_mode():
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        model(input_ids=ids[:, :behind], past_key_values=cache, use_cache=True, **fewer)
+        add_buffers(cache)
+
+        def eager() -> None:
+            model(input_ids=ids[:, behind:], past_key_values=cache, use_cache=True).logits[0].argmax(-1).tolist()
+            cache.crop(-width)
+
+        if half is None:  # a draft's own code has another cache
+            row["eager"] = _median(eager)
+        if passes is not None:
+            began = time.perf_counter()
+            found = passes.run(cache, ids[:, behind:], behind, behind, records=True)
+            row["recording"] = time.perf_counter() - began
+
+            def replayed() -> None:
+                results = passes.run(cache, ids[:, behind:], behind, behind)
+                assert results is not None
+                results[1].tolist()
+
+            if found is not None:
+                row["replayed"] = _median(replayed)
+            passes.arena.take_back(cache, keeps=False)
+    return row
+
+
+def _median(call: Callable[[], None], repeats: int = _REPEATS) -> float:
+    """Seconds on the host's clock; each call waits for the device at its end."""
+    call()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> dict[str, Any]:
+    """Whole calls of `generate` in turns, over the package's prompts, as far as the time goes.
+
+    Args:
+        model: a transformers model, enabled.
+        tokenizer: its tokenizer.
+        clock: the time that there is.
+        new_tokens: of each call; end of sequence is off.
+
+    Returns:
+        `first`: seconds of a process's first calls, by method; `calls`: for each prompt its category and by method
+        seconds, tokens a pass and whether the text is the undrafted one; `host`: seconds of the host's own in a round.
+    """
+    prompts = [prompt for at in range(8) for prompt in _each_category(at)]
+    methods = {method.name: dict(method.request) for method in make_methods(_METHODS, model)}
+    encoded = [
+        {key: value.to(model.device) for key, value in encode_prompt(tokenizer, prompt.text, True).items()}
+        for prompt in prompts
+    ]
+
+    def call(name: str, at: int) -> tuple[float, list[int]]:
+        _wait(model)
+        began = time.perf_counter()
+        text = model.generate(
+            **encoded[at],
+            max_new_tokens=new_tokens,
+            min_new_tokens=None,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **methods[name],
+        )
+        _wait(model)
+        return time.perf_counter() - began, text[0].tolist()
+
+    def first_two(name: str) -> list[float]:
+        return [call(name, 0)[0] for _ in range(2)]
+
+    first = {}
+    for name in (PLAIN, UNDRAFTED, "lookup", "auto", "static"):
+        found = clock.attempt(f"first call, {name}", partial(first_two, name))
+        if found is None:
+            methods.pop(name)
+        else:
+            first[name] = found
+    calls: list[dict[str, Any]] = []
+    for at, prompt in enumerate(prompts):
+        if clock.left <= 0:
+            clock.missing.append(f"whole calls: {at} of {len(prompts)} prompts fitted into the time")
+            break
+        row: dict[str, Any] = {"category": prompt.category, "prompt_tokens": int(encoded[at]["input_ids"].shape[1])}
+        texts = {}
+        for name in methods:
+            found = clock.attempt(f"{name}, prompt {at}", partial(call, name, at))
+            if found is not None:
+                row[name], texts[name] = found
+                if name in ("lookup", "auto", UNDRAFTED):
+                    about = model.last_speculation
+                    row[f"{name}: tokens a pass"] = about.generated_tokens / about.target_passes
+                    row[f"{name}: exactness"] = about.exactness
+                    row[f"{name}: replayed"] = about.replayed_passes / max(about.target_passes - 1, 1)
+        for name in ("lookup", "auto"):
+            if name in texts and UNDRAFTED in texts:
+                row[f"{name}: text as undrafted"] = texts[name] == texts[UNDRAFTED]
+        if UNDRAFTED in texts and PLAIN in texts:
+            row["undrafted text as plain's"] = texts[UNDRAFTED] == texts[PLAIN]
+        calls.append(row)
+    host = clock.attempt("host time", lambda: _host_seconds(lambda: call("lookup", 0)))
+    return {"first": first, "calls": calls, "host": host}
+
+
+def _each_category(at: int) -> Iterator[Any]:
+    by_category: dict[str, list[Any]] = {}
+    for prompt in built_in_prompts():
+        by_category.setdefault(prompt.category, []).append(prompt)
+    for prompts in by_category.values():
+        if at < len(prompts):
+            yield prompts[at]
+
+
+def _host_seconds(call: Callable[[], Any]) -> float:
+    """Median seconds of a round without what its pass, and the wait for it, take."""
+    seconds: list[float] = []
+    waiting = [0.0]
+    round_of, replay_of = DecodingLoop._round, ReplayedPasses.run
+
+    def timed_round(self: DecodingLoop, *args: Any) -> bool:
+        waiting[0] = 0.0
+        began = time.perf_counter()
+        result = round_of(self, *args)
+        seconds.append(time.perf_counter() - began - waiting[0])
+        return result
+
+    def timed_run(self: ReplayedPasses, *args: Any, **kwargs: Any) -> Any:
+        results = replay_of(self, *args, **kwargs)
+        if results is not None:
+            began = time.perf_counter()
+            results[1].tolist()
+            waiting[0] += time.perf_counter() - began
+        return results
+
+    DecodingLoop._round, ReplayedPasses.run = timed_round, timed_run  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        DecodingLoop._round, ReplayedPasses.run = round_of, replay_of  # type: ignore[method-assign]
+    return statistics.median(seconds)
+
+
+def _wait(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.shape is None:
+        model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
+        return enable_self_speculative(model.to(arguments.device).eval()), tokenizer
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        model = AutoModelForCausalLM.from_config(SHAPES[arguments.shape](), dtype=dtype)
+    return enable_self_speculative(model.eval()), None
+
+
+def _tables(report: dict[str, Any]) -> Iterator[str]:
+    yield report["machine"]
+    yield ""
+    yield f"{'milliseconds of a pass':34}{'own code':>12}{'replayed':>12}{'recording':>12}"
+    for row in report["passes"] or ():
+        what = "" if row["what"] == "model" else "half left out, "
+        cells = [row["eager"], row["replayed"], row["recording"]]
+        shown = "".join(f"{'-' if value is None else f'{1e3 * value:.2f}':>12}" for value in cells)
+        yield f"{what + str(row['width']) + ' behind ' + str(row['behind']):34}{shown}"
+    if calls := (report["calls"] or {}).get("calls"):
+        yield ""
+        yield f"{'whole calls':34}{'x plain':>12}{'least':>12}{'greatest':>12}{'x static':>12}"
+        for name in ("static", UNDRAFTED, "lookup", "auto"):
+            ratios = [row[PLAIN] / row[name] for row in calls if name in row and PLAIN in row]
+            beside = [row["static"] / row[name] for row in calls if name in row and "static" in row]
+            if ratios:
+                cells = [statistics.geometric_mean(ratios), min(ratios), max(ratios)]
+                cells += [statistics.geometric_mean(beside)] if beside else []
+                yield f"{name:34}" + "".join(f"{value:12.2f}" for value in cells)
+        for key in ("lookup: text as undrafted", "auto: text as undrafted", "undrafted text as plain's"):
+            known = [row[key] for row in calls if key in row]
+            yield f"{key:34}{sum(known):>12} of {len(known)}"
+        for key in (f"{UNDRAFTED}: replayed", "auto: replayed", "auto: tokens a pass"):
+            known = [row[key] for row in calls if key in row]
+            if known:
+                yield f"{key:34}{statistics.mean(known):12.2f}"
+        first = report["calls"]["first"]
+        yield "seconds of the first two calls: " + ", ".join(f"{k} {a:.2f} {b:.2f}" for k, (a, b) in first.items())
+        if report["calls"]["host"] is not None:
+            yield f"host time in a round: {1e3 * report['calls']['host']:.3f} ms"
+    yield ""
+    yield f"a token's bits do not depend on its place: {report['keeps_bits']}"
+    yield f"keys and values at fixed addresses: {report['arena_bytes'] / 1e6:.0f} MB"
+    if report["reserved_bytes"] is not None:
+        yield f"memory of the device in use: {report['reserved_bytes'] / 1e9:.2f} GB"
+    for line in report["missing"]:
+        yield f"not measured: {line}"
+
+
+def main() -> None:
+    """The command of the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ssd_generation.benchmark.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="demo", help="Hub id, folder, GGUF file or 'demo' (SmolLM2-135M-Instruct)")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape instead")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=400.0, help="that the run may take, loading apart")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--fused", action="store_true", help="compile norms, gated activations and rotary embeddings")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    arguments = parser.parse_args()
+    model, tokenizer = _loaded(arguments)
+    clock = Clock(arguments.seconds)
+    if arguments.fused:
+        from ..forward import replayed
+
+        replayed.FUSES = True
+    calls = None
+    if tokenizer is not None:
+        calls = measure_calls(model, tokenizer, Clock(arguments.seconds * 0.7, clock.missing), arguments.new_tokens)
+    state = state_of(model)
+    target = state.replayed.get(None)
+    report = {
+        "machine": describe_machine(model),
+        "arguments": vars(arguments),
+        "calls": calls,
+        "passes": measure_passes(model, clock, arguments.fused),
+        "keeps_bits": None if target is None else target.keeps_bits,
+        "arena_bytes": 0 if state.arena is None else state.arena.bytes,
+        "reserved_bytes": torch.cuda.memory_reserved() if model.device.type == "cuda" else None,
+        "missing": clock.missing,
+    }
+    print(json.dumps(report, indent=2) if arguments.json else "\n".join(_tables(report)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A text's keys and values as transformers' static cache, for whoever asked for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import Cache, StaticCache
+
+__all__ = ["fill_static"]
+
+
+def fill_static(static: StaticCache, cache: Cache) -> StaticCache:
+    """Put what a dynamic cache holds into a static one, as if its tokens had been decoded with that.
+
+    Args:
+        static: new, with room for all of it.
+        cache: of plain dynamic layers (`drop_buffers`).
+
+    Returns:
+        The same static cache.
+    """
+    layers: list[Any] = static.layers
+    for target, layer in zip(layers, cache.layers, strict=True):
+        source: Any = layer
+        if not source.is_initialized or source.keys is None:
+            continue
+        held, seen = source.keys.shape[2], source.get_seq_length()
+        if seen == held:
+            target.update(source.keys, source.values)
+            continue
+        # A window holds a token more here, which no later one sees.
+        target.lazy_initialization(source.keys, source.values)
+        for mine, theirs in ((target.keys, source.keys), (target.values, source.values)):
+            mine[:, :, mine.shape[2] - held :] = theirs
+        target.cumulative_length_int = seen
+    return static

@@ -1,0 +1,366 @@
+"""Passes of a model that are replayed at fixed addresses (replay.py) over an arena (cache/arena.py).
+
+A pass is captured from the model's own code (capture.py), as on the CPU, and then recorded once for each width and each
+bucket of slots. Between two recordings nothing but inputs changes: ids, positions and slots are copied to where the
+pass reads them, mask and choice of tokens are part of it. A pass over fewer tokens is filled up; what fills it is
+written into slots behind the text, which the next pass writes again.
+
+Recording takes about as long as some tens of tokens of plain decoding, so it waits until it is worth that: until the
+tokens that may still come, or those that were decoded without it, have taken as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from ..cache.arena import Arena, bucket_of
+from ..cache.layers import BufferedSlidingLayer
+from ..config import SkipConfig
+from ..support.model_state import state_of
+from .any_length import PassCapture, windows_of
+from .capturable import fingerprint, why_not_replayed
+from .captured import CapturedPass, Program, compile_pass
+from .fixed_attention import FixedAttention
+from .fused import fused_rows
+from .replay import Replays, Results, replays_on
+from .rewrites import share_results, use_rows
+from .skip_mode import SkipMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ReplayedPasses", "replayed_draft", "replayed_target"]
+
+logger = logging.getLogger(__name__)
+
+WIDTHS = (16,)
+"""Widths of a target's passes. Sixteen tokens take 1.1 to 1.2 times as long as one on a GPU, and with a single width a
+token's bits do not depend on what was drafted."""
+
+FUSES = False
+"""Whether norms, gated activations and rotary embeddings are compiled (fused.py) unless it is said. They cost seconds,
+and what they bring has to be measured on a device (`python -m ssd_generation.benchmark.gpu --fused`)."""
+
+_FIRST_TRIES = 3
+"""Passes that are held against the model's own before the first one counts; two have to agree."""
+
+_AHEAD = 2048
+"""Slots that an arena is made for at the most before they are needed."""
+
+_HALF = 0.5
+"""Of the time that the rest of a text takes by the model's own code, what replaying saves at the least."""
+
+_TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.15
+"""Root mean square of the logits' difference over their standard deviation, at the most: a wrong mask or position comes
+to 1, rounding stays far below."""
+
+
+class _Inputs:
+    """Where passes of one width read: `ids (1, w)`, `positions (1, w)`, `slots (w,)`."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.width = width
+        self._all = torch.zeros((3, width), dtype=torch.long, device=device)
+        self.ids, self.positions, self.slots = self._all[:1], self._all[1:2], self._all[2]
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros((3, width), dtype=torch.long, pin_memory=is_cuda)
+        self._numbers = self._host.numpy()
+        self._steps = torch.arange(width, device=device)
+
+    def set(self, ids: torch.Tensor | Sequence[int], slot: int, position: int) -> None:
+        """For a pass over these tokens from a slot and a position on.
+
+        Args:
+            ids: of the host: one copy, which must be through before the next. Or `torch.LongTensor` of shape `(1, n)`:
+                by the device alone.
+            slot: of the first token.
+            position: of the first token; what fills the pass up has that of the last one.
+        """
+        if isinstance(ids, torch.Tensor):
+            count = ids.shape[1]
+            self.ids[:, :count].copy_(ids)
+            torch.add(self._steps, slot, out=self.slots)
+            torch.clamp(self._steps, max=count - 1, out=self.positions[0]).add_(position)
+            return
+        numbers, count = self._numbers, len(ids)
+        numbers[0, :count] = ids
+        for place in range(self.width):
+            numbers[1, place] = position + min(place, count - 1)
+            numbers[2, place] = slot + place
+        self._all.copy_(self._host, non_blocking=True)
+
+
+class _Pass:
+    """A pass of one width over one bucket."""
+
+    def __init__(self, program: Program, attention: FixedAttention, inputs: _Inputs, replays: Replays) -> None:
+        self.program, self.attention, self.inputs = program, attention, inputs
+        self.replay = replays.record(self.compute)
+
+    def compute(self) -> Results:
+        """`logits (1, w, V)` and the tokens with the largest `(w,)`: what is recorded."""
+        with torch.inference_mode():
+            self.attention.begin()
+            logits = self.program.run(self.inputs.ids, self.inputs.positions, self.attention)
+            return logits, logits[0].argmax(dim=-1)
+
+
+class ReplayedPasses:
+    """Passes of one model, whole or as a draft, over a single text in an arena.
+
+    Args:
+        model: the target model.
+        arena: where the text's keys and values lie.
+        replays: how passes are run again.
+        skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
+        widths: of the passes, ascending.
+        fuses: whether small operations of a layer are compiled; by default `FUSES`.
+
+    Attributes:
+        refusal: why nothing is replayed any more; `None` while it may be.
+        is_checked: whether passes were found to give the model's own logits.
+        keeps_bits: whether a token's bits were found not to depend on its place in a pass; `None` while not tried
+            (tuning/exactness.py).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arena: Arena,
+        replays: Replays,
+        skip_mode: SkipMode | None = None,
+        widths: Sequence[int] = WIDTHS,
+        fuses: bool | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._windows = windows_of(model)
+        self._fingerprint = fingerprint(model)
+        self.arena, self.replays, self.widths = arena, replays, tuple(widths)
+        self._capture = PassCapture(skip_mode, knows_windows=True)
+        self._simplify = _fuse if (FUSES if fuses is None else fuses) else _simplify
+        self._programs: dict[int, Program] = {}
+        self._inputs: dict[int, _Inputs] = {}
+        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._version = arena.version
+        self._tries: list[bool] = [True] * _FIRST_TRIES if skip_mode is not None else []  # a draft is verified anyway
+        self._eager_seconds = 0.0
+        self._eager_tokens = 0
+        self._seconds = replays.seconds
+        self.refusal: str | None = None
+        self.keeps_bits: bool | None = None
+
+    def is_current(self, model: PreTrainedModel) -> bool:
+        """Whether the model is still what was recorded; weights may have changed where they lie."""
+        return self._fingerprint == fingerprint(model)
+
+    @property
+    def is_checked(self) -> bool:
+        """See the class."""
+        return sum(self._tries) >= _FIRST_TRIES - 1
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        cache: Cache,
+        ids: torch.Tensor | Sequence[int],
+        slot: int,
+        position: int,
+        records: bool = False,
+        expected: int = 0,
+    ) -> Results | None:
+        """Run a pass. The cache's layers do not count its tokens.
+
+        Args:
+            cache: of a single text.
+            ids: `torch.LongTensor` of shape `(1, n)`, or n numbers of the host; these only if the host has waited for
+                the pass before.
+            slot: of the first token: how many slots of the cache are in use.
+            position: of the first token.
+            records: record the pass where it has not been; otherwise it is not run then.
+            expected: slots that the text will come to, for an arena that is made now.
+
+        Returns:
+            Logits `(1, n, V)` and the tokens with the largest `(n,)`, good until the next pass; `None` where it is not
+            replayed, and nothing has happened that counts.
+        """
+        count = ids.shape[1] if isinstance(ids, torch.Tensor) else len(ids)
+        width = next((width for width in self.widths if width >= count), None)
+        if self.refusal is not None or width is None:
+            return None
+        bucket = bucket_of(slot + width)
+        if bucket is None or not (records or (width, bucket) in self._passes):
+            return None
+        try:
+            if not self.arena.lend(cache, slot + width, min(expected, slot + _AHEAD)):
+                return None
+            if self._version != self.arena.version:
+                self._version = self.arena.version
+                self._passes.clear()
+            inputs = self._inputs.get(width)
+            if inputs is None:
+                with torch.inference_mode(False):  # written in any mode
+                    inputs = self._inputs[width] = _Inputs(width, self.arena.keys[0].device)
+            known = self._passes.get((width, bucket))
+            if known is None:
+                if not records:
+                    return None
+                inputs.set(ids, slot, position)
+                known = self._record(width, bucket, inputs)
+            inputs.set(ids, slot, position)
+            logits, choices = known.replay()
+        except Exception as error:
+            # Whatever a driver says, or a model's code does, that is not known here: its own passes go on.
+            self._give_up(f"{type(error).__name__}: {error}")
+            return None
+        return logits[:, :count], choices[:count]
+
+    def _record(self, width: int, bucket: int, inputs: _Inputs) -> _Pass:
+        began = time.perf_counter()
+        model = self._model()
+        assert model is not None
+        if width not in self._programs:
+            self._programs[width] = compile_pass(self._capture.at(model, width, self._simplify))
+        attention = FixedAttention(self.arena, bucket, inputs.slots, self._windows)
+        made = self._passes[width, bucket] = _Pass(self._programs[width], attention, inputs, self.replays)
+        if self.replays.seconds:
+            self._seconds = time.perf_counter() - began
+        return made
+
+    def _give_up(self, reason: str) -> None:
+        self.refusal = reason
+        self.forget()
+        model = self._model()
+        logger.warning("Passes of %s are not replayed any more: %s", type(model).__name__, reason)
+
+    def forget(self) -> None:
+        """Free what was recorded."""
+        self._passes.clear()
+        self._inputs.clear()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def is_worth_it(self, most_tokens: int) -> bool:
+        """Whether recording pays: by the tokens that may still come, or by those that went without it.
+
+        Args:
+            most_tokens: that the text may still come to.
+        """
+        if self.refusal is not None:
+            return False
+        if not self._seconds:
+            return True
+        if not self._eager_tokens:
+            return False
+        saved = _HALF * most_tokens * self._eager_seconds / self._eager_tokens
+        return self._eager_seconds + saved >= self._seconds
+
+    def note_eager(self, seconds: float) -> None:
+        """A pass was run by the model's own code, and took so long."""
+        self._eager_seconds += seconds
+        self._eager_tokens += 1
+
+    def try_beside(
+        self, cache: Cache, ids: torch.Tensor, position: int, logits: torch.Tensor, most_tokens: int
+    ) -> None:
+        """After a pass by the model's own code: record it as well, and see that it gives the same logits.
+
+        Args:
+            cache: the tokens of the pass are its last ones.
+            ids (`torch.LongTensor` of shape `(1, n)`): these.
+            position: of the first.
+            logits (`torch.FloatTensor` of shape `(1, ≥ n, V)`): the model's own.
+            most_tokens: that the text may still come to.
+        """
+        if len(self._tries) >= _FIRST_TRIES and not self.is_checked:
+            return
+        count = ids.shape[1]
+        slot = int(cache.get_seq_length()) - count
+        expected = slot + count + most_tokens
+        if len(self._tries) >= _FIRST_TRIES:
+            self.run(cache, ids, slot, position, records=True, expected=expected)
+            return
+        layers: list[Any] = cache.layers
+        # While it is not known to be right, what it writes does not stay.
+        own = [
+            [buffer[:, :, layer.end - count : layer.end].clone() for buffer in (layer.key_buffer, layer.value_buffer)]
+            for layer in layers
+        ]
+        found = self.run(cache, ids, slot, position, records=True, expected=expected)
+        for layer, states in zip(layers, own, strict=True):
+            layer.write(layer.end - count, *states)
+        if found is None:
+            return
+        self._tries.append(_agree(found[0], logits[:, -count:]))
+        if self._tries.count(False) > 1:
+            self._give_up("they give other logits than the model")
+
+    def append(self, cache: Cache, count: int) -> None:
+        """Let the tokens of a pass that was run count."""
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.end += count
+            if isinstance(layer, BufferedSlidingLayer):
+                layer.cumulative_length += count
+
+
+def _simplify(model: PreTrainedModel, captured: CapturedPass) -> None:
+    share_results(captured)
+
+
+def _fuse(model: PreTrainedModel, captured: CapturedPass) -> None:
+    share_results(captured)
+    use_rows(captured, fused_rows())
+
+
+def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits are the same but for rounding."""
+    tolerance = _TOLERANCE if expected.dtype == torch.float32 else _TOLERANCE_HALF
+    got, expected = got.float(), expected.float()
+    if not bool(expected.isfinite().all()):
+        return torch.equal(got.isfinite(), expected.isfinite())
+    return bool((got - expected).square().mean().sqrt() <= tolerance * expected.std())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def replayed_target(model: PreTrainedModel) -> ReplayedPasses | None:
+    """The whole model's passes, or `None` where they may not be replayed; recorded anew when the model changed."""
+    return _known(model, None, lambda arena, replays: ReplayedPasses(model, arena, replays, widths=WIDTHS))
+
+
+def replayed_draft(model: PreTrainedModel, skip: SkipConfig) -> ReplayedPasses | None:
+    """A draft's passes over one token, or `None`, as `replayed_target`.
+
+    Args:
+        model: the target model.
+        skip: what the draft leaves out.
+    """
+    return _known(
+        model,
+        skip,
+        lambda arena, replays: ReplayedPasses(model, arena, replays, SkipMode(model, skip), widths=(1,)),
+    )
+
+
+def _known(
+    model: PreTrainedModel, kind: SkipConfig | None, make: Callable[[Arena, Replays], ReplayedPasses]
+) -> ReplayedPasses | None:
+    if why_not_replayed(model) is not None:
+        return None
+    state = state_of(model)
+    passes: ReplayedPasses | None = state.replayed.get(kind)
+    if passes is None or not passes.is_current(model):
+        device = model.get_input_embeddings().weight.device
+        if state.replays is None or state.replays.device != device:
+            state.replays, state.arena = replays_on(device), Arena()
+        passes = state.replayed[kind] = make(state.arena, state.replays)
+    return passes

@@ -1,0 +1,650 @@
+"""Passes that are replayed at fixed addresses, by a stand-in for CUDA graphs: buffers fixed, inputs copied in, the
+recorded function run again."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicCache
+
+from ssd_generation import Draft, Drafter, DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.benchmark import gpu
+from ssd_generation.cache import arena as arenas
+from ssd_generation.cache.layers import BufferedLayer, add_buffers
+from ssd_generation.decoding.loop import DecodingLoop
+from ssd_generation.drafting.drafter import Texts
+from ssd_generation.forward import fused, replay, replayed
+from ssd_generation.forward.fixed_attention import FixedAttention
+from ssd_generation.forward.replay import Again, Results
+from ssd_generation.forward.replayed import ReplayedPasses, replayed_draft, replayed_target
+from ssd_generation.harness.prompts import built_in_prompts
+from ssd_generation.support.model_state import state_of
+from ssd_generation.tuning import exactness
+from ssd_generation.tuning.costs import measure_costs
+from ssd_generation.tuning.exactness import invariant_of
+from test_capture import REFUSALS
+from tiny_models import FAMILIES, LAYERS, VOCAB, even_model, prompt, tiny_model
+
+NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+
+
+class Runs(Again):
+    """Counts what is recorded, and what is replayed."""
+
+    recorded = 0
+    replays = 0
+
+    def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
+        Runs.recorded += 1
+        run = super().record(function)
+
+        def counted() -> Results:
+            Runs.replays += 1
+            return run()
+
+        return counted
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay.KINDS, "cpu", Runs)
+    Runs.recorded = Runs.replays = 0
+
+
+class Guesses(Drafter):
+    """Drafts what is right, up to a token, and lies from there on; how far changes from round to round."""
+
+    def __init__(self, text: Sequence[int], lengths: Sequence[int] = (3, 0, 7, 1, 12, 5), seed: int = 0) -> None:
+        self.text, self.lengths = list(text), lengths
+        self.round = 0
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
+        length = min(self.lengths[self.round % len(self.lengths)], limits[0])
+        self.round += 1
+        at = len(texts.text(0))
+        tokens = self.text[at : at + length]
+        tokens += [0] * (length - len(tokens))
+        wrong = int(torch.randint(0, length + 1, (), generator=self.generator))
+        return Draft.of_tokens([[*tokens[:wrong], *((token + 1) % VOCAB for token in tokens[wrong:])]])
+
+
+def plain_text(model: PreTrainedModel, new: int, **options: Any) -> torch.Tensor:
+    torch.manual_seed(3)
+    options = {"inputs": prompt(9), "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    return model.generate(max_new_tokens=new, **options)
+
+
+def texts(model: Any, request: Any, new: int = 40, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain, and self-speculative."""
+    return plain_text(model, new, **options), plain_text(model, new, self_speculative=request, **options)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# passes
+
+# Not captured on the CPU either, for the same reasons (tests/test_capture.py): sliding windows apart.
+NOT_REPLAYED = {family for family, reason in REFUSALS.items() if reason is not None and "sliding" not in reason}
+REPLAYED = [family for family in FAMILIES if family not in NOT_REPLAYED]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_plain_whatever_is_drafted(family: str) -> None:
+    model = enable_self_speculative(tiny_model(family))
+    plain = plain_text(model, 40)
+    for drafter in (NOTHING, Guesses(plain[0].tolist())):
+        assert torch.equal(plain, plain_text(model, 40, self_speculative=drafter))
+    passes = state_of(model).replayed.get(None)
+    if passes is not None and passes.refusal is None:
+        assert passes.is_checked and Runs.replays > 20 and passes.arena.keys
+    assert (passes is None or passes.refusal is not None) == (family in NOT_REPLAYED)
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_a_replayed_pass_gives_the_models_logits(family: str) -> None:
+    model = tiny_model(family)
+    passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")), widths=(1, 4, 16))
+    text = prompt(60)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
+        add_buffers(cache)
+        at = 20
+        for count in (1, 3, 16, 2, 4, 9, 1):
+            ids = text[:, at : at + count]
+            found = passes.run(cache, ids if count % 2 else ids[0].tolist(), at, at, records=True)
+            assert found is not None, passes.refusal
+            logits, choices = (result.clone() for result in found)
+            expected = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            assert logits.shape == expected.shape and torch.equal(choices, logits[0].argmax(-1))
+            at += count
+
+
+def test_a_thousand_tokens_over_buckets_and_larger_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "BUCKETS", (32, 64, 128, 256, 512, 1024, 2048))
+    model = enable_self_speculative(tiny_model("llama", max_position_embeddings=2048))
+    plain = plain_text(model, 1000)
+    short = plain_text(model, 20, self_speculative=NOTHING)
+    before = state_of(model).arena.version
+    drafted = plain_text(model, 1000, self_speculative=Guesses(plain[0].tolist()))
+    assert torch.equal(plain, drafted) and torch.equal(plain[:, :29], short)
+    assert state_of(model).arena.version > before, "the arena has grown"
+    passes = state_of(model).replayed[None]
+    assert (16, 1024) in passes._passes and (16, 32) not in passes._passes, "what was recorded in the old one is gone"
+    assert Runs.recorded >= 6 and Runs.replays > 150
+
+
+def test_an_arena_that_grows_in_the_middle_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "BUCKETS", (32, 64, 128, 256))
+    original = arenas.Arena.lend
+    monkeypatch.setattr(arenas.Arena, "lend", lambda self, cache, slots, expected=0: original(self, cache, slots))
+    model = enable_self_speculative(tiny_model("mistral"))
+    plain = plain_text(model, 150)
+    assert torch.equal(plain, plain_text(model, 150, self_speculative=Guesses(plain[0].tolist())))
+    assert state_of(model).arena.version >= 4 and state_of(model).arena.capacity == 256
+
+
+def test_a_text_longer_than_any_bucket_goes_on_by_the_models_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "BUCKETS", (32, 64))
+    model = enable_self_speculative(tiny_model())
+    plain = plain_text(model, 100)
+    assert torch.equal(plain, plain_text(model, 100, self_speculative=Guesses(plain[0].tolist())))
+    assert 0 < Runs.replays < 60 and state_of(model).replayed[None].refusal is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_called_bitwise_is(family: str, dtype: torch.dtype) -> None:
+    model = enable_self_speculative(even_model(family).to(dtype))
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    first: Any = plain_text(model, 20, self_speculative=NOTHING, **options)
+    assert first.speculation.exactness == "numeric", "its first passes were the model's own"
+    undrafted: Any = plain_text(model, 60, self_speculative=NOTHING, **options)
+    drafted: Any = plain_text(model, 60, self_speculative=Guesses(undrafted.sequences[0].tolist()), **options)
+    assert drafted.speculation.replayed_passes == drafted.speculation.target_passes - 1 < 55
+    assert undrafted.speculation.replayed_passes == undrafted.speculation.target_passes - 1 == 59
+    passes = state_of(model).replayed[None]
+    # Kernels of a CPU may add up a row otherwise for its place; then it says so.
+    assert undrafted.speculation.exactness == ("bitwise" if passes.keeps_bits else "numeric")
+    if passes.keeps_bits:
+        assert drafted.speculation.exactness == "bitwise" and torch.equal(undrafted.sequences, drafted.sequences)
+        assert all(torch.equal(*pair) for pair in zip(undrafted.logits, drafted.logits, strict=True))
+    else:
+        assert "hang on its place" in undrafted.speculation.exactness_reason
+
+
+class _Pretended:
+    """Passes whose logits are known: of their tokens, and with `uneven` of their places too."""
+
+    widths, refusal, is_checked, keeps_bits = (16,), None, True, None
+
+    def __init__(self, uneven: float, is_free: bool = True) -> None:
+        self.arena, self.uneven, self.is_free = arenas.Arena(), uneven, is_free
+
+    def run(self, cache: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Results | None:
+        logits = ids[..., None].float() + self.uneven * torch.arange(ids.shape[1])[None, :, None]
+        return (logits, logits[0, :, 0].long()) if self.is_free else None
+
+
+@pytest.mark.parametrize(
+    ("passes", "reason"),
+    [
+        (_Pretended(0.0), None),
+        (_Pretended(1e-6), "hang on its place"),
+        (_Pretended(0.0, is_free=False), "another text was being decoded"),
+    ],
+)
+def test_what_the_certificate_says(passes: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exactness, "replayed_target", lambda model: passes)
+    invariant, why = invariant_of(tiny_model(), None)
+    if reason is None:
+        assert why is None and invariant is not None and invariant.is_replayed and invariant.widths == (16,)
+    else:
+        assert invariant is None and reason in str(why)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "top_k": 20},
+        {"temperature": 1.3, "repetition_penalty": 1.2},
+        {"top_p": 0.9, "min_new_tokens": 12},
+    ],
+)
+def test_sampled_text_is_that_of_the_seed(options: dict[str, Any]) -> None:
+    model = enable_self_speculative(tiny_model("qwen2"))
+    plain = plain_text(model, 40, do_sample=True, **options)
+    state = torch.get_rng_state()
+    drafted = plain_text(model, 40, do_sample=True, self_speculative=Guesses(plain[0].tolist()), **options)
+    assert torch.equal(plain, drafted) and torch.equal(state, torch.get_rng_state())
+    assert Runs.replays > 10
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_draft_with_sub_layers_left_out_is_replayed(family: str) -> None:
+    model = enable_self_speculative(tiny_model(family))
+    skip = SkipConfig(attention=[1], mlp=[0, 2])
+    config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=4))
+    plain, drafted = texts(model, config, 60)
+    assert torch.equal(plain, drafted)
+    passes = replayed_draft(model, skip)
+    assert passes is not None and passes._passes and passes.refusal is None
+    replayed_rate = model.last_speculation.acceptance_rate
+    replay.KINDS.pop("cpu")
+    state_of(model).drop()
+    drafted = plain_text(model, 60, self_speculative=config)
+    assert abs(model.last_speculation.acceptance_rate - replayed_rate) < 0.02
+
+
+def test_a_draft_that_leaves_nothing_out_is_always_right() -> None:
+    model = enable_self_speculative(tiny_model())
+    config = SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=3), lookup=None)
+    passes = replayed_draft(model, SkipConfig())
+    assert passes is not None
+    plain, drafted = texts(model, config, 40)
+    assert torch.equal(plain, drafted)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what a graph may hold
+
+
+class _Looked(TorchDispatchMode):
+    """What operations there are, of which shapes, and which memory from outside they read or write."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero", "_to_copy.cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+        self.outside: set[int] = set()
+        self._made: set[int] = set()
+        self._alive: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        assert not any(word in name for word in self.FORBIDDEN), f"{name} reads a value"
+        given = list(torch.utils._pytree.tree_leaves((args, kwargs)))
+        for leaf in given:
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._made:
+                self.outside.add(leaf.data_ptr())
+        result = func(*args, **kwargs)
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                inputs = {t.untyped_storage()._cdata for t in given if isinstance(t, torch.Tensor)}
+                if leaf.untyped_storage()._cdata not in inputs:
+                    self._made.add(leaf.untyped_storage()._cdata)
+                self._alive.append(leaf)
+        numbers = [leaf if not isinstance(leaf, torch.Tensor) else tuple(leaf.shape) for leaf in given]
+        self.operations.append((name, numbers))
+        return result
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_nothing_in_a_pass_reads_a_value_or_moves(family: str) -> None:
+    model = tiny_model(family)
+    passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")))
+    cache = DynamicCache(config=model.config)
+    text = prompt(80)
+    seen = []
+    with torch.no_grad():
+        model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
+        add_buffers(cache)
+        assert passes.run(cache, text[:, 20:22], 20, 20, records=True) is not None, passes.refusal
+        ((_, made),) = passes._passes.items()
+        for slot, ids in ((20, text[:, 20:22]), (31, text[:, 40:49]), (200, text[:, 60:61])):
+            made.inputs.set(ids, slot, slot)
+            with _Looked() as looked:
+                made.compute()
+            seen.append(looked)
+    assert seen[0].operations == seen[1].operations == seen[2].operations
+    assert seen[0].outside == seen[1].outside == seen[2].outside
+
+
+def test_the_look_notices() -> None:
+    with pytest.raises(AssertionError, match="reads a value"), _Looked():
+        torch.ones(3).sum().item()
+    with _Looked() as one:
+        torch.arange(3)[:2] + 1
+    with _Looked() as other:
+        torch.arange(4)[:3] + 1
+    assert one.operations != other.operations
+
+
+class _Waits(TorchFunctionMode):
+    """Counts what makes a host wait for its device."""
+
+    NAMES = frozenset(
+        {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "__contains__", "equal"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES and getattr(args[0], "shape", None) is not None:
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 30}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("drafts", ["nothing", "lookup"])
+def test_the_host_waits_once_a_round(drafts: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model())
+    config = NOTHING
+    if drafts == "lookup":
+        config = SelfSpeculativeConfig(drafting=DraftingConfig(policy="fixed", max_draft_length=5), lookup=True)
+    plain_text(model, 30, self_speculative=config, **options)
+    waits: list[int] = []
+    original = DecodingLoop._round
+
+    def counted(self: DecodingLoop, *args: Any) -> bool:
+        with _Waits() as mode:
+            running = original(self, *args)
+        waits.append(sum(mode.count.values()))
+        return running
+
+    monkeypatch.setattr(DecodingLoop, "_round", counted)
+    plain_text(model, 30, self_speculative=config, eos_token_id=VOCAB + 5, **options)
+    assert len(waits) > 3 and waits[0] <= 3 and set(waits[1:]) == {1}, "at first, it reads the prompt"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the cache
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_the_cache_comes_back_as_plain_decoding_leaves_it(family: str) -> None:
+    model = enable_self_speculative(tiny_model(family))
+    plain_text(model, 20, self_speculative=NOTHING)
+    options = {"return_dict_in_generate": True}
+    plain: Any = plain_text(model, 30, **options)
+    drafted: Any = plain_text(model, 30, self_speculative=Guesses(plain.sequences[0].tolist()), **options)
+    mine = {buffer.untyped_storage()._cdata for buffer in (*state_of(model).arena.keys, *state_of(model).arena.values)}
+    for one, other in zip(plain.past_key_values.layers, drafted.past_key_values.layers, strict=True):
+        assert type(one) is type(other) and one.get_seq_length() == other.get_seq_length()
+        torch.testing.assert_close(one.keys, other.keys)
+        torch.testing.assert_close(one.values, other.values)
+        assert other.keys.untyped_storage()._cdata not in mine
+    # And both go on to the same text, the drafted one beside others.
+    plain_text(model, 30, self_speculative=NOTHING)
+    ids = torch.cat((plain.sequences, prompt(5)), dim=1)
+    again = [
+        model.generate(ids, past_key_values=result.past_key_values, max_new_tokens=12, do_sample=False, **extra)
+        for result, extra in ((plain, {}), (drafted, {"self_speculative": NOTHING}))
+    ]
+    assert torch.equal(*again)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("prompted", [5, 12])
+def test_a_static_cache_is_used_and_given_back(family: str, prompted: int) -> None:
+    model = enable_self_speculative(tiny_model(family))
+    options = {"return_dict_in_generate": True, "cache_implementation": "static", "inputs": prompt(prompted)}
+    for new in (2, 30):
+        plain: Any = plain_text(model, new, **options)
+        drafted: Any = plain_text(model, new, self_speculative=Guesses(plain.sequences[0].tolist()), **options)
+        assert torch.equal(plain.sequences, drafted.sequences)
+        assert type(drafted.past_key_values) is StaticCache
+        for one, other in zip(plain.past_key_values.layers, drafted.past_key_values.layers, strict=True):
+            assert one.get_seq_length() == other.get_seq_length() and one.keys.shape == other.keys.shape
+            # The first of a full window is not seen any more.
+            hidden = int(one.is_sliding and one.get_seq_length() >= one.keys.shape[2])
+            torch.testing.assert_close(one.keys[:, :, hidden:], other.keys[:, :, hidden:])
+            torch.testing.assert_close(one.values[:, :, hidden:], other.values[:, :, hidden:])
+            assert bool(one.cumulative_length == other.cumulative_length) or hidden
+
+
+def test_a_cache_that_is_lent_to_one_is_not_lent_to_another() -> None:
+    arena = arenas.Arena()
+    caches = []
+    for _ in range(2):
+        cache = DynamicCache()
+        cache.update(torch.ones((1, 2, 5, 8)), torch.ones((1, 2, 5, 8)), 0)
+        add_buffers(cache)
+        caches.append(cache)
+    first, second = caches
+    assert arena.lend(first, 10) and not arena.lend(second, 10)
+    assert type(second.layers[0]) is BufferedLayer and arena.holds(first)
+    del first, caches, cache
+    gc.collect()
+    assert arena.lend(second, 10)
+    assert not bool(arena.keys[0][:, :, 5:].any()), "nothing of the text before is left"
+    assert not arena.lend(second, arenas.BUCKETS[-1] + 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what may go wrong
+
+
+def test_costs_are_measured_of_what_is_replayed_and_give_the_arena_back() -> None:
+    model = enable_self_speculative(tiny_model())
+    costs = measure_costs(model, SelfSpeculativeConfig(SkipConfig(attention=[1])))
+    assert costs.plain_step > 0 and state_of(model).replayed[None].is_checked
+    assert Runs.replays > 20 and state_of(model).replayed[SkipConfig(attention=[1])]._passes
+    plain, drafted = texts(model, NOTHING, 20)
+    assert torch.equal(plain, drafted) and model.last_speculation.replayed_passes == 19
+
+
+def test_two_threads_have_their_own_texts() -> None:
+    model = enable_self_speculative(tiny_model())
+    prompts = [prompt(9), prompt(14)]
+    plain = [plain_text(model, 60, inputs=ids) for ids in prompts]
+    plain_text(model, 20, self_speculative=NOTHING)
+    found: dict[int, torch.Tensor] = {}
+
+    def run(at: int) -> None:
+        found[at] = model.generate(
+            prompts[at % 2],
+            max_new_tokens=60,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            self_speculative=Guesses(plain[at % 2][0].tolist(), seed=at),
+        )
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 and all(torch.equal(text, plain[at % 2]) for at, text in found.items())
+
+
+def test_weights_that_change_where_they_lie_are_followed() -> None:
+    model = enable_self_speculative(tiny_model())
+    for _ in range(2):
+        plain_text(model, 20, self_speculative=NOTHING)
+    before, recorded = plain_text(model, 40), Runs.recorded
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape)
+    plain, drafted = texts(model, NOTHING, 40)
+    assert torch.equal(plain, drafted) and not torch.equal(plain, before)
+    assert Runs.recorded == recorded
+
+
+def test_weights_in_another_place_are_recorded_anew() -> None:
+    model = enable_self_speculative(tiny_model())
+    plain_text(model, 20, self_speculative=NOTHING)
+    old = state_of(model).replayed[None]
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight = torch.nn.Parameter(module.weight + 0.05 * torch.randn(module.weight.shape))
+    plain, drafted = texts(model, NOTHING, 40)
+    assert torch.equal(plain, drafted) and state_of(model).replayed[None] is not old
+    model.to(torch.float64)
+    plain, drafted = texts(model, NOTHING, 40)
+    assert torch.equal(plain, drafted) and state_of(model).arena.keys[0].dtype is torch.float64
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_where_recording_fails_the_models_own_code_goes_on(
+    at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = Runs.record
+
+    def fails(self: Runs, function: Callable[[], Results]) -> Callable[[], Results]:
+        if Runs.recorded >= at:
+            function()
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended).")
+        return original(self, function)
+
+    monkeypatch.setattr(Runs, "record", fails)
+    monkeypatch.setattr(arenas, "BUCKETS", (16, 32, 48, 64, 80, 96))
+    monkeypatch.setattr(replayed, "WIDTHS", (4,))
+    model = enable_self_speculative(tiny_model())
+    plain = plain_text(model, 60)
+    assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist(), lengths=(3, 1))))
+    passes = state_of(model).replayed[None]
+    assert "out of memory" in passes.refusal and not passes._passes
+    assert "not replayed any more" in caplog.text
+    assert "out of memory" in str(model.last_speculation.replay_refusal)
+
+
+def test_a_wrong_pass_never_decides_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FixedAttention._mask
+
+    def sees_too_much(self: FixedAttention, window: Any, groups: int, dtype: Any) -> torch.Tensor:
+        return torch.zeros_like(original(self, window, groups, dtype))
+
+    monkeypatch.setattr(FixedAttention, "_mask", sees_too_much)
+    model = enable_self_speculative(tiny_model())
+    plain, drafted = texts(model, NOTHING, 40)
+    assert torch.equal(plain, drafted)
+    passes = state_of(model).replayed[None]
+    assert not passes.is_checked and "other logits" in passes.refusal
+
+
+def test_what_is_not_a_number_in_one_text_does_not_come_into_the_next() -> None:
+    model = enable_self_speculative(tiny_model())
+    plain = plain_text(model, 40)
+    plain_text(model, 20, self_speculative=NOTHING)
+    arena = state_of(model).arena
+    for buffer in (*arena.keys, *arena.values):
+        buffer.fill_(torch.nan)
+    assert torch.equal(plain, plain_text(model, 40, self_speculative=NOTHING))
+
+
+def test_recording_waits_until_it_is_worth_its_time() -> None:
+    model = tiny_model()
+    replays = Again(torch.device("cpu"))
+    replays.seconds = 1.0
+    passes = ReplayedPasses(model, arenas.Arena(), replays)
+    assert not passes.is_worth_it(10_000), "nothing is known yet"
+    passes.note_eager(0.02)
+    assert passes.is_worth_it(128) and not passes.is_worth_it(20)
+    for _ in range(50):
+        passes.note_eager(0.02)
+    assert passes.is_worth_it(0), "as much time has gone as recording takes"
+
+
+def test_without_a_way_to_replay_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(replay.KINDS, "cpu")
+    model = enable_self_speculative(tiny_model())
+    plain, drafted = texts(model, NOTHING, 20)
+    assert torch.equal(plain, drafted) and not state_of(model).replayed and replayed_target(model) is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# compiled rows, the program that measures
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_compiled_is_what_the_model_computes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not by inductor, which takes half a minute: what is given to it is what counts here.
+    compiled = []
+
+    def compile_(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            compiled.append(function.__name__)
+            return function(*args)
+
+        called.__name__ = function.__name__
+        return called
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    fused.fused_rows.cache_clear()
+    model = tiny_model("llama").to(dtype)
+    cache, text = DynamicCache(config=model.config), prompt(40)
+    passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")), fuses=True)
+    try:
+        with torch.no_grad():
+            model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
+            add_buffers(cache)
+            found = passes.run(cache, text[:, 20:30], 20, 20, records=True)
+            assert found is not None, passes.refusal
+            expected = model(input_ids=text[:, 20:30], past_key_values=cache, use_cache=True).logits
+    finally:
+        fused.fused_rows.cache_clear()
+    once = Counter({"norm": 2 * LAYERS + 1, "gate": LAYERS, "rotary": 2 * LAYERS})
+    assert Counter(compiled) == Counter({name: 2 * count for name, count in once.items()}), "recorded, and run again"
+    apart = (found[0] - expected).float().square().mean().sqrt() / expected.float().std()
+    assert apart < (1e-5 if dtype == torch.float32 else 0.03)
+
+
+@pytest.fixture
+def small_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_REPEATS", 2)
+    monkeypatch.setattr(gpu, "_WIDTHS", (1, 4))
+    monkeypatch.setattr(gpu, "_BEHIND", (20, 300))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--shape", "tiny", "--device", "cpu", "--dtype", "float32"])
+
+
+def test_the_program_that_measures_passes(small_benchmark: None, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main()
+    printed = capsys.readouterr().out
+    assert "4 behind 300" in printed and "half left out, 1 behind 20" in printed and "not measured" not in printed
+
+
+def test_the_program_says_what_it_could_not_measure(
+    small_benchmark: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(replay.KINDS, "cpu")
+    gpu.main()
+    printed = capsys.readouterr().out
+    assert "not measured: replayed passes: nothing is replayed on cpu" in printed and "4 behind 300" in printed
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seconds", "0", "--json"])
+    gpu.main()
+    report = json.loads(capsys.readouterr().out)
+    assert report["passes"] == [] and any("no time was left" in line for line in report["missing"])
+
+
+class _Tokenizer:
+    """Gives every prompt tokens of a tiny model."""
+
+    chat_template = None
+    pad_token_id = 0
+
+    def __call__(self, text: str, **options: Any) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[3 + ord(letter) % (VOCAB - 3) for letter in text[:30]]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.measures
+def test_whole_calls_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model(max_position_embeddings=512))
+    monkeypatch.setattr(gpu, "built_in_prompts", lambda: built_in_prompts()[:2])
+    clock = gpu.Clock(60.0)
+    found = gpu.measure_calls(model, _Tokenizer(), clock, new_tokens=24)
+    assert not clock.missing and set(found["first"]) == {"plain", "plain-loop", "lookup", "auto", "static"}
+    assert len(found["calls"]) == 2 and found["host"] > 0
+    for row in found["calls"]:
+        assert row["undrafted text as plain's"] and row["lookup: text as undrafted"] and row["auto: text as undrafted"]
+        assert row["lookup: replayed"] == row["plain-loop: replayed"] == 1
