@@ -316,6 +316,7 @@ class SelfSpeculativeMixin:
                 # A cache that the user passed in is theirs again, whatever happened.
                 drop_buffers(cache)
         if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
+            forward.end(output.past_key_values, keeps=True)
             drop_buffers(output.past_key_values)
         if call.static is not None and isinstance(output, SelfSpeculativeOutput):
             output.past_key_values = fill_static(call.static, cast(Cache, output.past_key_values))

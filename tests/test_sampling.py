@@ -22,7 +22,6 @@ from ssd_generation.decoding import loop, verification
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.processors import Processors
 from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
-from ssd_generation.drafting.drafter import Draft
 from tiny_models import tiny_model
 
 VOCAB, TOKENS, ROWS, CALLS = 5, 4, 2000, 4
@@ -159,9 +158,9 @@ def test_the_joint_distribution_with_prompt_lookup(model: PreTrainedModel, monke
 def test_it_sees_drafts_accepted_unseen(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     original = verification.accept
 
-    def trusting(draft: Draft, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        _, following = original(draft, choices)
-        return torch.tensor(draft.lengths), following
+    def trusting(drafted: torch.Tensor, lengths: list[int], choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, following = original(drafted, lengths, choices)
+        return torch.tensor(lengths), following
 
     monkeypatch.setattr(loop, "accept", trusting)
     assert differs(model, FIXED, SETTINGS["plain"])

@@ -52,9 +52,9 @@ class Arena:
 
     def holds(self, cache: Cache) -> bool:
         """Whether the buffers of this cache are the arena's."""
-        if self._borrower is None or self._borrower() is not cache or len(cache.layers) != len(self.keys):
-            return False
         layers: list[Any] = cache.layers
+        if self._borrower is None or self._borrower() is not cache or len(layers) != len(self.keys):
+            return False
         # A layer that had to grow has left for a buffer of its own.
         return all(getattr(layer, "key_buffer", None) is mine for layer, mine in zip(layers, self.keys, strict=True))
 
@@ -120,9 +120,9 @@ class Arena:
             cache: any.
             keeps: whether anybody will look at what it holds.
         """
+        layers: list[Any] = cache.layers
         if self._borrower is None or self._borrower() is not cache:
             return
-        layers: list[Any] = cache.layers
         for layer, mine in zip(layers, self.keys, strict=False):
             if getattr(layer, "key_buffer", None) is mine:
                 end = layer.end if keeps else layer.start

@@ -247,14 +247,14 @@ class Rows:
         if new is None:
             self._unwritten += added[0]
         else:
-            tokens = self.tokens  # all before written
+            _ = self.tokens  # those before are written
             self._widen(max(self.lengths) + new.shape[1])
-            tokens = self._tokens
+            written = self._tokens
             if len(set(self.lengths)) == 1 and len(set(added)) == 1:
-                tokens[:, self.lengths[0] : self.lengths[0] + added[0]] = new[:, : added[0]]
+                written[:, self.lengths[0] : self.lengths[0] + added[0]] = new[:, : added[0]]
             else:
                 for row, count in enumerate(added):
-                    tokens[row, self.lengths[row] : self.lengths[row] + count] = new[row, :count]
+                    written[row, self.lengths[row] : self.lengths[row] + count] = new[row, :count]
         self.lengths = [length + count for length, count in zip(self.lengths, added, strict=True)]
 
     def advance(self, known: Sequence[Sequence[int]], new: torch.Tensor | None = None) -> None:

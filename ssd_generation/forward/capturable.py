@@ -84,6 +84,8 @@ def does_something(hook: Any) -> bool:
 
 
 _SCALARS = frozenset({bool, int, float, str})
+_OF_CALLS = "_previous_max_cache_length"
+"""What a call with a static cache leaves on a model: no pass depends on it."""
 
 
 def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -91,7 +93,11 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     return (
         tuple(
             # Numbers such as an attention's scale are written into the graph.
-            (id(module), type(module).forward, [v for v in module.__dict__.values() if type(v) in _SCALARS])
+            (
+                id(module),
+                type(module).forward,
+                [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k != _OF_CALLS],
+            )
             for module in model.modules()
         ),
         # Numbers that a forward takes from the config are written into it as well.

@@ -7,7 +7,6 @@ model's own code runs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -213,14 +212,21 @@ class Forward:
             position_ids=positions,
             **arguments,
         )
-        began = time.perf_counter()
-        outputs = self.model(**inputs, return_dict=True)
+        outputs: Any = None
+
+        def run() -> None:
+            nonlocal outputs
+            outputs = self.model(**inputs, return_dict=True)
+
+        if replays and self._replayed is not None:
+            self._replayed.note_eager(self._replayed.replays.seconds_of(run))
+        else:
+            run()
         if (cache := outputs.get("past_key_values")) is not None and cache is not context.cache:
             # phi3 starts a new cache where its long-context rotary embedding sets in.
             add_buffers(cache)
             context.cache = cache
         if replays and self._replayed is not None:
-            self._replayed.note_eager(time.perf_counter() - began)
             left = max(context.limit - context.length, 0)
             if self._replayed.is_worth_it(left):
                 self._replayed.try_beside(context.cache, tokens, context.position, outputs.logits, left)

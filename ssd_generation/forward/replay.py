@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,7 +65,8 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            beside, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            current = torch.cuda.current_stream()
             beside.wait_stream(current)
             with torch.cuda.stream(beside):  # libraries set themselves up at first use, which no graph may hold
                 for _ in range(2):
@@ -84,7 +85,8 @@ class CudaGraphs:
 
     def seconds_of(self, run: Callable[[], object]) -> float:
         """See `Replays`."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event
+        first, last = event(enable_timing=True), event(enable_timing=True)
         first.record()
         run()
         last.record()

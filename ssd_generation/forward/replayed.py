@@ -48,6 +48,9 @@ FUSES = False
 """Whether norms, gated activations and rotary embeddings are compiled (fused.py) unless it is said. They cost seconds,
 and what they bring has to be measured on a device (`python -m ssd_generation.benchmark.gpu --fused`)."""
 
+_PAYS = 0.95
+"""Of the time of a pass by the model's own code, what one that is replayed may take."""
+
 _FIRST_TRIES = 3
 """Passes that are held against the model's own before the first one counts; two have to agree."""
 
@@ -301,6 +304,15 @@ class ReplayedPasses:
         self._tries.append(_agree(found[0], logits[:, -count:]))
         if self._tries.count(False) > 1:
             self._give_up("they give other logits than the model")
+        elif self.is_checked and self.replays.seconds:
+            self._see_that_it_pays(cache, ids, slot, position)
+
+    def _see_that_it_pays(self, cache: Cache, ids: torch.Tensor, slot: int, position: int) -> None:
+        """Give up where a pass takes as long as by the model's own code (a large model on a device of little speed)."""
+        own = self._eager_seconds / self._eager_tokens
+        seconds = [self.replays.seconds_of(lambda: self.run(cache, ids, slot, position)) for _ in range(3)]
+        if min(seconds) > _PAYS * own:
+            self._give_up(f"they take {1e3 * min(seconds):.1f} ms where the model's own take {1e3 * own:.1f}")
 
     def append(self, cache: Cache, count: int) -> None:
         """Let the tokens of a pass that was run count."""

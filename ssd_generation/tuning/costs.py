@@ -38,7 +38,7 @@ LONGEST_VERIFIED = 32
 
 _RATIO = Number(1e-6, 1e6, "a number of plain steps")
 _CONTEXT = 64
-_LONG = 1 << 20
+_LONG = 512
 _TRIES = 6
 """Passes until those that are replayed have been recorded and found to be right."""
 _REPEATS = 3
@@ -179,7 +179,7 @@ class Passes:
             length=self.context,
             mask=torch.ones((1, self.context + 1), dtype=torch.long, device=ids.device),
             positions=torch.full((1, 1), self.context, device=ids.device),
-            limit=_LONG,  # worth recording
+            limit=self.context + _LONG,  # worth recording
         )
         watch = Stopwatch(ids.device)
         if ids.device.type == "cuda":
