@@ -22,6 +22,7 @@ __all__ = [
     "DraftCache",
     "GhostLayer",
     "add_buffers",
+    "append_written",
     "drop_buffers",
     "keep_length",
     "move_rows",
@@ -435,6 +436,20 @@ def add_buffers(cache: Cache, history: int = 0) -> None:
         if layer.is_initialized and layer.keys is not None and layer.keys.numel():
             new.adopt(layer.keys, layer.values)
         cache.layers[index] = new
+
+
+def append_written(cache: Cache, tokens: int) -> None:
+    """Let the keys and values count that a pass wrote right behind those of a cache.
+
+    Args:
+        cache: of layers with buffers (`add_buffers`).
+        tokens: of the pass.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        layer.end += tokens
+        if isinstance(layer, BufferedSlidingLayer):
+            layer.cumulative_length += tokens
 
 
 def drop_buffers(cache: Cache) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache.layers import DraftCache, add_buffers
+from ..cache.layers import DraftCache, add_buffers, append_written
 from ..config import SelfSpeculativeConfig
 from .invariant import Invariant
 from .passes import CapturedPasses, captured_target, draft_of
@@ -269,7 +269,7 @@ class Forward:
             return None
         found = replayed.run(context.cache, ids, context.length, context.position, expected=context.limit)
         if found is not None:
-            replayed.append(context.cache, found[1].shape[0])
+            append_written(context.cache, found[1].shape[0])
             self.replayed_passes += 1
         return found
 

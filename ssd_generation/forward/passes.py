@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache.layers import BufferedLayer, BufferedSlidingLayer, add_buffers
+from ..cache.layers import BufferedLayer, add_buffers, append_written
 from ..config import SkipConfig
 from ..native.compiler import why_not
 from ..native.kernels import NAMES
@@ -210,10 +210,7 @@ class CapturedPasses:
             raise
         if not self.is_draft:
             attention.let_go()
-            for layer in cache.layers:
-                layer.end += count
-                if isinstance(layer, BufferedSlidingLayer):
-                    layer.cumulative_length += count
+            append_written(cache, count)
         return logits[:, :count] if program.length > count else logits
 
     def end_round(self) -> None:

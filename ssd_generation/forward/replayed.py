@@ -21,7 +21,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..cache.arena import Arena, bucket_of
-from ..cache.layers import BufferedSlidingLayer
 from ..config import SkipConfig
 from ..support.model_state import state_of
 from .any_length import PassCapture, windows_of
@@ -313,14 +312,6 @@ class ReplayedPasses:
         seconds = [self.replays.seconds_of(lambda: self.run(cache, ids, slot, position)) for _ in range(3)]
         if min(seconds) > _PAYS * own:
             self._give_up(f"they take {1e3 * min(seconds):.1f} ms where the model's own take {1e3 * own:.1f}")
-
-    def append(self, cache: Cache, count: int) -> None:
-        """Let the tokens of a pass that was run count."""
-        layers: list[Any] = cache.layers
-        for layer in layers:
-            layer.end += count
-            if isinstance(layer, BufferedSlidingLayer):
-                layer.cumulative_length += count
 
 
 def _simplify(model: PreTrainedModel, captured: CapturedPass) -> None:
