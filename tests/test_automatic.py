@@ -583,6 +583,12 @@ def test_a_machine_that_slows_down_makes_no_pass_dearer(model: Any, monkeypatch:
         def __init__(self, model: Any, config: Any, invariant: Any) -> None:
             pass
 
+        def settle(self) -> None:
+            pass
+
+        def end(self) -> None:
+            pass
+
         def once(self, length: int) -> float:
             calls.append(length)
             stopped = 30.0 if len(calls) % 17 == 0 else 0.0

@@ -500,7 +500,7 @@ def test_a_patched_class_is_captured_anew(monkeypatch: pytest.MonkeyPatch, model
 
 
 def test_an_unchanged_model_is_not_captured_again(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    from ssd_generation.forward import passes
+    from ssd_generation.forward import any_length
 
     lengths = []
 
@@ -508,7 +508,7 @@ def test_an_unchanged_model_is_not_captured_again(monkeypatch: pytest.MonkeyPatc
         lengths.append(length)
         return capture_pass(model, length, behind, windows)
 
-    monkeypatch.setattr(passes, "capture_pass", watched)
+    monkeypatch.setattr(any_length, "capture_pass", watched)
     texts(model)
     # Single tokens, and passes of three lengths, from which all others follow.
     assert set(lengths) == {1, 2, 3, 33}

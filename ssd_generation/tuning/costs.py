@@ -117,9 +117,7 @@ def _measure(
         ) as bar,
     ):
         passes = Passes(model, config, invariant=invariant)
-        for _ in range(_TRIES):
-            if passes.forward.is_trying_to_replay:
-                passes.once(1)
+        passes.settle()
         for length in (1, *lengths):
             passes.once(length)  # capture, first touch
             bar.update()
@@ -132,7 +130,7 @@ def _measure(
             ),
             progress=lambda repeats, count: bar.update(count) if repeats < _REPEATS else None,
         )
-        passes.forward.end(passes.cache, keeps=False)  # texts may want what it was lent
+        passes.end()
     return flag_if_noisy(
         {1: timings.plain} | {length: timings.plain * timings.ratio(length) for length in lengths}, timings.seconds
     )
@@ -166,6 +164,16 @@ class Passes:
         self.tokens = torch.randint(0, vocabulary, (1, LONGEST_VERIFIED), generator=generator).to(device)
         self.cache = _behind(model, prompt) if cache is None else cache
         self.forward = Forward(model, config, invariant=invariant)
+
+    def settle(self) -> None:
+        """Make passes until those that are replayed have been recorded and found to be right, or given up."""
+        for _ in range(_TRIES):
+            if self.forward.is_trying_to_replay:
+                self.once(1)
+
+    def end(self) -> None:
+        """Give back what a text may want."""
+        self.forward.end(self.cache, keeps=False)
 
     def once(self, length: int) -> float:
         """Seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache stays as it is.
