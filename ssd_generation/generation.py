@@ -36,7 +36,7 @@ from .drafting.draft_length import DraftPolicy
 from .drafting.drafter import CheckedDrafter, Drafter
 from .drafting.policies import make_policy
 from .forward.forward import Forward
-from .forward.sublayers import input_device, locate_sublayers
+from .forward.sublayers import input_device, layout_of
 from .support.display import visible
 from .support.messages import clipped, shown
 from .support.model_state import state_of
@@ -171,7 +171,7 @@ class SelfSpeculativeMixin:
                 if drafter is not None and draft_memory is None:
                     return None
                 config = _resolve(model, request, generation_config, draft_memory, prompt)
-                config.validate_for(num_layers=len(locate_sublayers(model)), model_type=_model_type(model))
+                config.validate_for(num_layers=len(layout_of(model)), model_type=_model_type(model))
                 return config
 
             # "auto" measures passes over several tokens: the model has to be one that has them.
@@ -421,13 +421,13 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
 
     Raises:
         TypeError: `model` is not a transformers model.
-        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, a layer of unknown make),
+        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model),
             or `default` does not fit it.
     """
     target = _target_of(model)
     if not isinstance(target, SelfSpeculativeMixin):
         refuse_model(target)
-        locate_sublayers(target)
+        layout_of(target)
         target.__class__ = _enabled_class(type(target))
         target.last_speculation = None
     if default is not None:
@@ -436,7 +436,7 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
             target.generation_config.self_speculative = "auto"
         else:
             config = _resolve(target, default, None)
-            config.validate_for(num_layers=len(locate_sublayers(target)), model_type=_model_type(target))
+            config.validate_for(num_layers=len(layout_of(target)), model_type=_model_type(target))
             target.generation_config.self_speculative = config.to_dict()
         # Otherwise transformers makes the generation config anew from the model's, and the entry is lost.
         target.generation_config._from_model_config = False

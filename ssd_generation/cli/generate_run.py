@@ -280,12 +280,12 @@ def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | Non
         ValueError: it does not fit, or takes more memory than it may.
     """
     from ..forward.low_bit import check_precision
-    from ..forward.sublayers import locate_sublayers
+    from ..forward.sublayers import layout_of
     from ..tuning.automatic import check_budget
     from ..tuning.costs import costs_of
     from ..tuning.measuring import describe_machine
 
-    layout = locate_sublayers(target)
+    layout = layout_of(target)
     config.validate_for(num_layers=len(layout), model_type=target.config.get_text_config(decoder=True).model_type)
     layout.stubs(config.skip)  # raises where a sub-layer cannot be skipped
     if config.precision:

@@ -101,7 +101,7 @@ def _source(name: str) -> tuple[str, str | None]:
 
 def _skeleton(name: str, source: str, gguf_file: str | None) -> tuple[PreTrainedModel, DecoderLayout]:
     """The model without weights, and its layout; with its weights, where that does not work."""
-    from ..forward.sublayers import locate_sublayers
+    from ..forward.sublayers import layout_of
     from .console import progress
     from .loading import load
 
@@ -111,7 +111,7 @@ def _skeleton(name: str, source: str, gguf_file: str | None) -> tuple[PreTrained
         if found is not None:
             return found
     model, _ = load(ModelOptions(model=name))
-    return model, locate_sublayers(model)
+    return model, layout_of(model)
 
 
 def _read_config(name: str, source: str, gguf_file: str | None) -> Any:
@@ -138,7 +138,7 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
 
-    from ..forward.sublayers import locate_sublayers
+    from ..forward.sublayers import layout_of
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -147,9 +147,9 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
         with FakeTensorMode(allow_non_fake_inputs=True):
             # The fake version of the grouped products in mixtures of experts knows nothing but bfloat16.
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            return model, locate_sublayers(model)
+            return model, layout_of(model)
     except ValueError:
-        raise  # the model cannot be skipped in, and the message says why
+        raise  # an encoder-decoder
     except Exception:
         return None
     finally:
@@ -176,6 +176,8 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
     skipped_parameters = layout.skipped_parameters(skip)
     return {
         "class": type(model).__name__,
+        "depth": len(layout),
+        "cannot_skip": layout.refusal,
         "layers": layers,
         "parameters": totals,
         "head_is_the_embedding": tied,
@@ -255,8 +257,11 @@ def _view(document: dict[str, Any]) -> Any:
 
     title = styled(
         (document["model"], "bold"),
-        f"\n{document['class']}, {len(document['layers'])} layers, {_count(document['parameters']['all'])} parameters",
+        f"\n{document['class']}, {document['depth']} layers, {_count(document['parameters']['all'])} parameters",
     )
+    if document["cannot_skip"] is not None:
+        reason = f"{document['cannot_skip']} It drafts by prompt lookup and from low-bit copies."
+        return Group(title, styled(), styled(reason), styled(), _kernels(document))
     tables: list[Any] = [styled(), _layer_table(document), styled(), _totals_table(document)]
     return Group(title, *tables, styled(), _kernels(document), styled(), _draft(document))
 

@@ -15,7 +15,7 @@ from ..drafting.drafter import Draft
 from ..drafting.policies import make_policy
 from ..drafting.self_drafter import SelfDrafter
 from ..forward.forward import Context, Forward
-from ..forward.sublayers import locate_sublayers
+from ..forward.sublayers import layout_of
 from ..support.tensors import argmax
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def self_drafter(
     """
     model = forward.model
     config.validate_for(
-        num_layers=len(locate_sublayers(model)), model_type=model.config.get_text_config(decoder=True).model_type
+        num_layers=len(layout_of(model)), model_type=model.config.get_text_config(decoder=True).model_type
     )
     if policy is None:
         policy = make_policy(

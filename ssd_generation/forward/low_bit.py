@@ -21,7 +21,7 @@ from ..native import linear as native
 from ..native.compiler import why_not
 from ..support.model_state import state_of
 from ..support.parallel import mesh_of
-from .sublayers import locate_sublayers
+from .sublayers import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -216,9 +216,14 @@ class _Place:
 
 def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> tuple[list[_Place], list[str]]:
     """The linear layers that are to be copied, and the other weights in sub-layers that are asked for but cannot be."""
-    layout = locate_sublayers(model)
+    layout = layout_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     places, left = [], []
+    if layout.refusal is not None and precision.default is not None:
+        # Which sub-layer a layer belongs to is not known: all of the text's decoder go by the default.
+        apart = {id(model.get_output_embeddings())}
+        linears = [m for m in model.get_decoder().modules() if type(m) is nn.Linear and id(m) not in apart]
+        places += [_Place(names.get(id(m), "linear"), m, precision.default) for m in linears]
     for layer in layout.layers:
         for sub, skipped in ((layer.attention, skip.attention), (layer.mlp, skip.mlp)):
             if sub is None or sub.layer in skipped:

@@ -19,7 +19,7 @@ from torch import nn
 from ..cache.layers import keep_length
 from ..support.forks import forget_undo, note_undo
 from ..support.model_state import state_of
-from .sublayers import locate_sublayers
+from .sublayers import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +58,7 @@ class SkipMode:
         self._undo: object = None
         self._patches = [
             (module, self._guarded(module, stub, position))
-            for position, (module, stub) in enumerate((*others, *locate_sublayers(model).stubs(skip)))
+            for position, (module, stub) in enumerate((*others, *layout_of(model).stubs(skip)))
         ]
 
     def _guarded(self, module: nn.Module, stub: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ def draft_mode_with(
     model: PreTrainedModel, skip: SkipConfig, others: Iterable[tuple[nn.Module, Callable[..., Any]]] = ()
 ) -> Iterator[PreTrainedModel]:
     """`draft_mode` with further `(module, forward)` pairs in place, as in `SkipMode`."""
-    layout = locate_sublayers(model)
+    layout = layout_of(model)
     mode = SkipMode(model, skip, others)
     skipped = frozenset(skip.attention)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..config import SkipConfig
 
-__all__ = ["DecoderLayout", "LayerLayout", "SubLayer", "input_device", "locate_sublayers"]
+__all__ = ["DecoderLayout", "LayerLayout", "SubLayer", "input_device", "layout_of", "locate_sublayers"]
 
 Kind = Literal["attention", "mlp"]
 Stub = Callable[..., Any]
@@ -97,15 +97,24 @@ class LayerLayout:
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayout:
-    """The decoder layers of a model, and which of their sub-layers can be skipped."""
+    """The decoder layers of a model, and which of their sub-layers can be skipped.
+
+    Attributes:
+        layers: in their order; empty where nothing can be skipped.
+        num_parameters: of the model.
+        shares_kv: layers whose keys and values other layers read: their attention cannot be skipped.
+        refusal: why no sub-layer can be skipped, whichever it is; `None`: some can.
+        depth: decoder layers, as the model's config says.
+    """
 
     layers: tuple[LayerLayout, ...]
     num_parameters: int
     shares_kv: frozenset[int]
-    """Layers whose keys and values other layers read: their attention cannot be skipped."""
+    refusal: str | None = None
+    depth: int = 0
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return len(self.layers) or self.depth
 
     def is_current(self) -> bool:
         """Whether the model still consists of the modules this layout names."""
@@ -119,8 +128,13 @@ class DecoderLayout:
         """The sub-layer `kind` of layer `layer`.
 
         Raises:
-            ValueError: the layer does not exist, has no such sub-layer, or other layers depend on it.
+            ValueError: the layer does not exist, has no such sub-layer, or other layers depend on it; or nothing can be
+                skipped in this model.
         """
+        if self.refusal is not None:
+            raise ValueError(
+                f"{self.refusal} Leave the skip set out: prompt lookup and low-bit copies (`precision`) need none."
+            )
         if not 0 <= layer < len(self.layers):
             raise ValueError(
                 f"The skip set names {kind} {layer}, but this model has layers 0 to {len(self.layers) - 1}. "
@@ -182,8 +196,27 @@ def input_device(model: nn.Module) -> torch.device:
     return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
 
 
+class _CannotSkip(ValueError):
+    """A part that skipping needs is missing or unknown."""
+
+
 def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
-    """Find the attention and MLP sub-layers of a causal language model.
+    """Find the attention and MLP sub-layers of a causal language model, for what is about skipping them.
+
+    Args:
+        model: a decoder-only transformers model.
+
+    Raises:
+        ValueError: a part that skipping needs is missing or unknown; the message says which.
+    """
+    layout = layout_of(model)
+    if layout.refusal is not None:
+        raise ValueError(layout.refusal)
+    return layout
+
+
+def layout_of(model: PreTrainedModel) -> DecoderLayout:
+    """Find the attention and MLP sub-layers of a causal language model, or why none can be skipped.
 
     The first call runs the model on one token, to see what the sub-layers return and which norms serve one of them
     only; the answer is kept with the model and made anew when its modules were exchanged.
@@ -195,7 +228,7 @@ def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
         The layout of its decoder layers.
 
     Raises:
-        ValueError: a part that skipping needs is missing or unknown; the message says which.
+        ValueError: it is an encoder-decoder model.
     """
     state = state_of(model)
     layout: DecoderLayout | None = state.layout
@@ -210,19 +243,36 @@ def _locate(model: PreTrainedModel) -> DecoderLayout:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model; self-speculative decoding is for decoder-only models."
         )
-    layers = _decoder_layers(model, int(config.num_hidden_layers))
-    trace = _trace(model, layers)
+    total, depth = sum(p.numel() for p in model.parameters()), int(config.num_hidden_layers)
+    try:
+        layouts = _layouts(model, depth)
+    except _CannotSkip as error:
+        return DecoderLayout((), total, frozenset(), refusal=str(error), depth=depth)
+    return DecoderLayout(layouts, total, _layers_read_by_others(config, depth), depth=depth)
+
+
+def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
+    """The layers and what was seen of them.
+
+    Raises:
+        _CannotSkip: a part that skipping needs is missing or unknown.
+    """
+    layers = _decoder_layers(model, depth)
+    try:
+        trace = _trace(model, layers)
+    except Exception as error:  # whatever a model's code raises
+        said = " ".join(str(error).split())[:200]
+        raise _CannotSkip(
+            f"A pass of {type(model).__name__} over a single token, by which its sub-layers would be found, fails "
+            f"({type(error).__name__}: {said}). This model cannot be skipped in."
+        ) from error
     layouts = tuple(_layer_layout(i, layer, trace[i]) for i, layer in enumerate(layers))
     if all(layer.attention is None for layer in layouts):
-        raise ValueError(
+        raise _CannotSkip(
             f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of "
             f"{_names(layers[0])}, and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention class."
         )
-    return DecoderLayout(
-        layers=layouts,
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        shares_kv=_layers_read_by_others(config, len(layers)),
-    )
+    return layouts
 
 
 def _names(module: nn.Module) -> str:
@@ -238,7 +288,7 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[nn.Module]:
     ]
     if len(candidates) != 1:
         found = "none" if not candidates else f"{len(candidates)} of them"
-        raise ValueError(
+        raise _CannotSkip(
             f"{type(model).__name__} should have one list of {num_layers} decoder layers with an attention sub-layer "
             f"(called {', '.join(_ATTENTION_NAMES)}); found {found}. This model cannot be skipped in."
         )
@@ -346,7 +396,7 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
         if id(call.module) not in members and not _is_norm(call.module) and any(True for _ in call.module.parameters())
     ]
     if unknown:
-        raise ValueError(
+        raise _CannotSkip(
             f"Layer {index} ({type(layer).__name__}) has parts beside attention, MLP and norms that this library does "
             f"not know how to leave out: {', '.join(dict.fromkeys(unknown))}. This model cannot be skipped in."
         )
@@ -357,7 +407,7 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
     for kind, (name, modules) in found.items():
         calls = [call for call in trace.calls if call.module is modules[-1]]
         if len(calls) != 1:
-            raise ValueError(
+            raise _CannotSkip(
                 f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__}) ran {len(calls)} times for one "
                 "token instead of once: skipping it would not be safe, so this model cannot be skipped in."
             )

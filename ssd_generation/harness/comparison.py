@@ -15,7 +15,7 @@ from ..config import Costs, DraftingConfig, Provenance, SelfSpeculativeConfig
 from ..decoding.statistics import SpeculationStatistics
 from ..forward.low_bit import copies_of, copy_bytes
 from ..forward.skip_mode import draft_mode_with
-from ..forward.sublayers import locate_sublayers
+from ..forward.sublayers import layout_of
 from ..support.machine import cpu_name
 from ..tuning.automatic import weight_bytes
 from .interleaved import Timings, interleaved, timed
@@ -378,7 +378,7 @@ def compare(
     advance = advance or (lambda step: None)
     calls = _Calls(model, inputs, config, generate_kwargs, seed if sampling else None)
     calls.run(repeats, advance)
-    layout = locate_sublayers(model)
+    layout = layout_of(model)
     if calls.on_cuda:
         extra = max(calls.peaks[SELF_SPECULATIVE] - calls.peaks[PLAIN], 0)
     else:

@@ -24,7 +24,7 @@ import torch
 
 from ..config import Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..decoding.verified_text import VerifiedText
-from ..forward.sublayers import locate_sublayers
+from ..forward.sublayers import layout_of
 from .acceptance import judge_rounds, round_inputs, why_not_judged
 from .costs import costs_of
 from .measuring import describe_machine
@@ -147,7 +147,9 @@ class Refinement:
         self._proposals = 0
         self._judging = False  # by another thread
         self._balance = -_TRYING_OUT * costs.plain_step
-        layout = locate_sublayers(model)
+        layout = layout_of(model)
+        if layout.refusal is not None:
+            self.reason = "nothing can be skipped in this model"
         self._subs = [
             (kind, layer.index)
             for layer in layout.layers
@@ -359,7 +361,7 @@ def _distances(model: PreTrainedModel, text: VerifiedText) -> list[float]:
         distances.append(max(1.0 - float(near), 1e-6))
 
     # Not `output_hidden_states`: for that transformers leaves hooks on the model.
-    layers = [layer.module for layer in locate_sublayers(model).layers]
+    layers = [layer.module for layer in layout_of(model).layers]
     handles = [layer.register_forward_hook(behind, with_kwargs=True) for layer in layers]
     index = torch.arange(len(text))
     nothing = torch.zeros_like(index)
@@ -386,7 +388,7 @@ class _Steps:
     """
 
     def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, costs: Costs, measure: bool) -> None:
-        layout = locate_sublayers(model)
+        layout = layout_of(model)
         weights: dict[tuple[str, int], float] = {}
         for layer in layout.layers:
             for kind, made_of in (("attention", layer.attention), ("mlp", layer.mlp)):

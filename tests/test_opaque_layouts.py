@@ -1,0 +1,166 @@
+"""Models whose layers have parts that this library does not know how to leave out: all but skipping works with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from transformers import PreTrainedModel
+
+from ssd_generation import (
+    DraftingConfig,
+    PrecisionConfig,
+    SelfSpeculativeConfig,
+    SkipConfig,
+    draft_mode,
+    enable_self_speculative,
+    is_self_speculative,
+)
+from ssd_generation.cli import main
+from ssd_generation.forward.sublayers import layout_of, locate_sublayers
+from ssd_generation.search.space import space_of
+from tiny_models import VOCAB, prompt, tiny_model
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 3
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "gemma3n": lambda: tf.Gemma3nTextConfig(
+        **_SMALL,
+        num_hidden_layers=6,
+        intermediate_size=[48] * 6,
+        head_dim=8,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        layer_types=_ALTERNATING,
+        sliding_window=8,
+        activation_sparsity_pattern=[0.0] * 6,
+    ),
+    "gemma4": lambda: tf.Gemma4TextConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        intermediate_size=48,
+        head_dim=8,
+        global_head_dim=8,
+        sliding_window=8,
+        layer_types=_ALTERNATING[:4],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=0,
+    ),
+    "granitemoeshared": lambda: tf.GraniteMoeSharedConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        intermediate_size=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
+    ),
+}
+_OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
+_FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
+REQUESTS: dict[str, Any] = {
+    "nothing": SelfSpeculativeConfig(drafting=DraftingConfig(policy="none")),
+    "lookup": SelfSpeculativeConfig(lookup=True, drafting=_FIXED),
+    "int8": SelfSpeculativeConfig(precision="int8", drafting=_FIXED),
+    "int8 and lookup": SelfSpeculativeConfig(precision="int8", lookup=True, drafting=_FIXED),
+    "refined": SelfSpeculativeConfig(precision="int8", adapt=True),
+    "auto": "auto",
+}
+
+
+def opaque_model(family: str = "granitemoeshared") -> PreTrainedModel:
+    if family == "gated":  # a part of nobody's family
+        model = tiny_model()
+        for layer in model.model.layers:
+            layer.gate = nn.Linear(32, 32)
+            layer.gate.weight.data.normal_(std=0.3)
+            layer.register_forward_pre_hook(lambda module, args: (module.gate(args[0]) + args[0], *args[1:]))
+        return model
+    torch.manual_seed(0)
+    if not hasattr(tf, f"{type(FAMILIES[family]()).__name__}"):
+        pytest.skip("this transformers does not know it")
+    return tf.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("family", [*FAMILIES, "gated"])
+def test_everything_but_skipping_gives_plain_text(family: str, request_: str) -> None:
+    model: Any = enable_self_speculative(opaque_model(family))
+    assert layout_of(model).refusal is not None and is_self_speculative(model)
+    for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
+        texts = []
+        for extra in ({}, {"self_speculative": REQUESTS[request_]}):
+            torch.manual_seed(2)
+            texts.append(model.generate(prompt(9), **_OPTIONS, **sampled, **extra))
+        assert torch.equal(*texts)
+    assert model.last_speculation.refusal is None
+    if "int8" in request_:
+        assert model.last_speculation.acceptance_rate > 0.4
+
+
+@pytest.mark.parametrize("family", ["gemma4", "granitemoeshared"])
+def test_batches_too(family: str) -> None:
+    model: Any = enable_self_speculative(opaque_model(family))
+    ids = prompt(9, rows=3)
+    plain = model.generate(ids, **_OPTIONS, do_sample=False)
+    drafted = model.generate(ids, **_OPTIONS, do_sample=False, self_speculative=REQUESTS["int8 and lookup"])
+    assert torch.equal(plain, drafted)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [SkipConfig(mlp=[1]), SelfSpeculativeConfig(SkipConfig(attention=[0]), precision="int8", lookup=True)],
+    ids=str,
+)
+def test_skipping_is_refused_by_the_parts_name(request_: Any) -> None:
+    model: Any = enable_self_speculative(opaque_model())
+    with pytest.raises(ValueError, match=r"parts beside attention.*shared_mlp.*prompt lookup and low-bit copies"):
+        model.generate(prompt(9), max_new_tokens=4, self_speculative=request_)
+    with pytest.raises(ValueError, match="parts beside attention"), draft_mode(model, SkipConfig(mlp=[1])):
+        pass
+    for strict in (locate_sublayers, space_of):
+        with pytest.raises(ValueError, match="parts beside attention"):
+            strict(model)
+    with pytest.raises(ValueError, match="parts beside attention"):
+        enable_self_speculative(model, default=SkipConfig(mlp=[1]))
+    assert model.generate(prompt(9), max_new_tokens=4).shape == (1, 13), "the model still works"
+
+
+def test_copies_are_made_of_the_decoder_by_the_default_alone() -> None:
+    model: Any = enable_self_speculative(opaque_model())
+    only_attention = SelfSpeculativeConfig(precision=PrecisionConfig(attention={0: "int8"}), drafting=_FIXED)
+    plain = model.generate(prompt(9), **_OPTIONS, do_sample=False)
+    assert torch.equal(plain, model.generate(prompt(9), **_OPTIONS, do_sample=False, self_speculative=only_attention))
+
+
+def test_inspect_says_what_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opaque_model().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        main(["inspect", str(tmp_path)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "4 layers" in shown and "shared_mlp" in shown and "It drafts by prompt lookup and from low-bit copies" in shown
+    )
+    with pytest.raises(SystemExit, match="0"):
+        main(["inspect", str(tmp_path), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["depth"] == 4 and "shared_mlp" in document["cannot_skip"]
