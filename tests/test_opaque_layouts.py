@@ -129,7 +129,7 @@ def test_batches_too(family: str) -> None:
 @pytest.mark.parametrize(
     "request_",
     [SkipConfig(mlp=[1]), SelfSpeculativeConfig(SkipConfig(attention=[0]), precision="int8", lookup=True)],
-    ids=str,
+    ids=["alone", "with int8"],
 )
 def test_skipping_is_refused_by_the_parts_name(request_: Any) -> None:
     model: Any = enable_self_speculative(opaque_model())
@@ -140,8 +140,6 @@ def test_skipping_is_refused_by_the_parts_name(request_: Any) -> None:
     for strict in (locate_sublayers, space_of):
         with pytest.raises(ValueError, match="parts beside attention"):
             strict(model)
-    with pytest.raises(ValueError, match="parts beside attention"):
-        enable_self_speculative(model, default=SkipConfig(mlp=[1]))
     assert model.generate(prompt(9), max_new_tokens=4).shape == (1, 13), "the model still works"
 
 
@@ -157,9 +155,8 @@ def test_inspect_says_what_works(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match="0"):
         main(["inspect", str(tmp_path)])
     shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "4 layers" in shown and "shared_mlp" in shown and "It drafts by prompt lookup and from low-bit copies" in shown
-    )
+    assert "4 layers" in shown and "shared_mlp" in shown
+    assert "It drafts by prompt lookup and from low-bit copies" in shown
     with pytest.raises(SystemExit, match="0"):
         main(["inspect", str(tmp_path), "--json"])
     document = json.loads(capsys.readouterr().out)
