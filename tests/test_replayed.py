@@ -411,6 +411,29 @@ def test_a_static_cache_is_used_and_given_back(family: str, prompted: int) -> No
             assert bool(one.cumulative_length == other.cumulative_length) or hidden
 
 
+def test_an_arena_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = arenas.Arena._make
+
+    def short(self: arenas.Arena, layers: Any, capacity: int) -> None:
+        if capacity > 512:
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended).")
+        original(self, layers, capacity)
+
+    monkeypatch.setattr(arenas.Arena, "_make", short)
+    arena, cache = arenas.Arena(), DynamicCache()
+    cache.update(torch.ones((1, 2, 5, 8)), torch.ones((1, 2, 5, 8)), 0)
+    add_buffers(cache)
+    assert arena.lend(cache, 300, expected=2000) and arena.capacity == 512
+    with pytest.raises(torch.OutOfMemoryError):
+        arena.lend(cache, 600)
+    assert arena.holds(cache) and torch.equal(cache.layers[0].keys, torch.ones((1, 2, 5, 8)))
+    arena.free()
+    assert arena.bytes > 0, "a text has it"
+    arena.take_back(cache)
+    arena.free()
+    assert arena.bytes == 0 and torch.equal(cache.layers[0].keys, torch.ones((1, 2, 5, 8)))
+
+
 def test_a_cache_that_is_lent_to_one_is_not_lent_to_another() -> None:
     arena = arenas.Arena()
     caches = []
@@ -514,7 +537,7 @@ def test_where_recording_fails_the_models_own_code_goes_on(
     plain = plain_text(model, 60)
     assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist(), lengths=(3, 1))))
     passes = state_of(model).replayed[None]
-    assert "out of memory" in passes.refusal and not passes._passes
+    assert "out of memory" in passes.refusal and not passes._passes and passes.arena.bytes == 0
     assert "not replayed any more" in caplog.text
     assert "out of memory" in str(model.last_speculation.replay_refusal)
 

@@ -81,7 +81,10 @@ class Arena:
             if not layers or bucket_of(slots) is None or not all(map(_suits, layers)):
                 return False
             if slots > self.capacity or not self._fits(layers):
-                self._make(layers, bucket_of(max(slots, expected)) or BUCKETS[-1])
+                try:
+                    self._make(layers, bucket_of(max(slots, expected)) or BUCKETS[-1])
+                except torch.OutOfMemoryError:
+                    self._make(layers, bucket_of(slots) or BUCKETS[-1])
             elif borrower is None:
                 # What another text left behind is multiplied by 0 where it is masked, and must be a number.
                 for buffer in (*self.keys, *self.values):
@@ -108,9 +111,8 @@ class Arena:
             return torch.zeros(shape, dtype=buffer.dtype, device=buffer.device)
 
         with torch.inference_mode(False):  # written in any mode
-            self.keys = [made(layer.key_buffer) for layer in layers]
-            self.values = [made(layer.value_buffer) for layer in layers]
-        self.capacity = capacity
+            keys, values = ([made(getattr(layer, name)) for layer in layers] for name in ("key_buffer", "value_buffer"))
+        self.keys, self.values, self.capacity = keys, values, capacity
         self.version += 1
 
     def take_back(self, cache: Cache, keeps: bool = True) -> None:
@@ -130,6 +132,13 @@ class Arena:
                 layer.key_buffer, layer.value_buffer = own
                 layer.start, layer.end = 0, end - layer.start
         self._borrower = None
+
+    def free(self) -> None:
+        """Hold nothing any more, unless a cache has it just now."""
+        with self._guard:
+            if self._borrower is None or self._borrower() is None:
+                self.keys, self.values, self.capacity = [], [], 0
+                self.version += 1
 
 
 def _move(layer: Any, keys: torch.Tensor, values: torch.Tensor, at: int) -> None:

@@ -287,6 +287,8 @@ class Forward:
         """
         if self._replayed is not None:
             self._replayed.arena.take_back(cache, keeps)
+            if self._replayed.refusal is not None:
+                self._replayed.arena.free()
 
     # ------------------------------------------------------------------------------------------------------------------
 
