@@ -524,15 +524,15 @@ def test_inspect_loads_the_model_where_it_must(
 ) -> None:
     import ssd_generation.forward.sublayers as sublayers
 
-    real, tried = sublayers.locate_sublayers, []
+    real, tried = sublayers._trace, []
 
-    def fails_without_weights(model: Any) -> Any:
+    def fails_without_weights(model: Any, layers: Any) -> Any:
         tried.append(type(next(model.parameters())).__name__)
         if len(tried) == 1:
             raise RuntimeError("no fake version of this operator")
-        return real(model)
+        return real(model, layers)
 
-    monkeypatch.setattr(sublayers, "locate_sublayers", fails_without_weights)
+    monkeypatch.setattr(sublayers, "_trace", fails_without_weights)
     assert ssd("inspect", folder, "--json").json["parameters"]["all"] > 0
     assert tried == ["FakeTensor", "Parameter"]
 
@@ -606,7 +606,7 @@ def test_a_file_that_is_no_model(ssd: Callable[..., Run], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32), "attention"),
+        (lambda: transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32), "recurrent"),
         (lambda: transformers.T5Config(), "t5 model, which is no causal language model"),
     ],
 )

@@ -58,11 +58,13 @@ def inspect(
 def _inspected(model: str, config: SelfSpeculativeConfig | None) -> dict[str, Any]:
     """All that is shown of a model, as plain JSON types; by default with the config that comes with it."""
     from ..config import SkipConfig
+    from ..decoding.refusals import refuse_model
     from ..native.compiler import why_not
     from .configs import default_config
 
     source, gguf_file = _source(model)
     skeleton, layout = _skeleton(model, source, gguf_file)
+    refuse_model(skeleton)
     if config is None:
         config = default_config(model, _stored_generation_config(source))
     model_type = skeleton.config.get_text_config(decoder=True).model_type
@@ -147,7 +149,8 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
         with FakeTensorMode(allow_non_fake_inputs=True):
             # The fake version of the grouped products in mixtures of experts knows nothing but bfloat16.
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            return model, layout_of(model)
+            layout = layout_of(model)
+            return (model, layout) if layout.ran else None
     except ValueError:
         raise  # an encoder-decoder
     except Exception:

@@ -105,6 +105,7 @@ class DecoderLayout:
         shares_kv: layers whose keys and values other layers read: their attention cannot be skipped.
         refusal: why no sub-layer can be skipped, whichever it is; `None`: some can.
         depth: decoder layers, as the model's config says.
+        ran: whether the model's pass over a token, by which sub-layers are found, came to its end.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -112,6 +113,7 @@ class DecoderLayout:
     shares_kv: frozenset[int]
     refusal: str | None = None
     depth: int = 0
+    ran: bool = True
 
     def __len__(self) -> int:
         return len(self.layers) or self.depth
@@ -200,6 +202,10 @@ class _CannotSkip(ValueError):
     """A part that skipping needs is missing or unknown."""
 
 
+class _DoesNotRun(_CannotSkip):
+    """The pass by which the parts are found fails."""
+
+
 def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
     """Find the attention and MLP sub-layers of a causal language model, for what is about skipping them.
 
@@ -247,7 +253,8 @@ def _locate(model: PreTrainedModel) -> DecoderLayout:
     try:
         layouts = _layouts(model, depth)
     except _CannotSkip as error:
-        return DecoderLayout((), total, frozenset(), refusal=str(error), depth=depth)
+        ran = not isinstance(error, _DoesNotRun)
+        return DecoderLayout((), total, frozenset(), refusal=str(error), depth=depth, ran=ran)
     return DecoderLayout(layouts, total, _layers_read_by_others(config, depth), depth=depth)
 
 
@@ -262,7 +269,7 @@ def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
         trace = _trace(model, layers)
     except Exception as error:  # whatever a model's code raises
         said = " ".join(str(error).split())[:200]
-        raise _CannotSkip(
+        raise _DoesNotRun(
             f"A pass of {type(model).__name__} over a single token, by which its sub-layers would be found, fails "
             f"({type(error).__name__}: {said}). This model cannot be skipped in."
         ) from error
