@@ -49,6 +49,14 @@ def test_what_cannot_be_combined(model: PreTrainedModel, kwargs: dict[str, Any],
     assert model.generate(prompt(9), max_new_tokens=2).shape == (1, 11), "the model still works"
 
 
+def test_a_transformers_that_is_not_known(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf, "__version__", "5.24.0")
+    with pytest.raises(ValueError, match=r"transformers 5\.24\.0 yet.*pip install 'transformers>=5\.18,<5\.24'"):
+        enable_self_speculative(tiny_model(seed=4))
+    with pytest.raises(ValueError, match=r"5\.24\.0 yet"):
+        generate(model)
+
+
 def test_an_assistant_as_well(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="`self_speculative` and `assistant_model` were both given"):
         generate(model, assistant_model=tiny_model(seed=3))

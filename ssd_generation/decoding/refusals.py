@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
@@ -24,8 +26,17 @@ class CannotDraft(ValueError):
     """What self-speculative decoding cannot do, with this model or beside what else was asked for."""
 
 
+_TOO_NEW = "5.24"
+"""From here on transformers calls the KV cache otherwise, in arguments and outputs of all models."""
+
+
 def refuse_model(model: PreTrainedModel) -> None:
     """Raise `CannotDraft` for a model that cannot draft for itself, whatever is asked of it."""
+    if Version(transformers.__version__) >= Version(_TOO_NEW):
+        raise CannotDraft(
+            f"ssd_generation does not know transformers {transformers.__version__} yet, which has another name for the "
+            f"KV cache in all models. Install an older one: pip install 'transformers>=5.18,<{_TOO_NEW}'."
+        )
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise CannotDraft(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
