@@ -279,6 +279,33 @@ def test_import_changes_nothing_in_transformers_and_torch() -> None:
     assert changed == "[]\nTrue"
 
 
+def test_everything_works_without_the_extra_that_makes_kernels() -> None:
+    said = _run("""
+        import sys
+        sys.modules["llvmlite"] = None
+        import torch
+        import transformers
+        from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
+        from ssd_generation.native.compiler import why_not
+
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        )
+        model = enable_self_speculative(transformers.LlamaForCausalLM(config).eval())
+        ids = torch.arange(3, 12)[None]
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        drafting = DraftingConfig(policy="fixed", max_draft_length=3)
+        requests = SelfSpeculativeConfig(lookup=True, drafting=drafting), SelfSpeculativeConfig(
+            precision="int8", drafting=drafting
+        )
+        plain = model.generate(ids, **options)
+        print([torch.equal(plain, model.generate(ids, **options, self_speculative=request)) for request in requests])
+        print(why_not())
+        """)
+    assert said.splitlines()[-2:] == ["[True, True]", "llvmlite is not installed (extra `fast`)"]
+
+
 # --- Files that must agree ------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def project() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import transformers as tf
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from ssd_generation import Provenance, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.decoding import refusals
 from tiny_models import VOCAB, prompt, tiny_model
 
 SKIP = SkipConfig(attention=[1], mlp=[2])
@@ -50,7 +52,7 @@ def test_what_cannot_be_combined(model: PreTrainedModel, kwargs: dict[str, Any],
 
 
 def test_a_transformers_that_is_not_known(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tf, "__version__", "5.24.0")
+    monkeypatch.setattr(refusals, "transformers", SimpleNamespace(__version__="5.24.0"))
     with pytest.raises(ValueError, match=r"transformers 5\.24\.0 yet.*pip install 'transformers>=5\.18,<5\.24'"):
         enable_self_speculative(tiny_model(seed=4))
     with pytest.raises(ValueError, match=r"5\.24\.0 yet"):

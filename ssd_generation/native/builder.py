@@ -1,7 +1,7 @@
 """What modules in LLVM's language are put together from.
 
 Vectors have 16 lanes, which stand for one, two or four registers; sums of the lanes are those of their halves, and so
-on. So what is computed does not depend on the processor.
+on. So what is computed does not depend on the processor. Whatever imports this needs llvmlite.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 
-LANES = 16
+from .team_code import RUN
 
-RUN = "run"
+LANES = 16
 
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))

@@ -3,13 +3,16 @@
 Every kernel's work is cut into items, which threads take one after the other: whoever is there does it. So a thread
 that the system lets wait, because others work on the same cores, holds up the team by the item that it has begun and no
 more, and not at every kernel.
+
+Nothing here needs llvmlite: numbers of this file are known where it is not installed, too.
 """
 
 from __future__ import annotations
 
-from .builder import RUN
+__all__ = ["MOST_ITEMS", "RECORD", "RUN", "TABLE", "flags", "team_module"]
 
-__all__ = ["MOST_ITEMS", "RECORD", "TABLE", "flags", "team_module"]
+RUN = "run"
+"""The function of a module that others call."""
 
 RECORD = 16
 """Numbers in a kernel's record: its address, its flags, and its own (`builder.Task`)."""
