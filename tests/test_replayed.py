@@ -249,6 +249,26 @@ def test_a_draft_with_sub_layers_left_out_is_replayed(family: str) -> None:
     assert abs(model.last_speculation.acceptance_rate - replayed_rate) < 0.02
 
 
+def test_a_draft_goes_on_by_the_models_own_code_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model())
+    config = SelfSpeculativeConfig(SkipConfig(mlp=[3]), DraftingConfig(policy="fixed", max_draft_length=4))
+    plain_text(model, 20, self_speculative=NOTHING)
+    plain, drafted = texts(model, config, 60)
+    accepted = model.last_speculation.accepted_by_depth
+    original, runs = ReplayedPasses.run, Counter[bool]()
+
+    def fails_now_and_then(self: ReplayedPasses, *args: Any, **kwargs: Any) -> Results | None:
+        is_draft = self.widths == (1,)
+        runs[is_draft] += 1
+        return None if is_draft and runs[True] % 3 == 0 else original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ReplayedPasses, "run", fails_now_and_then)
+    assert torch.equal(plain, drafted)
+    assert torch.equal(plain, plain_text(model, 60, self_speculative=config))
+    # Behind what was drafted before, or later tokens would be others.
+    assert runs[True] > 10 and model.last_speculation.accepted_by_depth == accepted and sum(accepted[2:]) > 0
+
+
 def test_a_draft_that_leaves_nothing_out_is_always_right() -> None:
     model = enable_self_speculative(tiny_model())
     config = SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=3), lookup=None)
