@@ -25,25 +25,13 @@ from ssd_generation import (
 from ssd_generation.cli import main
 from ssd_generation.forward.sublayers import layout_of, locate_sublayers
 from ssd_generation.search.space import space_of
-from tiny_models import VOCAB, prompt, tiny_model
+from tiny_models import VOCAB, prompt, small, tiny_model
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 3
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3n": lambda: tf.Gemma3nTextConfig(
-        **_SMALL,
-        num_hidden_layers=6,
-        intermediate_size=[48] * 6,
+        **small(num_hidden_layers=6, intermediate_size=[48] * 6),
         head_dim=8,
         vocab_size_per_layer_input=VOCAB,
         hidden_size_per_layer_input=8,
@@ -55,9 +43,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         activation_sparsity_pattern=[0.0] * 6,
     ),
     "gemma4": lambda: tf.Gemma4TextConfig(
-        **_SMALL,
-        num_hidden_layers=4,
-        intermediate_size=48,
+        **small(),
         head_dim=8,
         global_head_dim=8,
         sliding_window=8,
@@ -67,9 +53,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_kv_shared_layers=0,
     ),
     "granitemoeshared": lambda: tf.GraniteMoeSharedConfig(
-        **_SMALL,
-        num_hidden_layers=4,
-        intermediate_size=48,
+        **small(),
         num_local_experts=4,
         num_experts_per_tok=2,
         shared_intermediate_size=24,

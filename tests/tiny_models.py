@@ -30,7 +30,8 @@ _SMALL: dict[str, Any] = {
 _ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 
-def _small(**changes: Any) -> dict[str, Any]:
+def small(**changes: Any) -> dict[str, Any]:
+    """The sizes of these models, with changes; `None` leaves one out."""
     merged = {**_SMALL, **changes}
     return {key: value for key, value in merged.items() if value is not None}
 
@@ -50,29 +51,29 @@ def _gpt2(**changes: Any) -> Any:
 
 # family → config; a dash names a variant that wires the layer in another way
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: tf.LlamaConfig(**_small()),
-    "mistral": lambda: tf.MistralConfig(**_small(sliding_window=WINDOW)),
-    "qwen2": lambda: tf.Qwen2Config(**_small()),
+    "llama": lambda: tf.LlamaConfig(**small()),
+    "mistral": lambda: tf.MistralConfig(**small(sliding_window=WINDOW)),
+    "qwen2": lambda: tf.Qwen2Config(**small()),
     "qwen2-sliding": lambda: tf.Qwen2Config(
-        **_small(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
+        **small(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
     ),
-    "qwen3": lambda: tf.Qwen3Config(**_small(head_dim=8)),
-    "gemma2": lambda: tf.Gemma2Config(**_small(head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8)),
+    "qwen3": lambda: tf.Qwen3Config(**small(head_dim=8)),
+    "gemma2": lambda: tf.Gemma2Config(**small(head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8)),
     "gemma3": lambda: tf.Gemma3TextConfig(
-        **_small(head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=_ALTERNATING)
+        **small(head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=_ALTERNATING)
     ),
-    "phi3": lambda: tf.Phi3Config(**_small()),
-    "granite": lambda: tf.GraniteConfig(**_small(residual_multiplier=0.22, embedding_multiplier=2.0)),
-    "olmo2": lambda: tf.Olmo2Config(**_small()),
-    "smollm3": lambda: tf.SmolLM3Config(**_small()),
-    "mixtral": lambda: tf.MixtralConfig(**_small(num_local_experts=4, num_experts_per_tok=2)),
+    "phi3": lambda: tf.Phi3Config(**small()),
+    "granite": lambda: tf.GraniteConfig(**small(residual_multiplier=0.22, embedding_multiplier=2.0)),
+    "olmo2": lambda: tf.Olmo2Config(**small()),
+    "smollm3": lambda: tf.SmolLM3Config(**small()),
+    "mixtral": lambda: tf.MixtralConfig(**small(num_local_experts=4, num_experts_per_tok=2)),
     "qwen3_moe": lambda: tf.Qwen3MoeConfig(
-        **_small(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+        **small(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     ),
     "gpt2": _gpt2,
-    "gpt_neox": lambda: tf.GPTNeoXConfig(**_small(num_key_value_heads=None)),
-    "gpt_neox-sequential": lambda: tf.GPTNeoXConfig(**_small(num_key_value_heads=None, use_parallel_residual=False)),
-    "cohere": lambda: tf.CohereConfig(**_small()),
+    "gpt_neox": lambda: tf.GPTNeoXConfig(**small(num_key_value_heads=None)),
+    "gpt_neox-sequential": lambda: tf.GPTNeoXConfig(**small(num_key_value_heads=None, use_parallel_residual=False)),
+    "cohere": lambda: tf.CohereConfig(**small()),
     "falcon": lambda: tf.FalconConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -141,7 +142,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         pad_token_id=0,
     ),
     "gpt_oss": lambda: tf.GptOssConfig(
-        **_small(
+        **small(
             head_dim=8,
             num_local_experts=4,
             num_experts_per_tok=2,
@@ -151,7 +152,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         )
     ),
     "deepseek_v3": lambda: tf.DeepseekV3Config(
-        **_small(
+        **small(
             num_key_value_heads=4,
             moe_intermediate_size=24,
             n_routed_experts=4,
@@ -181,7 +182,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         eos_token_id=2,
     ),
     "llama4": lambda: tf.Llama4TextConfig(
-        **_small(
+        **small(
             head_dim=8,
             intermediate_size_mlp=48,
             num_local_experts=4,

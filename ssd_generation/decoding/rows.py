@@ -120,9 +120,10 @@ class Rows:
     def tokens(self) -> torch.Tensor:
         """See the class."""
         if self._unwritten:
-            length, last = self.lengths[0], self._generated[0][-self._unwritten :]
+            generated = self._generated[0]
+            length, last = self.prompt_length + len(generated), generated[-self._unwritten :]
             self._widen(length)
-            self._tokens[0, length - self._unwritten : length] = torch.tensor(last, device=self.device)
+            self._tokens[0, length - len(last) : length] = torch.tensor(last, device=self.device)
             self._unwritten = 0
         return self._tokens
 
@@ -242,19 +243,18 @@ class Rows:
                 `None` for a single row: they are brought there when somebody asks for them.
         """
         added = [len(tokens) for tokens in known]
-        for row, tokens in enumerate(known):
-            self._generated[row].extend(tokens)
         if new is None:
             self._unwritten += added[0]
         else:
-            _ = self.tokens  # those before are written
             self._widen(max(self.lengths) + new.shape[1])
-            written = self._tokens
+            written = self.tokens  # with those before
             if len(set(self.lengths)) == 1 and len(set(added)) == 1:
                 written[:, self.lengths[0] : self.lengths[0] + added[0]] = new[:, : added[0]]
             else:
                 for row, count in enumerate(added):
                     written[row, self.lengths[row] : self.lengths[row] + count] = new[row, :count]
+        for generated, tokens in zip(self._generated, known, strict=True):
+            generated.extend(tokens)
         self.lengths = [length + count for length, count in zip(self.lengths, added, strict=True)]
 
     def advance(self, known: Sequence[Sequence[int]], new: torch.Tensor | None = None) -> None:

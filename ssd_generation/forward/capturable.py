@@ -59,7 +59,10 @@ def _why_not(model: PreTrainedModel, device: torch.device, elsewhere: str) -> st
         return "global module hooks are installed"
     for module in model.modules():
         for tensor in module._parameters.values():
-            if tensor is not None and tensor.device != device:
+            if tensor is not None and (tensor.device.type, tensor.device.index or 0) != (
+                device.type,
+                device.index or 0,
+            ):
                 return elsewhere
             if tensor is not None and not is_plain(tensor):
                 return "its weights are not plain tensors"

@@ -7,9 +7,10 @@ model's own code runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -357,7 +358,7 @@ class _ModelDraftPasses(DraftPasses):
         self._mask = None if context.mask is None else functional.pad(context.mask, (0, length), value=1)
         self._columns = 0 if context.mask is None else context.mask.shape[1]
 
-    def __enter__(self) -> DraftPasses:
+    def __enter__(self) -> _ModelDraftPasses:
         self._skip_mode.__enter__()
         return self
 
@@ -389,32 +390,31 @@ class _ModelDraftPasses(DraftPasses):
 class _ReplayedDraftPasses(DraftPasses):
     """Replayed, and by the model's own code from where that fails."""
 
-    def __init__(self, replayed: ReplayedPasses, context: Context, others: _ModelDraftPasses) -> None:
-        self._replayed, self._context, self._others = replayed, context, others
-        self._is_left = False
+    def __init__(
+        self, replayed: ReplayedPasses, context: Context, of_the_model: Callable[[], _ModelDraftPasses]
+    ) -> None:
+        self._replayed, self._context, self._of_the_model = replayed, context, of_the_model
+        self._others: _ModelDraftPasses | None = None
 
     def __exit__(self, *error: object) -> None:
-        if self._is_left:
+        if self._others is not None:
             self._others.__exit__(*error)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        if not self._is_left:
-            yield
-            return
-        with self._others.paused():
+        with nullcontext() if self._others is None else self._others.paused():
             yield
 
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
-        if not self._is_left:
+        if self._others is None:
             context = self._context
             slot, position = context.length + depth, context.position + depth
             found = self._replayed.run(context.cache, token, slot, position, records=True)
             if found is not None:
                 return found[0]
-            self._others.resume_at(depth)
-            self._others.__enter__()
-            self._is_left = True
+            others = self._of_the_model()
+            others.resume_at(depth)
+            self._others = others.__enter__()
         return self._others(token, depth)
 
 
@@ -442,13 +442,13 @@ class _DraftForward:
             and captured.can_run(context.cache, 1)
         ):
             return _CapturedDraftPasses(captured, context.cache, context.positions, length)
-        passes = self._passes_of_the_model(context, length)
+        of_the_model = partial(self._passes_of_the_model, context, length)
         replayed, target = self._replayed, self._target
         if replayed is None or target is None or not target.is_checked or not context.is_plain(len(pending)):
-            return passes
+            return of_the_model()
         if not target.arena.lend(context.cache, context.length + length + 1):
-            return passes
-        return _ReplayedDraftPasses(replayed, context, passes)
+            return of_the_model()
+        return _ReplayedDraftPasses(replayed, context, of_the_model)
 
     def _passes_of_the_model(self, context: Context, length: int) -> _ModelDraftPasses:
         if self._cache is None or self._cache.target is not context.cache:

@@ -219,10 +219,10 @@ def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
     layout = layout_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     places, left = [], []
+    head = model.get_output_embeddings()
     if layout.refusal is not None and precision.default is not None:
         # Which sub-layer a layer belongs to is not known: all of the text's decoder go by the default.
-        apart = {id(model.get_output_embeddings())}
-        linears = [m for m in model.get_decoder().modules() if type(m) is nn.Linear and id(m) not in apart]
+        linears = [m for m in model.get_decoder().modules() if type(m) is nn.Linear and m is not head]
         places += [_Place(names.get(id(m), "linear"), m, precision.default) for m in linears]
     for layer in layout.layers:
         for sub, skipped in ((layer.attention, skip.attention), (layer.mlp, skip.mlp)):
@@ -236,7 +236,6 @@ def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
             held = sum(m.weight.numel() for m in linears)
             if held < 0.5 * sum(p.numel() for top in sub.modules for p in top.parameters()):
                 left.append(f"{names.get(id(sub.modules[-1]), sub.name)} (its weights are not in linear layers)")
-    head = model.get_output_embeddings()
     if precision.head is not None and head is not None:
         if type(head) is nn.Linear:
             places.append(_Place(names.get(id(head), "head"), head, precision.head))

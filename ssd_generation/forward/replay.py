@@ -22,13 +22,11 @@ class Replays(Protocol):
     """A way to run functions again.
 
     Attributes:
-        name: for people.
         device: where the functions compute.
         seconds: about what it takes to record a pass, until it is known: no text is so short that it would be longer
             for it.
     """
 
-    name: str
     device: torch.device
     seconds: float
 
@@ -53,7 +51,6 @@ class CudaGraphs:
         device: a CUDA device.
     """
 
-    name = "CUDA graphs"
     seconds = 1.0
 
     def __init__(self, device: torch.device) -> None:
@@ -97,7 +94,6 @@ class CudaGraphs:
 class Again:
     """The function itself, on the same tensors and into the same results: what a graph does, where there are none."""
 
-    name = "the same code again"
     seconds = 0.0
 
     def __init__(self, device: torch.device) -> None:
