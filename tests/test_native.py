@@ -239,7 +239,7 @@ def test_a_bias_of_another_kind() -> None:
 @pytest.fixture
 def forgetful() -> Any:
     """What was found out about this machine is found out anew."""
-    functions: list[Any] = [compiler.why_not, pool.openmp]
+    functions: list[Any] = [compiler.why_not, pool.openmp_library]
     for function in functions:
         function.cache_clear()
     yield
@@ -273,7 +273,8 @@ def test_without_code_torchs_kernels_are_used(what: str, forgetful: None, monkey
 def test_libraries_that_are_none(forgetful: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "libgomp.so.1"
     broken.write_text("not a library")
-    monkeypatch.setattr(pool, "_candidates", lambda: [broken])
+    monkeypatch.setattr(pool, "_candidates", lambda: [str(broken)])
+    monkeypatch.setattr(pool, "ENTRIES", ("no_function_of_any_library",))
     assert pool.openmp() is None
 
 

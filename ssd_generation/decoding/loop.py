@@ -23,6 +23,7 @@ from ..cache.layers import add_buffers, reaches_back, trim_windows
 from ..drafting.drafter import Draft, Drafter
 from ..forward.forward import Context, Forward
 from ..forward.prompt_mode import prompt_mode
+from ..native.waiting import ThreadsAtWork
 from ..support.timing import Stopwatch
 from .choice import IMPOSSIBLE, Choice, SampledChoice
 from .outputs import SelfSpeculativeOutput, StepOutputs
@@ -167,13 +168,15 @@ class DecodingLoop:
         choice = SampledChoice(batch, input_ids.device) if sampled else Choice()
         rows: Rows | None = None
         try:
-            rows = self._read_prompt(input_ids, model_kwargs, outputs, choice)
-            running = self._commit(rows, outputs)
-            self.statistics.prompt_seconds = time.perf_counter() - started
-            while running:
-                running = self._round(rows, outputs)
-            if request.cache_is_returned:
-                self._complete_cache(rows)
+            with ThreadsAtWork(self.forward.device) as threads:
+                rows = self._read_prompt(input_ids, model_kwargs, outputs, choice)
+                running = self._commit(rows, outputs)
+                self.statistics.prompt_seconds = time.perf_counter() - started
+                while running:
+                    running = self._round(rows, outputs)
+                    threads.look()
+                if request.cache_is_returned:
+                    self._complete_cache(rows)
         except BaseException:
             # Whoever cancels, say from a streamer, goes on from what was committed.
             if request.cache_is_returned and rows is not None:

@@ -7,6 +7,7 @@ call for every parallel loop, takes any function.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["ENTRIES", "openmp"]
+__all__ = ["ENTRIES", "openmp", "openmp_library"]
 
 ENTRIES = ("GOMP_parallel", "omp_get_num_threads", "sched_yield")
 """What is used of it and what it is linked with: GNU's names, which LLVM's library has as well."""
@@ -24,22 +25,28 @@ _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.(so|dylib)")
 
 
 @functools.cache
-def openmp() -> dict[str, int] | None:
-    """The addresses of `ENTRIES` in the OpenMP library that torch runs on; `None` where it has none of that kind."""
-    for path in _candidates():
-        try:
-            library = ctypes.CDLL(str(path))
-            return {name: _address(getattr(library, name)) for name in ENTRIES}
-        except (OSError, AttributeError):
-            continue
+def openmp_library() -> ctypes.CDLL | None:
+    """The OpenMP library that torch runs on; `None` where it has none that has all `ENTRIES`."""
+    # What this process finds by name is what torch is linked with, be it put in front of torch's own (`LD_PRELOAD`).
+    for path in (None, *_candidates()):
+        with contextlib.suppress(OSError, TypeError):  # Windows has no library without a name
+            library = ctypes.CDLL(path)
+            if all(hasattr(library, name) for name in ENTRIES):
+                return library
     return None
+
+
+def openmp() -> dict[str, int] | None:
+    """The addresses of `ENTRIES` in that library; `None` where there is none."""
+    library = openmp_library()
+    return None if library is None else {name: _address(getattr(library, name)) for name in ENTRIES}
 
 
 def _address(function: object) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
-def _candidates() -> list[Path]:
+def _candidates() -> list[str]:
     """OpenMP libraries that this process has loaded, torch's own first."""
     home = Path(torch.__file__).resolve().parent
     if sys.platform == "linux":
@@ -54,4 +61,5 @@ def _candidates() -> list[Path]:
         return []
     found = [path for path in paths if _OPENMP.match(path.name)]
     folders = (home, home.with_name("torch.libs"))
-    return sorted(found, key=lambda path: (not any(folder in path.parents for folder in folders), str(path)))
+    found.sort(key=lambda path: (not any(folder in path.parents for folder in folders), str(path)))
+    return [str(path) for path in found]
