@@ -42,7 +42,7 @@ from .support.messages import clipped, shown
 from .support.model_state import state_of
 from .tuning.automatic import automatic_config, check_budget
 from .tuning.costs import costs_of
-from .tuning.exactness import invariant_of
+from .tuning.exactness import invariant_of, invariant_to_check
 from .tuning.measuring import describe_machine
 from .tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_model
 from .tuning.refinement import WINDOW, Refinement
@@ -83,6 +83,7 @@ class _Call:
         config: what to draft with; `None` where nothing can be drafted, or a drafter is given.
         drafter: what drafts, if not the model by a config: the user's own, or the script of a check.
         is_check: whether the call checks the model.
+        exactness: of such a call: what was asked for, as in `invariant_of`.
         refusal: why nothing can be drafted with this model.
         in_step: for such a call, as in `Request`.
         cache_is_returned: whether the caller sees the KV cache afterwards.
@@ -93,6 +94,7 @@ class _Call:
     config: SelfSpeculativeConfig | None = None
     drafter: Drafter | None = None
     is_check: bool = False
+    exactness: str | None = None
     refusal: str | None = None
     in_step: bool = False
     cache_is_returned: bool = False
@@ -176,7 +178,8 @@ class SelfSpeculativeMixin:
 
             # "auto" measures passes over several tokens: the model has to be one that has them.
             config = None if isinstance(request, str) and request == "auto" else resolved()
-            refusal = self._check(is_batch=False, tokenizer=kwargs.get("tokenizer")).refusal
+            exactness = None if config is None else config.exactness
+            refusal = self._check(is_batch=False, tokenizer=kwargs.get("tokenizer"), exactness=exactness).refusal
             if config is None and refusal is None:
                 config = resolved()
             token = _CALL.set(_Call(model, config, drafter, refusal=refusal))
@@ -185,14 +188,15 @@ class SelfSpeculativeMixin:
         finally:
             _CALL.reset(token)
 
-    def _check(self, is_batch: bool, tokenizer: Any = None) -> ModelCheck:
+    def _check(self, is_batch: bool, tokenizer: Any = None, exactness: str | None = None) -> ModelCheck:
         """Whether this model's tokens can be verified several at a time (model_check.py)."""
         model = cast(PreTrainedModel, self)
         generate = super().generate  # type: ignore[misc]
 
         def decode(text: ForcedText, is_drafted: bool, in_step: bool) -> Any:
             script = ScriptedDrafts(text) if is_drafted else None
-            token = _CALL.set(_Call(model, drafter=script, is_check=True, in_step=in_step) if is_drafted else None)
+            call = _Call(model, drafter=script, is_check=True, exactness=exactness, in_step=in_step)
+            token = _CALL.set(call if is_drafted else None)
             try:
                 # Whatever the model's own generation config says.
                 output = generate(
@@ -217,7 +221,7 @@ class SelfSpeculativeMixin:
                 _CALL.reset(token)
             return output
 
-        return check_model(model, is_batch, decode)
+        return check_model(model, is_batch, decode, exactness)
 
     def _active_call(self) -> _Call | None:
         call = _CALL.get()
@@ -339,6 +343,7 @@ def _forward_of(call: _Call, batch: int, returns_states: bool) -> tuple[Forward,
     plays_back = batch == 1 and not returns_states
     if call.is_check:
         reason: str | None = "the model is checked"
+        invariant = invariant_to_check(model, call.exactness) if plays_back else None
     elif batch > 1:
         reason = "the rows of a batch go through the model's own code together"
     elif returns_states:

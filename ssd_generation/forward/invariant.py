@@ -26,21 +26,29 @@ from .cache_attention import CacheAttention
 from .captured import CapturedPass
 from .kernels import Linear, onednn_linear
 
-__all__ = ["LINEARS", "REPLAYED", "WIDTHS", "Invariant", "RowAttention", "live_layers_of_any_window", "uneven"]
+__all__ = [
+    "LINEARS",
+    "NATIVE",
+    "REPLAYED",
+    "WIDTHS",
+    "Invariant",
+    "RowAttention",
+    "live_layers_of_any_window",
+    "uneven",
+]
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
 """Widths that are tried: those of rounds, and of longer ones each at most half as wide again as the one before."""
 
+NATIVE, REPLAYED = "native", "replayed"
+
 LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
-    "native": native_linear,
+    NATIVE: native_linear,
     "linear": lambda weight, bias: None,
     "onednn": onednn_linear,
 }
 """Kernels for linear layers by name; `None` leaves a layer at `F.linear`. Those made here do not depend on the width by
 construction."""
-
-
-REPLAYED = "replayed"
 
 
 @dataclass(frozen=True)

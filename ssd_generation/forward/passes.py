@@ -27,7 +27,7 @@ from .cache_attention import CacheAttention, live_layers
 from .capturable import fingerprint, why_not_captured
 from .capture import CannotCapture
 from .captured import CapturedPass, Program, compile_pass
-from .invariant import LINEARS, Invariant, RowAttention, live_layers_of_any_window, uneven
+from .invariant import LINEARS, NATIVE, Invariant, RowAttention, live_layers_of_any_window, uneven
 from .kernels import fastest_kernels, linear_of_few_rows
 from .low_bit import LowBitCopies, LowBitCopy, copies_of
 from .rewrites import (
@@ -95,7 +95,7 @@ class CapturedPasses:
         self._fingerprint = fingerprint(model)
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Not passes that run by torch's own kernels.
-        may_be = self.is_draft or model.dtype == torch.float32 if invariant is None else invariant.linear == "native"
+        may_be = self.is_draft or model.dtype == torch.float32 if invariant is None else invariant.linear == NATIVE
         self._is_native = may_be and model.dtype in NAMES and why_not() is None
         self._dtype = model.dtype
         self.refusal: str | None = None

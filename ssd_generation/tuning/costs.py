@@ -42,9 +42,9 @@ _LONG = 512
 _TRIES = 6
 """Passes until those that are replayed have been recorded and found to be right."""
 _REPEATS = 3
-_ENOUGH_SECONDS = 4.0
-"""Beyond this much time there are no more than `_REPEATS` repetitions."""
-_SECONDS = 6.0
+_ENOUGH_SECONDS = 0.2
+"""For each pass, and the plain step: beyond this much time there are no more than `_REPEATS` repetitions."""
+_SECONDS = 5.0
 """Beyond this much time there are fewer: a large model's passes vary less."""
 
 
@@ -126,7 +126,7 @@ def _measure(
             {length: partial(passes.once, length) for length in lengths},
             # Processes that compute one model together stop together.
             is_over=lambda repeats, spent: broadcast(
-                model, spent > (_ENOUGH_SECONDS if repeats >= _REPEATS else _SECONDS)
+                model, spent > (_ENOUGH_SECONDS * (1 + len(lengths)) if repeats >= _REPEATS else _SECONDS)
             ),
             progress=lambda repeats, count: bar.update(count) if repeats < _REPEATS else None,
         )

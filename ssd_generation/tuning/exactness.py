@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -23,7 +23,7 @@ from ..cache.layers import add_buffers
 from ..config.values import NUMERIC
 from ..forward.capturable import why_not_captured, why_not_replayed
 from ..forward.forward import Context, Forward
-from ..forward.invariant import LINEARS, REPLAYED, WIDTHS, Invariant
+from ..forward.invariant import LINEARS, NATIVE, REPLAYED, WIDTHS, Invariant
 from ..forward.passes import captured_target
 from ..forward.replayed import ReplayedPasses, replayed_target
 from ..forward.sublayers import input_device
@@ -38,7 +38,7 @@ from .measuring import describe_model, time_in_turns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["HOW_TO_ASK", "Certificate", "certificate_of", "cost_of", "invariant_of", "is_free"]
+__all__ = ["HOW_TO_ASK", "Certificate", "certificate_of", "cost_of", "invariant_of", "invariant_to_check", "is_free"]
 
 HOW_TO_ASK = 'exactness="bitwise" asks for them'
 """Ends the reason where exact passes are dear; the command line has an option for it."""
@@ -49,6 +49,9 @@ _FREE = {torch.float32: 1.02, torch.bfloat16: 1.05, torch.float16: 1.05}
 _PROMPT, _NEW = 21, 24
 _BASES = (1, 2, 4, 8, 16)
 """Widths that a single token may be filled up to."""
+
+_FEW_PASSES = 2
+"""Of each width, by kernels whose bits do not depend on it by the way they are made: this only sees to it."""
 
 _TIMED = (1, 4, 8)
 """Tokens of the passes whose times are compared."""
@@ -159,11 +162,25 @@ def _same_bits(model: PreTrainedModel, passes: ReplayedPasses) -> bool | None:
 
 def is_free(model: PreTrainedModel) -> bool:
     """Whether exact passes are what others would be: code made here does all of a layer, whatever is asked for."""
-    if "native" not in _kernels(model):
+    if NATIVE not in _kernels(model):
         return False
-    passes = captured_target(model, Invariant("native", WIDTHS))
+    passes = captured_target(model, Invariant(NATIVE, WIDTHS))
     program = None if passes is None else passes.program(_TIMED[-1])
     return program is not None and ".attend(" not in program.source
+
+
+def invariant_to_check(model: PreTrainedModel, exactness: str | None) -> Invariant | None:
+    """How the passes of a call will be run, as far as that is known before their bits are looked at.
+
+    Only in float32, where these passes are as near to the model's own as any.
+
+    Args:
+        model: the target model.
+        exactness: what was asked for.
+    """
+    if exactness == NUMERIC or model.dtype != torch.float32 or why_not_captured(model) is not None:
+        return None
+    return Invariant(NATIVE, WIDTHS) if is_free(model) else None
 
 
 def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
@@ -195,9 +212,10 @@ def _find_out(model: PreTrainedModel) -> Any:
             logits: dict[int, torch.Tensor | None] = {}
             for width in WIDTHS:
                 # Full passes, and the tokens at other places than in those of other widths.
-                starts = {max(width // 2, 1), *([width] if 2 * width > _NEW else [])}
-                first, *others = [text.logits(name, width, start) for start in starts]
-                same = first is not None and all(got is not None and torch.equal(got, first) for got in others)
+                starts = {max(width // 2, 1), *([width] if 2 * width > _NEW and name != NATIVE else [])}
+                most = _FEW_PASSES if name == NATIVE else _NEW
+                first, *others = [text.logits(name, width, start, most) for start in starts]
+                same = first is not None and all(got is not None and _same(got, first) for got in others)
                 logits[width] = first if same else None
                 bar.update()
             agreeing = _agreeing(logits)
@@ -218,12 +236,19 @@ def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...]:
         wanted = logits[base]
         if wanted is None:
             continue
-        found = tuple(
-            width for width, got in logits.items() if width >= base and got is not None and torch.equal(got, wanted)
-        )
-        if len(found) > len(best) and found != (1,):  # by which a draft would be verified token by token
-            best = found
+        found: list[int] = [base]
+        for width, got in logits.items():
+            if width > base and got is not None and all(_same(got, cast(torch.Tensor, logits[w])) for w in found):
+                found.append(width)
+        if len(found) > len(best) and found != [1]:  # by which a draft would be verified token by token
+            best = tuple(found)
     return best
+
+
+def _same(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether two have the same bits, `(n, V)`, for the tokens that both have."""
+    count = min(len(logits), len(others))
+    return torch.equal(logits[:count], others[:count])
 
 
 class _Text:
@@ -258,19 +283,21 @@ class _Text:
         positions = torch.full((1, 1), self.prompt, device=self.ids.device)
         return Context(self.cache(), length=self.prompt, positions=positions)
 
-    def logits(self, linear: str, width: int, first: int) -> torch.Tensor | None:
+    def logits(self, linear: str, width: int, first: int, most: int = _NEW) -> torch.Tensor | None:
         """Of all tokens, by passes of this width; `None` where they cannot be captured.
 
         Args:
             linear: the kernel of the linear layers.
             width: of all passes.
             first: tokens of the first pass, which is filled up; the others are full.
+            most: passes; the tokens behind them are left out.
         """
         passes = captured_target(self.model, Invariant(linear, WIDTHS))
         if passes is None:
             return None
-        cache, at, count, found = self.cache(), 0, first, []
-        while at < _NEW:
+        cache, at, count = self.cache(), 0, first
+        found: list[torch.Tensor] = []
+        while at < _NEW and len(found) < most:
             count = min(count, _NEW - at)
             positions = torch.arange(self.prompt + at, self.prompt + at + count, device=self.ids.device)[None]
             logits = passes.run(cache, self.ids[:, at : at + count], positions, width=width)
@@ -294,7 +321,7 @@ def _described(model: PreTrainedModel, what: str) -> dict[str, Any]:
 def _kernels(model: PreTrainedModel) -> list[str]:
     """Kernels for the linear layers in the order in which they are tried: the faster one first."""
     usual = ["onednn", "linear"] if model.dtype == torch.float32 else ["linear", "onednn"]
-    return [name for name in ("native", *usual) if name in LINEARS and (name != "native" or why_not() is None)]
+    return [name for name in (NATIVE, *usual) if name in LINEARS and (name != NATIVE or why_not() is None)]
 
 
 def cost_of(model: PreTrainedModel) -> float:

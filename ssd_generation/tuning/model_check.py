@@ -170,7 +170,7 @@ Decode = Callable[[ForcedText, bool, bool], Any]
 """`(text, drafted, in step) → output of generate`, with logits, by transformers' loop or by this library's."""
 
 
-def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
+def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactness: str | None = None) -> ModelCheck:
     """Try a model, or remember how it was found; passes that may not be captured are not from here on.
 
     The answer is kept with what was measured on this machine, unless something hangs on this process's modules (hooks,
@@ -180,12 +180,13 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
         model: the target model.
         is_batch: more than one row.
         decode: decodes the forced text.
+        exactness: that was asked for: of the passes that are tried, as in `invariant_of`.
     """
     if model.training:
         return ModelCheck()  # dropout: no two passes agree, and none is captured
     fingerprint, installed = _seen(model)
     memory: dict[Any, ModelCheck] = state_of(model).checks
-    seen = (is_batch, installed, fingerprint)
+    seen = (is_batch, exactness, installed, fingerprint)
     found = memory.get(seen)
     if found is None:
         if installed:
@@ -197,11 +198,12 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode) -> Model
                 **describe_model(model),
                 "captured": why_not_captured(model, even_forbidden=True) is None,
                 "code": _code(model),
+                "exactness": exactness,
             }
             found = _read(
                 cached_measurement(model, described, lambda: asdict(_check(model, is_batch, decode)), use=_read)
             )
-        for other in [key for key in memory if key[0] == is_batch]:
+        for other in [key for key in memory if key[:2] == seen[:2]]:
             del memory[other]  # of a model that is no more
         memory[seen] = found
     if not is_batch:
