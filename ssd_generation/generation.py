@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache.layers import add_buffers, drop_buffers
+from .cache.recurrent import keeps_states
 from .cache.static import fill_static
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .config.values import BITWISE, NUMERIC
@@ -286,6 +287,8 @@ class SelfSpeculativeMixin:
             return sample()
         model = cast(PreTrainedModel, self)
         refusal, in_step = call.refusal, call.in_step
+        if refusal is None:
+            refusal = _why_not_from_states(model_kwargs["past_key_values"], input_ids.shape[0], generation_config)
         if refusal is None and not call.is_check and input_ids.shape[0] > 1:
             check = self._check(is_batch=True)
             refusal, in_step = check.refusal, check.uneven_refusal is not None
@@ -335,6 +338,17 @@ class SelfSpeculativeMixin:
         # The class is made at run time and cannot be found by its name: pickling and copying go by the original one.
         state = self.__dict__.copy()
         return _rebuild, (_original_class(type(self)),), state
+
+
+def _why_not_from_states(cache: Cache, batch: int, config: GenerationConfig) -> str | None:
+    """Why a call cannot be drafted in where the cache keeps recurrent states; `None` where it can."""
+    if not any(map(keeps_states, cache.layers)):
+        return None
+    if batch > 1:
+        return "the recurrent states of several rows cannot be put back to where each of them is"
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return "attentions and hidden states are asked for of a model that keeps recurrent states"
+    return None
 
 
 def _forward_of(call: _Call, batch: int, returns_states: bool) -> tuple[Forward, str | None]:

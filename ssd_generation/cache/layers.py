@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from .recurrent import crop_attention, keeps_states
+
 __all__ = [
     "BufferedLayer",
     "BufferedSlidingLayer",
@@ -491,7 +493,10 @@ def move_rows(cache: Cache, moves: Sequence[int], slots: int) -> None:
         ValueError: rows move, and a layer is of a class that this library does not know how to move rows in.
     """
     if not any(moves):
-        # The caller counts in slots; a layer of a KV-sharing or hybrid cache may have no length of its own.
+        if any(map(keeps_states, cache.layers)):
+            crop_attention(cache, slots)  # the states are put back before the next pass
+            return
+        # The caller counts in slots; a layer of a KV-sharing cache may have no length of its own.
         cache.crop(slots - int(cache.get_seq_length()))
         return
     for index, layer in enumerate(cache.layers):

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..cache.layers import add_buffers, reaches_back, trim_windows
+from ..cache.recurrent import Checkpoint
 from ..drafting.drafter import Draft, Drafter
 from ..forward.forward import Context, Forward
 from ..forward.prompt_mode import prompt_mode
@@ -227,6 +228,7 @@ class DecodingLoop:
             token_types={key: kwargs.pop(key) for key in list(kwargs) if key.endswith("token_type_ids")},
             arguments=kwargs,
             limit=request.limits.max_length,
+            checkpoint=Checkpoint.of(cache, int(cache.get_seq_length())),
         )
         processors = Processors(request.processors, batch)
         rotary = RotarySwitch(model)
@@ -362,6 +364,13 @@ class DecodingLoop:
         rows.align()
         length = rows.committed_slots
         before = rows.prompt_length - rows.prompt_slots  # columns of the output that the cache has no slots for
+        if (checkpoint := rows.context.checkpoint) is not None:
+            again = checkpoint.begin(rows.context.cache, length, may_fail=False)
+            if again is not None:
+                rows.go_to(checkpoint.length, rows.context.mask)
+                self.forward.target(again, rows.context, rows.whole_text())
+                self.statistics.target_passes += 1
+            return
         start = min(rows.last_columns) - before
         if start >= length or not reaches_back(rows.context.cache, length - start):
             return

@@ -12,6 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Quant
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
+from ..cache.recurrent import is_known, keeps_states
+
 __all__ = [
     "CannotDraft",
     "refuse_beforehand",
@@ -40,12 +42,12 @@ def refuse_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise CannotDraft(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
-    if getattr(model, "_is_stateful", False):
-        raise CannotDraft(
-            f"{name} is a recurrent (stateful) model: it cannot take rejected tokens back, so it cannot draft for "
-            "itself."
-        )
     parameters = inspect.signature(type(model).forward).parameters
+    if getattr(model, "_is_stateful", False) and "past_key_values" not in parameters:
+        raise CannotDraft(
+            f"{name} is a recurrent (stateful) model that keeps its state in no transformers cache: it cannot take "
+            "rejected tokens back, so it cannot draft for itself."
+        )
     if (
         "past_key_values" not in parameters
         and "cache_params" not in parameters
@@ -156,6 +158,8 @@ def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
             type(layer).__name__ == "DummyLayer"
         ):  # holds nothing (KV sharing, MLP-only layers); not in transformers 5.18
             continue
+        if is_known(layer):
+            continue
         if isinstance(layer, (QuantizedLayer, StaticLayer)) or not isinstance(layer, CacheLayerMixin):
             raise CannotDraft(
                 f"Layer {index} of the cache is a {type(layer).__name__}: rejected tokens cannot be taken out of "
@@ -170,4 +174,15 @@ def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
             raise CannotDraft(
                 f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected "
                 "tokens cannot be taken out of it again. This model or cache cannot draft for itself."
+            )
+    if any(map(keeps_states, cache.layers)):
+        if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+            raise CannotDraft(
+                f"{type(model).__name__} has no attention layer: its cache does not know how many tokens it holds, and "
+                "rejected ones cannot be taken out of it again."
+            )
+        if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+            raise CannotDraft(
+                f"{type(model).__name__} has sliding windows beside recurrent states: its windows do not reach back to "
+                "where the states can be put back to, so that rejected tokens cannot be taken out of them again."
             )

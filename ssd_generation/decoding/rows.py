@@ -401,6 +401,9 @@ class Rows:
         if not self.committed:
             return
         length = self.committed_slots
+        if self.context.checkpoint is not None:
+            self.context.checkpoint.end(self.context.cache, length)
+            return
         for layer in self.context.cache.layers:  # each by itself: the exception may have come in the middle of a pass
             if isinstance(layer, BufferedLayer):
                 layer.move_rows([-shift for shift in self.shifts], length)

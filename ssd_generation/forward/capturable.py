@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as global_hooks
 
+from ..cache.recurrent import has_states
 from ..support.model_state import state_of
 from .low_bit import is_plain
 from .replay import KINDS
@@ -51,6 +52,8 @@ def _why_not(model: PreTrainedModel, device: torch.device, elsewhere: str) -> st
     """Why passes are not captured on a device; `elsewhere` where a weight is not on it."""
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
         return "its attention implementation is not sdpa"
+    if has_states(model):
+        return "it keeps recurrent states"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:

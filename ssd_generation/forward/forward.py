@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.layers import DraftCache, add_buffers, append_written
+from ..cache.recurrent import Checkpoint
 from ..config import SelfSpeculativeConfig
 from .invariant import Invariant
 from .passes import CapturedPasses, captured_target, draft_of
@@ -63,6 +64,7 @@ class Context:
         arguments: further keyword arguments of the model's passes.
         token_types: arguments of which the model wants a column for each token, such as `token_type_ids`.
         limit: slots that the text may come to.
+        checkpoint: of a cache with recurrent states: where they can be put back to.
     """
 
     cache: Cache
@@ -72,6 +74,7 @@ class Context:
     arguments: dict[str, Any] = field(default_factory=dict)
     token_types: dict[str, torch.Tensor] = field(default_factory=dict)
     limit: int = 0
+    checkpoint: Checkpoint | None = None
 
     def __post_init__(self) -> None:
         # Of a single row this stays so: nothing behind the prompt is masked.
@@ -176,7 +179,7 @@ class Forward:
         Returns:
             The model's outputs, with `logits` of shape `(B, ≥ n, V)`.
         """
-        count = tokens.shape[1]
+        new = count = tokens.shape[1]
         replays = whole is None and self._replays(context, len(tokens))
         if replays and (found := self._replay(tokens, context)) is not None:
             return CausalLMOutputWithPast(logits=found[0])
@@ -190,9 +193,16 @@ class Forward:
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits)
         self.is_bitwise = False
+        if context.checkpoint is not None:
+            again = context.checkpoint.begin(context.cache, context.length, may_fail=count > 1)
+            if again is not None:
+                tokens, count = torch.cat((again, tokens), dim=1), count + again.shape[1]
+                if positions is not None:
+                    positions = positions[..., :1] + torch.arange(-again.shape[1], positions.shape[-1]).to(positions)
+            context.checkpoint.passed(tokens)
         mask = context.mask
-        if mask is not None and count > 1:
-            mask = functional.pad(mask, (0, count - 1), value=1)
+        if mask is not None and new > 1:
+            mask = functional.pad(mask, (0, new - 1), value=1)
         ids = tokens
         if whole is not None:
             ids, positions = whole
@@ -204,7 +214,7 @@ class Forward:
             },
         }
         if "logits_to_keep" in arguments:
-            arguments["logits_to_keep"] = count
+            arguments["logits_to_keep"] = new
         inputs = self.model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=count,
@@ -213,6 +223,8 @@ class Forward:
             position_ids=positions,
             **arguments,
         )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = new  # some models put a number of their own there
         outputs: Any = None
 
         def run() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ..cache.recurrent import has_states
 from ..support.model_state import state_of
 
 if TYPE_CHECKING:
@@ -278,6 +279,11 @@ def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
         raise _CannotSkip(
             f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of "
             f"{_names(layers[0])}, and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention class."
+        )
+    if has_states(model):
+        raise _CannotSkip(
+            f"{type(model).__name__} keeps recurrent states: a draft of its own would need states of its own, which is "
+            "not there yet."
         )
     return layouts
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from ..cache.layers import BufferedLayer, add_buffers
+from ..cache.recurrent import Checkpoint
 from ..config import Costs, SelfSpeculativeConfig
 from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
@@ -163,6 +164,7 @@ class Passes:
         prompt = torch.randint(0, vocabulary, (1, context), generator=generator).to(device)
         self.tokens = torch.randint(0, vocabulary, (1, LONGEST_VERIFIED), generator=generator).to(device)
         self.cache = _behind(model, prompt) if cache is None else cache
+        self.checkpoint = Checkpoint.of(self.cache, context)
         self.forward = Forward(model, config, invariant=invariant)
 
     def settle(self) -> None:
@@ -188,6 +190,7 @@ class Passes:
             mask=torch.ones((1, self.context + 1), dtype=torch.long, device=ids.device),
             positions=torch.full((1, 1), self.context, device=ids.device),
             limit=self.context + _LONG,  # worth recording
+            checkpoint=self.checkpoint,
         )
         watch = Stopwatch(ids.device)
         if ids.device.type == "cuda":
@@ -199,7 +202,9 @@ class Passes:
             with self.forward.draft(context, ids, 1) as passes:
                 logits = passes(ids, 0)
         argmax(logits[:, -count:].float()).tolist()
-        if length:
+        if self.checkpoint is not None:
+            self.checkpoint.put_back(self.cache)
+        elif length:
             self.cache.crop(-count)
         watch.stop()
         return watch.seconds()

@@ -1,0 +1,146 @@
+"""Recurrent states, out of which no token can be taken again: they are put back as they were at a checkpoint.
+
+The states of a hybrid model's linear attention, state space or convolution layers stand behind the last token of a
+pass, rejected ones and all. So a copy is kept of how they stood at a checkpoint. Where tokens of a pass are rejected,
+the copy is put back, keys and values are cropped to the checkpoint as well, and the tokens committed since go through
+the next pass again, in front of what is to be verified: a few more rows, not another pass over the weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Checkpoint", "crop_attention", "has_states", "is_known", "keeps_states"]
+
+_KNOWN = tuple(
+    getattr(cache_utils, name)
+    for name in ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
+    if hasattr(cache_utils, name)
+)
+
+
+def keeps_states(layer: Any) -> bool:
+    """Whether a layer of a cache keeps recurrent or convolution states, alone or beside keys and values."""
+    return hasattr(layer, "recurrent_states")
+
+
+def is_known(layer: Any) -> bool:
+    """Whether it is one whose states can be copied and put back here."""
+    return type(layer) in _KNOWN and isinstance(layer.recurrent_states, dict) and isinstance(layer.conv_states, dict)
+
+
+def has_states(model: PreTrainedModel) -> bool:
+    """Whether a model keeps such states in its cache."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return any(map(keeps_states, layers))
+
+
+def crop_attention(cache: Cache, slots: int) -> None:
+    """Make the keys and values of a cache end at a slot; states stay as they are.
+
+    Args:
+        cache: of a model with recurrent states.
+        slots: the new length, at most the present one.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if not keeps_states(layer):
+            if not isinstance(layer, CacheLayerMixin) or type(layer).__name__ == "DummyLayer":
+                continue  # holds nothing
+            layer.crop(slots - layer.get_seq_length())
+        elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.numel():
+            layer.keys, layer.values = layer.keys[..., :slots, :], layer.values[..., :slots, :]
+
+
+class Checkpoint:
+    """The states of a cache as they stood behind some slot, and the tokens that have gone through a pass since.
+
+    Args:
+        cache: a cache of one row; its states stand behind its last slot.
+        length: slots in the cache.
+
+    Attributes:
+        length: slots up to the checkpoint.
+    """
+
+    def __init__(self, cache: Cache, length: int) -> None:
+        self.length = length
+        self._since: torch.Tensor | None = None  # tokens of the last pass, all of which came behind the checkpoint
+        self._saved: list[dict[str, dict[int, torch.Tensor]]] | None = None
+
+    @classmethod
+    def of(cls, cache: Cache, length: int) -> Checkpoint | None:
+        """That of a cache that keeps states; `None` of any other."""
+        return cls(cache, length) if any(map(keeps_states, cache.layers)) else None
+
+    def begin(self, cache: Cache, length: int, may_fail: bool) -> torch.Tensor | None:
+        """Make a cache ready for a pass.
+
+        Args:
+            cache: the cache.
+            length: slots that are committed, no fewer than at the last call.
+            may_fail: whether tokens of the pass may be rejected.
+
+        Returns:
+            Tokens `(1, n)` that were committed behind the checkpoint and have to be in the pass again, in front of its
+            own; `None` where there are none.
+        """
+        since = 0 if self._since is None else self._since.shape[1]
+        again: torch.Tensor | None = None
+        if length == self.length + since:
+            # All of the last pass was accepted: the states are those behind it.
+            if since:
+                self.length, self._since, self._saved = length, None, None
+        else:
+            assert self._since is not None
+            again = self._since[:, : length - self.length]
+            self.put_back(cache)
+        if may_fail and self._saved is None:
+            self._saved = [_copies(layer) for layer in cache.layers]
+        return again if again is not None and again.shape[1] else None
+
+    def passed(self, tokens: torch.Tensor) -> None:
+        """A pass has gone over tokens `(1, n)` that begin at the checkpoint."""
+        self._since = tokens
+
+    def end(self, cache: Cache, length: int) -> None:
+        """Leave a cache, after an exception, with no token that was not committed.
+
+        That may be fewer than were: to go on from the checkpoint takes a pass, which is not made here.
+
+        Args:
+            cache: the cache.
+            length: slots that are committed.
+        """
+        since = 0 if self._since is None else self._since.shape[1]
+        if length == self.length + since or self._saved is None:
+            crop_attention(cache, length)
+        else:
+            self.put_back(cache)
+
+    def put_back(self, cache: Cache) -> None:
+        """Take everything behind the checkpoint out of a cache."""
+        self._since = None
+        crop_attention(cache, self.length)
+        layers: list[Any] = cache.layers
+        for layer, saved in zip(layers, self._saved or [], strict=False):
+            for name, states in saved.items():
+                for index, state in states.items():
+                    getattr(layer, name)[index].copy_(state)
+
+
+def _copies(layer: Any) -> dict[str, dict[int, torch.Tensor]]:
+    """Of a layer's states."""
+    if not keeps_states(layer):
+        return {}
+    return {
+        name: {index: state.clone() for index, state in getattr(layer, name).items() if state is not None}
+        for name in ("conv_states", "recurrent_states")
+    }
