@@ -181,6 +181,7 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
         "class": type(model).__name__,
         "depth": len(layout),
         "cannot_skip": layout.refusal,
+        "keeps_states": layout.keeps_states,
         "layers": layers,
         "parameters": totals,
         "head_is_the_embedding": tied,
@@ -263,7 +264,8 @@ def _view(document: dict[str, Any]) -> Any:
         f"\n{document['class']}, {document['depth']} layers, {_count(document['parameters']['all'])} parameters",
     )
     if document["cannot_skip"] is not None:
-        reason = f"{document['cannot_skip']} It drafts by prompt lookup and from low-bit copies."
+        ways = "prompt lookup" if document["keeps_states"] else "prompt lookup and from low-bit copies"
+        reason = f"{document['cannot_skip']} It drafts by {ways}."
         return Group(title, styled(), styled(reason), styled(), _kernels(document))
     tables: list[Any] = [styled(), _layer_table(document), styled(), _totals_table(document)]
     return Group(title, *tables, styled(), _kernels(document), styled(), _draft(document))

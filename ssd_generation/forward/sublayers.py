@@ -107,6 +107,7 @@ class DecoderLayout:
         refusal: why no sub-layer can be skipped, whichever it is; `None`: some can.
         depth: decoder layers, as the model's config says.
         ran: whether the model's pass over a token, by which sub-layers are found, came to its end.
+        keeps_states: whether its cache has recurrent states: there is no draft by the model itself then.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -115,6 +116,7 @@ class DecoderLayout:
     refusal: str | None = None
     depth: int = 0
     ran: bool = True
+    keeps_states: bool = False
 
     def __len__(self) -> int:
         return len(self.layers) or self.depth
@@ -135,9 +137,8 @@ class DecoderLayout:
                 skipped in this model.
         """
         if self.refusal is not None:
-            raise ValueError(
-                f"{self.refusal} Leave the skip set out: prompt lookup and low-bit copies (`precision`) need none."
-            )
+            others = "needs" if self.keeps_states else "and low-bit copies (`precision`) need"
+            raise ValueError(f"{self.refusal} Leave the skip set out: prompt lookup {others} none.")
         if not 0 <= layer < len(self.layers):
             raise ValueError(
                 f"The skip set names {kind} {layer}, but this model has layers 0 to {len(self.layers) - 1}. "
@@ -251,6 +252,9 @@ def _locate(model: PreTrainedModel) -> DecoderLayout:
             f"{type(model).__name__} is an encoder-decoder model; self-speculative decoding is for decoder-only models."
         )
     total, depth = sum(p.numel() for p in model.parameters()), int(config.num_hidden_layers)
+    if has_states(model):
+        reason = f"{type(model).__name__} keeps recurrent states, and its draft would need some of its own."
+        return DecoderLayout((), total, frozenset(), refusal=reason, depth=depth, keeps_states=True)
     try:
         layouts = _layouts(model, depth)
     except _CannotSkip as error:
@@ -279,11 +283,6 @@ def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
         raise _CannotSkip(
             f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of "
             f"{_names(layers[0])}, and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention class."
-        )
-    if has_states(model):
-        raise _CannotSkip(
-            f"{type(model).__name__} keeps recurrent states: a draft of its own would need states of its own, which is "
-            "not there yet."
         )
     return layouts
 

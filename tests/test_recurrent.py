@@ -1,0 +1,272 @@
+"""Hybrid models: recurrent states are put back, and the text stays plain decoding's whatever a drafter says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from ssd_generation import (
+    Draft,
+    Drafter,
+    DraftingConfig,
+    LookupConfig,
+    SelfSpeculativeConfig,
+    SkipConfig,
+    enable_self_speculative,
+)
+from ssd_generation.cache.recurrent import Checkpoint, has_states
+from ssd_generation.cli import main
+from ssd_generation.drafting.drafter import Texts
+from ssd_generation.forward.low_bit import check_precision
+from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.tuning.costs import measure_costs
+from tiny_models import VOCAB, prompt, small, tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(
+        Version(tf.__version__) < Version("5.23"), reason="states were kept otherwise, and passes over several differ"
+    ),
+    # transformers says that it computes these layers without kernels of other packages, and that jamba has no choice.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+    "mamba_expand": 2,
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "head_dim": 8,
+}  # fmt: skip
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_next": lambda: tf.Qwen3NextConfig(
+        **small(), **_DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, decoder_sparse_step=1,
+    ),
+    "qwen3_5": lambda: tf.Qwen3_5TextConfig(**small(), **_DELTA),
+    "falcon_h1": lambda: tf.FalconH1Config(**small(), **_MAMBA, mamba_d_ssm=64, head_dim=8),
+    "bamba": lambda: tf.BambaConfig(**small(), **_MAMBA, attn_layer_indices=[1, 3]),
+    "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
+        **small(), **_MAMBA, layer_types=["mamba", "attention"] * 2, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=24,
+    ),
+    "lfm2": lambda: tf.Lfm2Config(**small(), layer_types=["conv", "full_attention"] * 2),
+    "nemotron_h": lambda: tf.NemotronHConfig(
+        **small(num_hidden_layers=None), layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_num_heads=4,
+        mamba_head_dim=16, ssm_state_size=8, n_groups=1, chunk_size=16, head_dim=8,
+    ),
+}  # fmt: skip
+NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+LOOKUP = SelfSpeculativeConfig(
+    lookup=LookupConfig(min_ngram=1), drafting=DraftingConfig(policy="fixed", max_draft_length=5)
+)
+
+
+def made(config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)  # texts that do not repeat one word
+    return enable_self_speculative(model)
+
+
+_MADE: dict[str, PreTrainedModel] = {}
+
+
+@pytest.fixture(params=list(FAMILIES))
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    name = request.param
+    if name not in _MADE:
+        _MADE[name] = made(FAMILIES[name]())
+    return _MADE[name]
+
+
+class Lies(Drafter):
+    """Drafts as a list of `(tokens, right ones among them)` says, over and over."""
+
+    def __init__(self, text: Sequence[int], script: Sequence[tuple[int, int]]) -> None:
+        self.text, self.script = list(text), list(script)
+        self.rounds: list[int] = []
+
+    def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
+        count, right = self.script[len(self.rounds) % len(self.script)]
+        at = len(texts.text(0))
+        wanted = self.text[at : at + min(count, limits[0])]
+        drafted = [token if place < right else (token + 1) % VOCAB for place, token in enumerate(wanted)]
+        self.rounds.append(len(drafted))
+        return Draft.of_tokens([drafted])
+
+
+EVERY_PATTERN = [(count, right) for count in range(9) for right in range(count + 1)]
+
+
+def decoded(model: Any, ids: torch.Tensor, new: int, request: Any = None, **options: Any) -> Any:
+    torch.manual_seed(3)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new, **options}
+    return model.generate(ids, **options) if request is None else model.generate(
+        ids, self_speculative=request, **options
+    )  # fmt: skip
+
+
+def rounds_of(script: Sequence[tuple[int, int]], new: int) -> int:
+    """Passes of the target that a text of so many new tokens takes: the prompt's, and one for each round."""
+    tokens, rounds = 1, 0
+    while tokens < new:
+        count, right = script[rounds % len(script)]
+        tokens += min(count, right, new - tokens - 1) + 1
+        rounds += 1
+    return rounds + 1
+
+
+@pytest.mark.parametrize("length", [3, 16, 37])
+def test_every_pattern_of_acceptance(model: Any, length: int) -> None:
+    ids, options = prompt(length), {"no_repeat_ngram_size": 2}  # not one word over and over
+    plain = decoded(model, ids, 200, **options)
+    assert len(set(plain[0].tolist())) > 20
+    assert torch.equal(decoded(model, ids, 200, Lies(plain[0].tolist(), EVERY_PATTERN), **options), plain)
+    done = model.last_speculation
+    assert done.refusal is None
+    assert done.target_passes == rounds_of(EVERY_PATTERN, 200)
+
+
+@pytest.mark.parametrize("request_", [NOTHING, LOOKUP, "auto"], ids=["nothing", "lookup", "auto"])
+@pytest.mark.measures
+def test_what_a_user_asks_for(model: Any, request_: Any) -> None:
+    ids = prompt(9).repeat(1, 3)
+    plain = decoded(model, ids, 60)
+    assert torch.equal(decoded(model, ids, 60, request_), plain)
+    done = model.last_speculation
+    assert done.refusal is None
+    assert request_ is not LOOKUP or done.drafted_tokens > 0
+
+
+def test_sampled_with_the_same_seed(model: Any) -> None:
+    ids, options = prompt(21), {"do_sample": True, "top_k": 20}
+    plain = decoded(model, ids, 100, **options)
+    lies = Lies(plain[0].tolist(), [(5, 2), (3, 3), (1, 0), (6, 6), (4, 1)])
+    assert torch.equal(decoded(model, ids, 100, lies, **options), plain)
+    assert model.last_speculation.refusal is None
+
+
+def states(cache: Any) -> Iterator[torch.Tensor]:
+    for layer in cache.layers:
+        for kept in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            yield from (state for state in kept.values() if state is not None)
+        if getattr(layer, "keys", None) is not None:
+            yield from (layer.keys, layer.values)
+
+
+@pytest.mark.parametrize("new", [30, 31, 32, 33, 34])  # ends in rounds of all kinds
+def test_the_cache_is_given_back_as_plain_leaves_it(model: Any, new: int) -> None:
+    ids = prompt(21)
+    plain = decoded(model, ids, new, return_dict_in_generate=True)
+    text = decoded(model, ids, new + 20)
+    script = [(4, 1), (3, 3), (5, 0), (2, 1)]
+    drafted = decoded(model, ids, new, Lies(text[0].tolist(), script), return_dict_in_generate=True)
+    for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    lies = Lies(text[0].tolist(), script)
+    assert torch.equal(decoded(model, drafted.sequences, 20, lies, past_key_values=drafted.past_key_values), text)
+
+
+@pytest.mark.parametrize("stop", [2, 5, 9])
+def test_a_text_that_is_cancelled_can_be_gone_on_with(model: Any, stop: int) -> None:
+    ids = prompt(21)
+    plain = decoded(model, ids, 40)
+    cache = tf.DynamicCache(config=model.config)
+
+    class Cancels:
+        seen = -1
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen += 1
+            if self.seen == stop:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    with pytest.raises(KeyboardInterrupt):
+        decoded(
+            model, ids, 40, Lies(plain[0].tolist(), [(4, 2), (3, 3), (2, 0)]), streamer=Cancels(), past_key_values=cache
+        )
+    assert 21 <= cache.get_seq_length() < 21 + stop
+    assert torch.equal(decoded(model, plain[:, : 21 + stop], 40 - stop, NOTHING, past_key_values=cache), plain)
+
+
+def test_no_copy_is_left_after_the_call(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    begin = Checkpoint.begin
+
+    def watched(self: Checkpoint, *args: Any, **options: Any) -> Any:
+        import weakref
+
+        made.append(weakref.ref(self))
+        return begin(self, *args, **options)
+
+    monkeypatch.setattr(Checkpoint, "begin", watched)
+    ids = prompt(21)
+    plain = decoded(model, ids, 20)
+    decoded(model, ids, 20, Lies(plain[0].tolist(), [(3, 1)]), return_dict_in_generate=True)
+    assert made
+    assert all(reference() is None for reference in made)
+
+
+def test_what_is_not_there_yet_is_said(model: Any) -> None:
+    assert has_states(model)
+    assert layout_of(model).refusal
+    with pytest.raises(ValueError, match="recurrent states"):
+        check_precision(model)
+    for config in (SkipConfig(mlp=[1]), SelfSpeculativeConfig(precision="int8")):
+        with pytest.raises(ValueError, match="recurrent states"):
+            decoded(model, prompt(9), 5, config)
+    for ids, options in (
+        (prompt(9, rows=2), {}),
+        (prompt(9), {"return_dict_in_generate": True, "output_hidden_states": True}),
+    ):
+        plain, drafted = (decoded(model, ids, 12, request, **options) for request in (None, LOOKUP))
+        if options:
+            plain, drafted = plain.sequences, drafted.sequences
+        assert torch.equal(plain, drafted)
+        assert "recurrent state" in model.last_speculation.refusal
+
+
+def test_inspect_says_what_works(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        main(["inspect", str(tmp_path)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "keeps recurrent states" in said and "It drafts by prompt lookup." in said
+
+
+def test_costs_are_measured(model: Any) -> None:
+    costs = measure_costs(model, LOOKUP)
+    assert costs.plain_step > 0
+    assert not has_states(tiny_model("llama"))
+
+
+def test_a_model_whose_passes_differ_is_decoded_plainly() -> None:
+    config = tf.JambaConfig(
+        **small(), mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, attn_layer_period=2,
+        attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    model: Any = made(config)
+    ids = prompt(21)
+    plain = decoded(model, ids, 60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(decoded(model, ids, 60, Lies(plain[0].tolist(), EVERY_PATTERN)), plain)
+
+
+def test_a_model_of_states_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="recurrent"):
+        made(tf.Mamba2Config(vocab_size=VOCAB, hidden_size=32, num_heads=4, head_dim=16, num_hidden_layers=2))
