@@ -24,6 +24,7 @@ from ssd_generation import (
 )
 from ssd_generation.cache.recurrent import Checkpoint, has_states
 from ssd_generation.cli import main
+from ssd_generation.decoding import rows
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward.low_bit import check_precision
 from ssd_generation.forward.sublayers import layout_of
@@ -148,6 +149,27 @@ def test_what_a_user_asks_for(model: Any, request_: Any) -> None:
     done = model.last_speculation
     assert done.refusal is None
     assert request_ is not LOOKUP or done.drafted_tokens > 0
+
+
+def test_no_pass_takes_ever_more_tokens_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MOST_OWED", 6)
+    passed: list[int] = []
+    monkeypatch.setattr(Checkpoint, "passed", _counting(passed, Checkpoint.passed))
+    ids, options = prompt(16), {"no_repeat_ngram_size": 2}
+    plain = decoded(model, ids, 80, **options)
+    lies = Lies(plain[0].tolist(), [(4, 1)])  # never right to the end
+    assert torch.equal(decoded(model, ids, 80, lies, **options), plain)
+    # What is owed, and the pending token with a draft of 4: or by itself, where 6 or more are owed.
+    assert max(passed) == 4 + 1 + 4
+    assert passed.count(6 + 1) > 5
+
+
+def _counting(passed: list[int], original: Any) -> Any:
+    def counted(self: Checkpoint, tokens: torch.Tensor) -> None:
+        passed.append(tokens.shape[1])
+        original(self, tokens)
+
+    return counted
 
 
 def test_sampled_with_the_same_seed(model: Any) -> None:

@@ -17,7 +17,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Checkpoint", "crop_attention", "has_states", "is_known", "keeps_states"]
+__all__ = ["MOST_OWED", "Checkpoint", "crop_attention", "has_states", "is_known", "keeps_states"]
+
+MOST_OWED = 48
+"""Tokens that go through passes again and again: beyond so many, a round without a draft makes an end of it. (Passes
+over several tokens compute states in chunks of 64 and more: below that, they are hardly dearer.)"""
 
 _KNOWN = tuple(
     getattr(cache_utils, name)
@@ -92,11 +96,10 @@ class Checkpoint:
             Tokens `(1, n)` that were committed behind the checkpoint and have to be in the pass again, in front of its
             own; `None` where there are none.
         """
-        since = 0 if self._since is None else self._since.shape[1]
         again: torch.Tensor | None = None
-        if length == self.length + since:
+        if not self.owed(length):
             # All of the last pass was accepted: the states are those behind it.
-            if since:
+            if length > self.length:
                 self.length, self._since, self._saved = length, None, None
         else:
             assert self._since is not None
@@ -105,6 +108,15 @@ class Checkpoint:
         if may_fail and self._saved is None:
             self._saved = [_copies(layer) for layer in cache.layers]
         return again if again is not None and again.shape[1] else None
+
+    def owed(self, length: int) -> int:
+        """Tokens that the next pass has to take again.
+
+        Args:
+            length: slots that are committed.
+        """
+        since = 0 if self._since is None else self._since.shape[1]
+        return 0 if length == self.length + since else length - self.length
 
     def passed(self, tokens: torch.Tensor) -> None:
         """A pass has gone over tokens `(1, n)` that begin at the checkpoint."""
@@ -119,8 +131,7 @@ class Checkpoint:
             cache: the cache.
             length: slots that are committed.
         """
-        since = 0 if self._since is None else self._since.shape[1]
-        if length == self.length + since or self._saved is None:
+        if not self.owed(length) or self._saved is None:
             crop_attention(cache, length)
         else:
             self.put_back(cache)
