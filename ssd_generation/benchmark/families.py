@@ -156,6 +156,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_NO_GROUPS, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": _EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "granitemoe_swa": {"shared_intermediate_size": 24},
+    "granitemoeshared": {"shared_intermediate_size": 24},
     "granitemoehybrid": {"layer_types": _HYBRID},
     "hunyuan_v1_dense": {"head_dim": _HEAD},
     "hunyuan_v1_moe": {"head_dim": _HEAD},
@@ -197,7 +199,7 @@ def known_families() -> list[str]:
 
 
 def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
-    """Arguments that make a config of this class small; configs inside it as dictionaries."""
+    """Arguments that make a config of this class small, the configs inside it included."""
     arguments: dict[str, Any] = {}
     parts = getattr(config_class, "sub_configs", {})
     whole = config_class() if parts else None
@@ -206,8 +208,7 @@ def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
         if name in parts:
             part = getattr(whole, name, None)
             if part is not None:
-                inner = _small_arguments(type(part), f"{family}.{name}")
-                arguments[name] = {"model_type": part.model_type, **inner} if part.model_type else inner
+                arguments[name] = type(part)(**_small_arguments(type(part), f"{family}.{name}"))
         elif name in SIZES and isinstance(default, int) and not isinstance(default, bool):
             size = SIZES[name]
             if default > size or (name in _DEPTHS.split() and default > 0):
@@ -227,7 +228,21 @@ def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
         # Keys and values are made from a latent for each head.
         arguments["num_key_value_heads"] = arguments["num_attention_heads"]
     arguments.update(EXCEPTIONS.get(family, {}))
-    return arguments
+    return {**arguments, **_all_kinds(config_class, arguments)}
+
+
+def _all_kinds(config_class: type[Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Lists of layer kinds in which each kind of a full-sized model occurs, where few layers would lose one."""
+    lists: dict[str, Any] = {}
+    try:
+        full, few = config_class(), config_class(**arguments)
+    except Exception:  # told by whoever makes the config
+        return lists
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = list(dict.fromkeys(getattr(full, name, None) or ()))
+        if name not in arguments and not set(kinds) <= set(getattr(few, name, None) or kinds):
+            lists[name] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+    return lists
 
 
 def tiny_config(family: str) -> Any:
@@ -317,7 +332,7 @@ def _kind(cell: str) -> str:
 
 
 def _short(error: BaseException | str) -> str:
-    """The first sentences of a message, in one line."""
+    """A message in one line, cut off where it is long."""
     text = " ".join(str(error).split()) or "no message"
     return text if len(text) <= 500 else text[:499] + "…"
 
@@ -375,15 +390,20 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS)) -> Row:
         torch.manual_seed(2)
         return model.generate(**inputs, **options, **extra)  # type: ignore[no-any-return]
 
+    problem = "no tiny model can be built"
     try:
         model: Any = build(family)
+        problem = "plain `generate` fails"
         first = model.generate(**single, **options, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        problem = "nothing can be compared"
         if any(logits.isnan().any() for logits in first.logits):
             raise ValueError("the logits of its random weights are not numbers")
         if not torch.equal(first.sequences, text("nothing", do_sample=False)):
-            raise ValueError("its plain `generate` does not give the same text twice")
+            raise ValueError("plain `generate` does not give the same text twice")
     except Exception as error:
-        row.untried = _short(f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error))
+        # What a validator was told is of interest, not its name.
+        said = re.sub(r"^.*ValueError: ", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
+        row.untried = f"{problem}: {_short(said)}"
         return row
     for column in columns:
         request, extra = _requests(low_bits=row.cells.get("low bits", YES) == YES)[column]
@@ -443,12 +463,12 @@ class _Child:
     def outcome(self) -> Row | None:
         """The row of the family that it has, once there is one: what a child that died left unsaid, included."""
         assert self.family is not None
-        row: Row
+        family, row = self.family, None
         problem = None
         try:
             if self.pipe.poll():
-                row = self.pipe.recv()
-                self.family = None
+                self.family, row = None, self.pipe.recv()
+                assert isinstance(row, Row)
                 return row
         except (EOFError, OSError):
             self.process.join()
@@ -457,8 +477,7 @@ class _Child:
             problem = f"no end within {SECONDS:.0f} s"
         if problem is None:
             return None
-        row = Row(self.family, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.family]))
-        row.cells = dict.fromkeys(COLUMNS, CRASHED + problem)
+        row = Row(family, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]), dict.fromkeys(COLUMNS, CRASHED + problem))
         self.family = None
         self.stop()
         self._start()
@@ -536,10 +555,15 @@ def _reason(row: Row, cell: str) -> str:
     """What a cell says, without the names that differ from family to family."""
     text = cell.replace(row.name, "The model")
     text = re.split(r"\.? This model cannot be skipped in|: skipping it would not be safe", text)[0]
-    text = re.sub(r" \([A-Z]\w+\)", "", text)
+    text = re.sub(r" \([A-Z]\w+\)| \(they lie .* apart\)", "", text)
     text = re.sub(r"one list of \d+ decoder layers", "one list of its decoder layers", text)
     text = text.replace("Layer 0 has parts", "A layer has parts").rstrip(".")
     return text[:1].upper() + text[1:]
+
+
+def _first_sentence(text: str) -> str:
+    sentence = re.split(r"(?<=\w\w)\. ", text)[0]
+    return (sentence if len(sentence) <= 200 else sentence[:199] + "…").rstrip(".")
 
 
 def _versions() -> str:
@@ -620,17 +644,17 @@ def page(rows: Sequence[Row]) -> str:
     if notes:
         lines += ["", "## Notes", ""]
         for number, (reason, families) in enumerate(notes.items(), 1):
-            lines.append(f"{number}. {_escaped(reason)}: {', '.join(families)}.")
+            lines.append(f"{number}. {_escaped(reason)}. Families: {', '.join(families)}.")
     untried = [row for row in rows if row.untried is not None]
     if untried:
         lines += ["", "## Not tried", ""]
-        lines += [f"- {row.family}: {_escaped(row.untried or '')}" for row in untried]
+        lines += [f"- {row.family}: {_escaped(_first_sentence(row.untried or ''))}." for row in untried]
     return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str) -> str:
     """Text of an error, with nothing in it that Markdown would take for its own."""
-    return re.sub(r"([\[\]*_|<>`])", r"\\\1", text)
+    return re.sub(r"([\[\]*|<>])", r"\\\1", text)
 
 
 def main(words: Sequence[str] | None = None) -> None:
