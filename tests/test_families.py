@@ -11,11 +11,12 @@ import torch
 import transformers
 from packaging.version import Version
 
+from ssd_generation import enable_self_speculative
 from ssd_generation.benchmark import families
 from ssd_generation.benchmark.families import COLUMNS, Row, build, known_families, page, tiny_config, try_family
 
 # Found lossless with transformers 5.23. A family leaves this list only with transformers.
-LOSSLESS = """
+_LOSSLESS = """
 afmoe apertus arcee aria_text axk1 axk2 bart beam bert bert-generation big_bird bigbird_pegasus biogpt bitnet
 blenderbot blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
 data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 dots3_note_text electra emu3 ernie ernie4_5
@@ -28,7 +29,8 @@ minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama modern
 mpt mvp nanochat nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart qwen2
 qwen2_moe qwen3 qwen3_moe rembert roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 solar_open stablelm
 starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl xmod youtu
-""".split()
+"""
+LOSSLESS = _LOSSLESS.split()
 TABLE_MADE_WITH = Version("5.23")
 
 
@@ -84,11 +86,9 @@ def test_a_refusal_is_told_by_its_reason() -> None:
 
 
 def test_another_text_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    enable = families.enable_self_speculative
-
     def spoil(model: Any) -> Any:
         model.lm_head.weight.data.neg_()
-        return enable(model)
+        return enable_self_speculative(model)
 
     monkeypatch.setattr(families, "enable_self_speculative", spoil)
     assert try_family("llama", ["lookup"]).cells == {"lookup": "WRONG"}

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -567,16 +568,10 @@ def _first_sentence(text: str) -> str:
 
 
 def _versions() -> str:
-    from .. import __version__
-
     return (
-        f"ssd_generation {__version__}, transformers {transformers.__version__}, "
+        f"ssd_generation {version('ssd_generation')}, transformers {transformers.__version__}, "
         f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
     )
-
-
-def _several(number: int, one: str, more: str) -> str:
-    return f"{number} {one if number == 1 else more}"
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -624,7 +619,7 @@ def page(rows: Sequence[Row]) -> str:
         _INTRODUCTION.format(layers=LAYERS, tokens=NEW_TOKENS),
         "## Counts",
         "",
-        f"By {_versions()}, which knows {_several(known, 'family', 'families')}.{asked}",
+        f"{_versions()}. This transformers knows {known} families.{asked}",
         "",
         f"- Tried: {len(tried)}. Not tried, since there is no tiny model of it or plain `generate` fails: "
         f"{len(rows) - len(tried)}.",
