@@ -70,6 +70,7 @@ LONGEST = (
     "test_smollm2.py",
     "test_notebooks.py",
     "test_evaluation.py",
+    "test_families.py",
     "test_models.py",
     "test_search_study.py",
     "test_sampling.py",

@@ -253,8 +253,29 @@ class _DraftLayer(CacheLayerMixin):
     def __init__(self, base: BufferedLayer) -> None:
         super().__init__()
         self.base = base
-        self.is_initialized = True
+        self.is_initialized = base.is_initialized  # not where a model leaves a layer out (mllama, without an image)
         self.drafted = 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """What the next pass of the draft sees: mllama looks whether there is something."""
+        return self._seen(self.base.key_buffer)
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        pass  # transformers' class begins with none
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        return self._seen(self.base.value_buffer)
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        pass
+
+    def _seen(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        return None if buffer is None else buffer[:, :, self._first_visible() : self.base.end + self.drafted]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise AssertionError("a draft starts from a cache that holds the prefix")

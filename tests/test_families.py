@@ -1,0 +1,171 @@
+"""The families of transformers as tiny models: what was lossless stays so, and the table says what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from ssd_generation import enable_self_speculative
+from ssd_generation.benchmark import families
+from ssd_generation.benchmark.families import COLUMNS, Row, build, known_families, page, tiny_config, try_family
+
+# Found lossless with transformers 5.23. A family leaves this list only with transformers.
+_LOSSLESS = """
+afmoe apertus arcee aria_text axk1 axk2 bart beam bert bert-generation big_bird bigbird_pegasus biogpt bitnet
+blenderbot blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
+data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 dots3_note_text electra emu3 ernie ernie4_5
+ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4
+gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2
+gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
+granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2
+jetmoe kolibri1 laguna llama llama4 llama4_text longcat_flash marian mbart megatron-bert mellum mimo_v2_flash minicpm3
+minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama modernbert-decoder moss_transcribe_diarize
+mpt mvp nanochat nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3 phi4_multimodal phimoe plbart qwen2
+qwen2_moe qwen3 qwen3_moe rembert roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 solar_open stablelm
+starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl xmod youtu
+"""
+LOSSLESS = _LOSSLESS.split()
+TABLE_MADE_WITH = Version("5.23")
+
+
+@pytest.mark.parametrize("family", LOSSLESS)
+def test_lookup_gives_plain_text(family: str) -> None:
+    if family not in known_families():
+        pytest.skip("this transformers does not know it")
+    row = try_family(family, ["lookup"])
+    if row.untried is not None and Version(transformers.__version__) < TABLE_MADE_WITH:
+        pytest.skip(f"this transformers has another config of it ({row.untried})")
+    assert row.untried is None
+    assert row.cells == {"lookup": "yes"}
+    assert row.drafted["lookup"] > 0
+
+
+def test_the_list_does_not_shrink() -> None:
+    assert len(set(LOSSLESS)) == len(LOSSLESS) >= 143
+
+
+def test_low_bits_draft_where_a_layer_was_never_filled() -> None:
+    # Without an image, mllama leaves its cross-attention out, and asks the cache whether it holds one.
+    assert try_family("mllama", ["low bits"]).cells == {"low bits": "yes"}
+
+
+# --- The builder ----------------------------------------------------------------------------------
+
+
+def test_models_are_tiny_and_the_same_every_time() -> None:
+    first, second = build("qwen2"), build("qwen2")
+    assert sum(parameter.numel() for parameter in first.parameters()) < 100_000
+    assert len(first.model.layers) == families.LAYERS
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_few_layers_have_each_kind() -> None:
+    assert set(tiny_config("gemma3_text").layer_types) == {"sliding_attention", "full_attention"}
+    assert tiny_config("gemma3").text_config.hidden_size == 32
+
+
+def test_what_is_not_small_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "MOST_PARAMETERS", 1000)
+    row = try_family("llama")
+    assert row.untried is not None and "not small" in row.untried and row.cells == {}
+
+
+# --- What is told ---------------------------------------------------------------------------------
+
+
+def test_a_refusal_is_told_by_its_reason() -> None:
+    row = try_family("mamba", ["lookup"])
+    assert "recurrent" in row.cells["lookup"] and not row.cells["lookup"].startswith("crashed")
+
+
+def test_another_text_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: Any) -> Any:
+        model.lm_head.weight.data.neg_()
+        return enable_self_speculative(model)
+
+    monkeypatch.setattr(families, "enable_self_speculative", spoil)
+    assert try_family("llama", ["lookup"]).cells == {"lookup": "WRONG"}
+
+
+def test_any_other_error_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: Any) -> Any:
+        # A ValueError, but none of the library's.
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(families, "enable_self_speculative", fail)
+    assert try_family("llama", ["lookup"]).cells == {"lookup": "crashed: ValueError: no such thing"}
+
+
+def rows() -> list[Row]:
+    refused = "LlamaForCausalLM is a recurrent (stateful) model: it cannot."
+    return [
+        Row("wrong", "WrongForCausalLM", {**dict.fromkeys(COLUMNS, "yes"), "batch": "WRONG"}),
+        Row("llama", "LlamaForCausalLM", dict.fromkeys(COLUMNS, refused)),
+        Row("another", "AnotherForCausalLM", dict.fromkeys(COLUMNS, refused.replace("Llama", "Another"))),
+        Row("broken", "BrokenForCausalLM", {**dict.fromkeys(COLUMNS, "yes"), "lookup": "crashed: KeyError: 'a|b'"}),
+        Row("fine", "FineForCausalLM", dict.fromkeys(COLUMNS, "yes")),
+        Row("huge", "HugeForCausalLM", untried="no tiny model can be built: 9 parameters. Install more."),
+    ]
+
+
+def test_the_page_counts_and_shows_everything() -> None:
+    text = page(rows())
+    assert "| WRONG | 0 | 0 | 0 | 0 | 1 | 0 |" in text
+    assert "| crashed | 0 | 1 | 0 | 0 | 0 | 0 |" in text
+    assert "| no (refused) | 2 | 2 | 2 | 2 | 2 | 2 |" in text
+    assert "| yes | 3 | 2 | 3 | 3 | 2 | 3 |" in text
+    assert "Tried: 5. Not tried" in text
+    assert "another text (`WRONG`): 1; with a crash: 1." in text
+    assert "| wrong | WrongForCausalLM | yes | yes | yes | yes | **WRONG** | yes |" in text
+    assert "| broken | BrokenForCausalLM | yes | crashed (2) | yes | yes | yes | yes |" in text
+    # One note for both, under no class's name; what ends a table's cell is escaped.
+    assert "1. The model is a recurrent (stateful) model: it cannot. Families: another, llama." in text
+    assert "KeyError: 'a\\|b'. Families: broken." in text
+    assert "- huge: no tiny model can be built: 9 parameters.\n" in text
+    assert text.index("| another |") < text.index("| broken |") < text.index("| fine |")
+
+
+def test_a_wrong_text_ends_the_command_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HF_HUB_OFFLINE", "SSD_GENERATION_CACHE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+    monkeypatch.setattr(families, "try_families", lambda names: iter(rows()))
+    with pytest.raises(SystemExit, match="1"):
+        families.main(["--only", "llama", "-o", str(tmp_path / "models.md")])
+    assert "**WRONG**" in (tmp_path / "models.md").read_text(encoding="utf-8")
+    assert "batch: WRONG" in capsys.readouterr().err
+    monkeypatch.setattr(families, "try_families", lambda names: iter(rows()[1:]))
+    families.main(["--json"])
+    assert [row["family"] for row in json.loads(capsys.readouterr().out)][:2] == ["another", "broken"]
+    with pytest.raises(SystemExit, match="2"):
+        families.main(["--only", "llama", "no-such-model"])
+    assert "no causal language model no-such-model" in capsys.readouterr().err
+
+
+def test_a_child_that_dies_or_hangs_costs_its_family_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = families._Child()
+    try:
+        child.give("llama")
+        child.process.kill()
+        child.process.join()
+        row = child.outcome()
+        assert row is not None and set(row.cells.values()) == {"crashed: its process ended with exit code -9"}
+        monkeypatch.setattr(families, "SECONDS", 0.0)
+        child.give("llama")
+        row = child.outcome()
+        assert row is not None and set(row.cells.values()) == {"crashed: no end within 0 s"}
+    finally:
+        child.stop()
+
+
+def test_families_are_tried_in_children() -> None:
+    (row,) = families.try_families(["llama"])
+    assert row.untried is None and row.cells == dict.fromkeys(COLUMNS, "yes")
