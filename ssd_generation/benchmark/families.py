@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
+from ..support.files import write_whole
 
 __all__ = ["COLUMNS", "Row", "build", "known_families", "page", "prompts", "tiny_config", "try_families", "try_family"]
 
@@ -687,7 +688,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.output is None:
         print(text, end="")
     else:
-        arguments.output.write_text(text, encoding="utf-8")
+        write_whole(arguments.output, text)
     if any(row.count(WRONG) for row in rows):
         raise SystemExit(1)
 

@@ -56,9 +56,8 @@ def crop_attention(cache: Cache, slots: int) -> None:
     layers: list[Any] = cache.layers
     for layer in layers:
         if not keeps_states(layer):
-            if not isinstance(layer, CacheLayerMixin) or type(layer).__name__ == "DummyLayer":
-                continue  # holds nothing
-            layer.crop(slots - layer.get_seq_length())
+            if isinstance(layer, CacheLayerMixin):  # others hold nothing
+                layer.crop(slots - layer.get_seq_length())
         elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.numel():
             layer.keys, layer.values = layer.keys[..., :slots, :], layer.values[..., :slots, :]
 
@@ -67,14 +66,13 @@ class Checkpoint:
     """The states of a cache as they stood behind some slot, and the tokens that have gone through a pass since.
 
     Args:
-        cache: a cache of one row; its states stand behind its last slot.
-        length: slots in the cache.
+        length: slots in a cache of one row, whose states stand behind the last of them.
 
     Attributes:
         length: slots up to the checkpoint.
     """
 
-    def __init__(self, cache: Cache, length: int) -> None:
+    def __init__(self, length: int) -> None:
         self.length = length
         self._since: torch.Tensor | None = None  # tokens of the last pass, all of which came behind the checkpoint
         self._saved: list[dict[str, dict[int, torch.Tensor]]] | None = None
@@ -82,7 +80,7 @@ class Checkpoint:
     @classmethod
     def of(cls, cache: Cache, length: int) -> Checkpoint | None:
         """That of a cache that keeps states; `None` of any other."""
-        return cls(cache, length) if any(map(keeps_states, cache.layers)) else None
+        return cls(length) if any(map(keeps_states, cache.layers)) else None
 
     def begin(self, cache: Cache, length: int, may_fail: bool) -> torch.Tensor | None:
         """Make a cache ready for a pass.
@@ -107,7 +105,7 @@ class Checkpoint:
             self.put_back(cache)
         if may_fail and self._saved is None:
             self._saved = [_copies(layer) for layer in cache.layers]
-        return again if again is not None and again.shape[1] else None
+        return again
 
     def owed(self, length: int) -> int:
         """Tokens that the next pass has to take again.
