@@ -253,7 +253,12 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
         torch.inference_mode(),
     ):
         choices = None if text is None else _choices(model, text)
-        for name in names:
+        held = None
+        for name in _in_turn(model, names):
+            # The budget is for one set of copies. (Those in int4 share all but the head.)
+            if before == 0 and held is not None and (held == "int8") != (name == "int8"):
+                drop_copies(model)
+            held = name
             config = _candidate(name, _USUAL_AGREEMENT[name])
             right, seen = 0, 0
             if text is not None and choices is not None:
@@ -265,17 +270,19 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
             tried[name] = {"agreed": right, "of": seen, "speedup": speedup}
             if speedup > best["speedup"]:
                 best = {"precision": name, "acceptance": acceptance, "speedup": speedup}
-            if before == 0 and name == "int8":
-                # The budget is for one set of copies. (Those in int4 share all but the head.)
-                drop_copies(model)
             bar.update()
     if before == 0 and copy_bytes(model):
-        if best["precision"] in (None, "int8"):
-            drop_copies(model)  # before those in int8 are made again, when they are wanted
+        if best["precision"] is None or (best["precision"] == "int8") != (held == "int8"):
+            drop_copies(model)  # before others are made again, when they are wanted
         else:
             keep_only(model, copies_of(model, SkipConfig(), _precision(best["precision"])))
     answer = {**best, "tried": tried}
     return NoisyMeasurement(answer) if was_noisy(model) else answer
+
+
+def _in_turn(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Candidates in the order to try them in: last the kind that mostly wins, whose copies are there then."""
+    return sorted(names, key=lambda name: (name == "int8") == (model.dtype == torch.float32))
 
 
 def _reconsidered(model: PreTrainedModel, choice: Any, config: SelfSpeculativeConfig) -> Any:
