@@ -353,7 +353,7 @@ def as_multiplied(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("activation", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("precision", "group", "products"),
-    [("int8", 0, ""), *(("int4", group, products) for group in (32, 64, 192) for products in ("", "avx2", "avx512"))],
+    [("int8", 0, ""), ("int8", 0, "avx512"), *(("int4", group, products) for group in (32, 64, 192) for products in ("", "avx2", "avx512"))],
 )
 def test_low_bit_layers(
     precision: str, group: int, products: str, activation: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -367,6 +367,9 @@ def test_low_bit_layers(
         scales = weight.abs().amax(1) / 127
         stored = (weight / scales[:, None]).round().to(torch.int8)
         meant = stored.double() * scales.double()[:, None]
+        if products:
+            numbers, stored = stored, linear.pack_int8(stored)
+            assert torch.equal(linear.unpack_int8(stored), numbers)
     else:
         stored, scales = linear.pack_int4(weight, group)
         assert stored.shape == (48, 96) and scales.shape == (3, 192 // group, 16)
@@ -374,7 +377,10 @@ def test_low_bit_layers(
     layer = linear.NativeLinear(stored, bias, activation, scales, group)
     x = torch.randn(21, 192).to(activation)
     true = x.double() @ meant.t() + bias.double()
-    if products:
+    if products and not group:
+        true = as_multiplied(x) @ meant.t() + bias.double()
+        assert float((true - x.double() @ meant.t() - bias.double()).norm() / true.norm()) < 0.01
+    elif products:
         # Offsets, 8 steps further up, are multiplied by the sums of x itself.
         offsets = (scales.view(torch.int32) << 16).view(torch.float32).double() + 8 * scales.double()
         offsets = offsets.transpose(1, 2).reshape(48, -1).repeat_interleave(group, 1)

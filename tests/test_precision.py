@@ -38,7 +38,7 @@ from ssd_generation.forward.low_bit import (
 )
 from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.native.compiler import why_not
-from ssd_generation.native.linear import unpack_int4
+from ssd_generation.native.linear import unpack_int4, unpack_int8
 from ssd_generation.support.model_state import state_of
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model
 
@@ -140,7 +140,8 @@ def test_the_kernels_compute_what_the_copy_says(
     weight, bias = torch.randn(48, columns).to(dtype), torch.randn(48).to(dtype)
     copy = LowBitCopy([(weight, bias)], name, 32)
     if name == "int8":
-        meant = copy.weight.float() * copy.scales.float()[:, None]
+        numbers = copy.weight if copy.weight.dtype is torch.int8 else unpack_int8(copy.weight)
+        meant = numbers.float() * copy.scales.float()[:, None]
     elif native:
         meant = unpack_int4(copy.weight, copy.scales)
     else:

@@ -70,7 +70,8 @@ class LowBitCopy:
             weights = [weight for weight, _ in layers]
             is_native = _is_native(weights[0], precision)
             if precision == "int8":
-                self.weight, self.scales = _to_int8(weights)
+                is_packed = is_native and all(native.can_pack_int8(*weight.shape) for weight in weights)
+                self.weight, self.scales = _to_int8(weights, is_packed)
             elif is_native:
                 self.weight, self.scales = _pack_int4(weights, group_size)
             else:
@@ -136,15 +137,16 @@ def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tens
             place += rows.shape[0]
 
 
-def _to_int8(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of weights `(N_i, K)` below each other: `(N, K)` int8 and scales `(N,)`."""
+def _to_int8(weights: Sequence[torch.Tensor], packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of weights `(N_i, K)` below each other: `(N, K)` int8, or as `native.pack_int8` gives it, and scales `(N,)`."""
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
-    quantised = weights[0].new_empty((rows, columns), dtype=torch.int8)
+    quantised = weights[0].new_empty((rows, columns), dtype=torch.uint8 if packed else torch.int8)
     scales = weights[0].new_empty(rows, dtype=torch.bfloat16)
     for at, w in _chunks(weights):
         # Rounded to bfloat16 before it is used, so that the kernel multiplies by what was divided by.
         scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-12).to(torch.bfloat16)
-        quantised[at] = (w / scale.float()[:, None]).round_().clamp_(-127, 127)
+        q = (w / scale.float()[:, None]).round_().clamp_(-127, 127)
+        quantised[at] = native.pack_int8(q.to(torch.int8)) if packed else q
         scales[at] = scale
     return quantised, scales
 

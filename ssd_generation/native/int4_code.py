@@ -10,6 +10,7 @@ own numbers in either case.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -17,15 +18,12 @@ from llvmlite import ir
 from .builder import ADDRESS, FLOAT, FLOATS, I8, I16, I32, I64, INTS, LANES, STORED, Module, integer, least, splat
 from .linear_code import Layer
 
-__all__ = ["COLUMNS", "int4_module"]
+__all__ = ["COLUMNS", "Integers", "int4_module"]
 
 COLUMNS = 32
 """Columns whose weights lie together, 256 bytes for 16 rows: of each four bytes of a row and 64, the lower bits are
 those of columns 4 j … 4 j + 3, the upper ones those of 16 + 4 j …"""
 
-_BYTES = COLUMNS * LANES // 2
-_MOST_ROWS = 4
-"""Rows of x that one reading of the weights serves."""
 
 _AHEAD = 8192
 """Bytes by which memory is asked for before it is read."""
@@ -34,37 +32,46 @@ _AHEAD = 8192
 class _Digits(Module):
     """By float32 numbers."""
 
+    name = "int4"
+
+    bits = 4
+
+    most_rows = 4
+    """Rows of x that one reading of the weights serves."""
+
     per_column = 4
     """Bytes that a number of x takes once it is prepared."""
 
     def __init__(self, activation: str, group: int) -> None:
-        super().__init__(f"int4_{activation}", activation)
+        super().__init__(f"{self.name}_{activation}", activation)
         self.group = integer(group)
+        self.bytes_of_block = COLUMNS * LANES * self.bits // 8
 
     def build(self) -> str:
         """The module's text."""
-        tiles = {(rows, blocks): self._tile(rows, blocks) for rows in range(1, _MOST_ROWS + 1) for blocks in (1, 2)}
+        rows_of_tiles = range(1, self.most_rows + 1)
+        tiles = {(rows, blocks): self._tile(rows, blocks) for rows in rows_of_tiles for blocks in (1, 2)}
         prepare = self._prepare()
         b, task = self.kernel()
         record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
         rows = task.entry(b, 0)
         layer = Layer.of(self, b, record)
         size = self._bytes(b, layer.columns)[2]
-        memory = b.alloca(I8, size=b.mul(size, integer(_MOST_ROWS)))
+        memory = b.alloca(I8, size=b.mul(size, integer(self.most_rows)))
         memory.align = 64
         own = b.ptrtoint(memory, I64)
         first, end = task.share(b, b.sdiv(layer.rows, integer(LANES)))
         even = b.sub(end, b.srem(b.sub(end, first), integer(2)))
         of_x = STORED[self.activation]
-        with self.loop(b, integer(0), rows, integer(_MOST_ROWS), []) as (m, _):
-            count = least(b, b.sub(rows, m), integer(_MOST_ROWS))
+        with self.loop(b, integer(0), rows, integer(self.most_rows), []) as (m, _):
+            count = least(b, b.sub(rows, m), integer(self.most_rows))
             its_x = self.at(b, x, b.mul(m, layer.columns), of_x)
             its_y = self.at(b, y, b.mul(m, layer.rows), of_x)
             its_own = b.inttoptr(own, ADDRESS)
             b.call(prepare, [its_x, its_own, layer.columns, count])
             after = b.append_basic_block("after_tiles")
             choice = b.switch(count, after)
-            for many in range(1, _MOST_ROWS + 1):
+            for many in rows_of_tiles:
                 block = b.append_basic_block(f"of_{many}")
                 choice.add_case(integer(many), block)
                 b.position_at_end(block)
@@ -96,8 +103,9 @@ class _Digits(Module):
                 places = [self.at(b, its_x, b.add(k, integer(at)), of_x) for at in (0, LANES)]
                 parts = [self.floats(b, self.load(b, place, of_x), self.activation) for place in places]
                 place = b.lshr(k, integer(3))
-                total = self.sum(b, b.fadd(*parts))
-                b.store(total, self.at(b, own, b.add(sums, place), I8), align=4)
+                if self.has_offsets:
+                    total = self.sum(b, b.fadd(*parts))
+                    b.store(total, self.at(b, own, b.add(sums, place), I8), align=4)
                 target = self.at(b, own, b.add(numbers, b.mul(k, integer(self.per_column))), I8)
                 scale, begin = self.put(b, parts, target)
                 b.store(scale, self.at(b, own, place, I8), align=4)
@@ -119,52 +127,65 @@ class _Digits(Module):
         layer = Layer.of(self, b, record)
         sums_at, numbers_at, size = self._bytes(b, layer.columns)
         own = [self.at(b, prepared, b.mul(size, integer(m)), I8) for m in range(rows)]
-        bytes_of_block = b.mul(b.lshr(layer.columns, integer(5)), integer(_BYTES))
-        groups = b.sdiv(layer.columns, self.group)
+        bytes_of_rows = b.mul(b.lshr(layer.columns, integer(5)), integer(self.bytes_of_block))
         with self.loop(b, first, end, integer(blocks), []) as (block, _):
-            streams = [
-                self.at(b, layer.weight, b.mul(b.add(block, integer(t)), bytes_of_block), I8) for t in range(blocks)
-            ]
-            scales = [
-                self.at(b, layer.scales, b.mul(b.mul(b.add(block, integer(t)), groups), integer(LANES)), I32)
-                for t in range(blocks)
-            ]
+            its_blocks = [b.add(block, integer(t)) for t in range(blocks)]
+            streams = [self.at(b, layer.weight, b.mul(its_block, bytes_of_rows), I8) for its_block in its_blocks]
             sums = [splat(FLOAT, 0.0)] * (rows * blocks)
             with self.loop(b, integer(0), layer.columns, integer(COLUMNS), sums) as (k, carried):
                 place = b.lshr(k, integer(3))
                 at_number = b.add(numbers_at, b.mul(k, integer(self.per_column)))
                 numbers = [self.at(b, row, at_number, I8) for row in own]
-                group = b.mul(b.sdiv(k, self.group), integer(LANES))
-                for t, (stream, of_block) in enumerate(zip(streams, scales, strict=True)):
-                    weights = self.at(b, stream, b.mul(k, integer(_BYTES // COLUMNS)), I8)
-                    for line in range(0, _BYTES, 64):
+                for t, (stream, its_block) in enumerate(zip(streams, its_blocks, strict=True)):
+                    weights = self.at(b, stream, b.mul(k, integer(self.bytes_of_block // COLUMNS)), I8)
+                    for line in range(0, self.bytes_of_block, 64):
                         self._ask_for(b, self.at(b, weights, integer(_AHEAD + line), I8))
-                    words = [b.load(self.at(b, weights, integer(64 * j), I8), typ=INTS, align=1) for j in range(4)]
+                    lines = range(0, self.bytes_of_block, 64)
+                    words = [b.load(self.at(b, weights, integer(line), I8), typ=INTS, align=1) for line in lines]
                     begins = [
                         b.load(self.at(b, row, b.add(b.shl(sums_at, integer(1)), place), I8), typ=self.total, align=4)
                         for row in own
                     ]
                     totals = self.products(b, words, numbers, [self.spread(b, begin) for begin in begins])
-                    both = b.load(self.at(b, of_block, group, I32), typ=INTS, align=4)
-                    scale, offset = b.bitcast(both, FLOATS), b.bitcast(b.shl(both, splat(I32, 16)), FLOATS)
-                    if self.base:
-                        offset = self.fma(b, scale, splat(FLOAT, self.base), offset)
+                    add = self.scaling(b, layer, its_block, k)
                     for m, total in enumerate(totals):
-                        x_scale, x_sum = (
-                            self.spread(b, b.load(self.at(b, own[m], b.add(part, place), I8), typ=FLOAT, align=4))
-                            for part in (integer(0), sums_at)
-                        )
-                        if self.scaled:
-                            total = b.fmul(total, x_scale)
+                        of_x = [self.at(b, own[m], b.add(part, place), I8) for part in (integer(0), sums_at)]
                         at = m * blocks + t
-                        carried[at] = self.fma(b, total, scale, self.fma(b, offset, x_sum, carried[at]))
-            for t in range(blocks):
-                row = b.mul(b.add(block, integer(t)), integer(LANES))
+                        carried[at] = add(total, of_x[0], of_x[1], carried[at])
+            for t, its_block in enumerate(its_blocks):
+                row = b.mul(its_block, integer(LANES))
                 for m in range(rows):
                     place = self.at(b, y, b.add(b.mul(layer.rows, integer(m)), row), STORED[self.activation])
                     self._finish(b, layer, sums[m * blocks + t], row, place)
         b.ret_void()
         return function
+
+    def scaling(self, b: Any, layer: Layer, block: Any, k: Any) -> Callable[..., Any]:
+        """Read the scales of 16 rows of W from column k on.
+
+        Gives a function of the products, the places of the scale and the sum of 32 numbers of x, and what was added up
+        before, to which it adds them.
+        """
+        groups = b.sdiv(layer.columns, self.group)
+        group = b.add(b.mul(block, groups), b.sdiv(k, self.group))
+        both = b.load(self.at(b, layer.scales, b.mul(group, integer(LANES)), I32), typ=INTS, align=4)
+        scale, offset = b.bitcast(both, FLOATS), b.bitcast(b.shl(both, splat(I32, 16)), FLOATS)
+        if self.base:
+            offset = self.fma(b, scale, splat(FLOAT, self.base), offset)
+
+        def add(total: Any, x_scale: Any, x_sum: Any, before: Any) -> Any:
+            if self.scaled:
+                total = b.fmul(total, self.number(b, x_scale))
+            return self.fma(b, total, scale, self.fma(b, offset, self.number(b, x_sum), before))
+
+        return add
+
+    def number(self, b: Any, place: Any) -> Any:
+        """A float32 number in every lane."""
+        return self.spread(b, b.load(place, typ=FLOAT, align=4))
+
+    has_offsets = True
+    """Whether sums of x are multiplied by anything."""
 
     base = -16.0
     """Times the scale what the offsets have to make up for: a digit counts for 16 more."""
@@ -196,6 +217,7 @@ class _Digits(Module):
 
     def _finish(self, b: Any, layer: Layer, sums: Any, row: Any, y: Any) -> None:
         """Write 16 outputs: the sums and the bias."""
+        sums = self.scaled_rows(b, layer, sums, row)
         before = b.block
         with b.if_then(b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))):
             of_x = STORED[self.activation]
@@ -207,22 +229,28 @@ class _Digits(Module):
         total.add_incoming(biased, with_bias)
         self.store_many(b, total, y, integer(LANES))
 
+    def scaled_rows(self, b: Any, layer: Layer, sums: Any, row: Any) -> Any:
+        """The sums of 16 rows of W from this one on, where a row has one scale."""
+        return sums
+
     def _ask_for(self, b: Any, address: Any) -> None:
         """Let a line of memory come into the second-level cache."""
         hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the nearest cache; data
         self.call(b, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
 
 
-class _Integers(_Digits):
+class Integers(_Digits):
     """By integers of 8 bits, with the instruction that adds four of their products to an integer of 32."""
 
     per_column = 1
     base = 8.0  # digits count from −8 to 7, so that x is rounded for a smaller sum
+    least = -8
+    """What the lowest digit stands for."""
     scaled = True
     total = I32
 
     def put(self, b: Any, parts: list[Any], target: Any) -> tuple[Any, Any]:
-        """Write 32 numbers as integers from −127 to 127; gives their scale, and −8 times their sum."""
+        """Write 32 numbers as integers from −127 to 127; gives their scale, and what digits count from times their sum."""
         sizes = [self.call(b, f"llvm.fabs.v{LANES}f32", FLOATS, part) for part in parts]
         most = self.greatest(b, b.select(b.fcmp_ordered(">", *sizes), *sizes))
         nothing = b.fcmp_ordered("==", most, ir.Constant(FLOAT, 0.0))
@@ -235,7 +263,7 @@ class _Integers(_Digits):
             narrow = b.trunc(whole, ir.VectorType(I8, LANES))
             b.store(narrow, self.at(b, target, integer(LANES * at), I8), align=1)
         total = self.call(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, b.add(*wholes))
-        return b.fdiv(most, ir.Constant(FLOAT, 127.0)), b.mul(total, ir.Constant(I32, -8))
+        return b.fdiv(most, ir.Constant(FLOAT, 127.0)), b.mul(total, ir.Constant(I32, self.least))
 
     def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
         totals: list[list[Any]] = [[begin, ir.Constant(INTS, None)] for begin in begins]
@@ -251,7 +279,7 @@ class _Integers(_Digits):
         return [b.sitofp(b.add(*both), FLOATS) for both in totals]
 
 
-class _Pairs(_Integers):
+class _Pairs(Integers):
     """The same integers, with AVX2's instruction that adds two products to one of 16 bits.
 
     Eight such sums are the most that 16 bits hold: 8 · 2 · 15 · 127 = 30,480. They are those of 32 columns.
@@ -286,7 +314,7 @@ class _Pairs(_Integers):
         ]
 
 
-_PRODUCTS = {"avx512": _Integers, "avx2": _Pairs, "": _Digits}
+_PRODUCTS = {"avx512": Integers, "avx2": _Pairs, "": _Digits}
 
 
 def int4_module(activation: str, group: int, products: str) -> str:

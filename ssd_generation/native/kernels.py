@@ -29,6 +29,9 @@ NAMES = {
     torch.float16: "float16",
 }
 
+_SHARED = "builder.py", "linear_code.py", "int4_code.py"
+"""Files whose code others are made of."""
+
 Record = ctypes.c_int64 * RECORD
 
 
@@ -44,8 +47,8 @@ def kernel(kind: str, *parts: Any) -> int:
     """The address of a kernel.
 
     Args:
-        kind: `"linear"`, `"int4"`, `"rows"` or `"attention"`.
-        parts: the arguments of `linear_module`, `int4_module`, `rows_module` or `attention_module`.
+        kind: `"linear"`, `"int4"`, `"int8"`, `"rows"` or `"attention"`.
+        parts: the arguments of `linear_module`, `int4_module`, `int8_module`, `rows_module` or `attention_module`.
 
     Raises:
         RuntimeError: no code can be made here.
@@ -56,7 +59,7 @@ def kernel(kind: str, *parts: Any) -> int:
         return str(getattr(module, f"{kind}_module")(*parts))
 
     name = "-".join((kind, *map(str, parts)))
-    described = f"{name} {_source('builder.py', 'linear_code.py', f'{kind}_code.py')}"
+    described = f"{name} {_source(*_SHARED, f'{kind}_code.py')}"
     return address_of(name, described, text, unrolls=kind != "linear")
 
 

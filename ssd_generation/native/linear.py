@@ -10,7 +10,7 @@ import torch
 from .compiler import adds_bfloat16, integer_products, registers, why_not
 from .kernels import NAMES, flags, kernel, record, run_once
 
-__all__ = ["Linear", "NativeLinear", "native_linear", "pack_int4", "takes", "unpack_int4"]
+__all__ = ["Linear", "NativeLinear", "can_pack_int8", "native_linear", "pack_int4", "pack_int8", "takes", "unpack_int4", "unpack_int8"]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x `(…, K)` ↦ `(…, N)`."""
@@ -18,13 +18,16 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 _SHARE = 1 << 15
 """Weights that are worth a part of their own."""
 
+_WIDEST_INT8 = 29_696
+"""Columns of which eight prepared rows of x find room on any thread's stack."""
+
 
 class NativeLinear:
     """A layer whose every row depends on that row and the layer alone, to the last bit: x `(…, K)` ↦ `(…, N)`.
 
     Args:
-        weight: `(N, K)` of one of the three kinds of floating point numbers, or int8, or int4 packed (`(N, K / 2)`
-            uint8; see `pack_int4`); without gaps, and read where it lies.
+        weight: `(N, K)` of one of the three kinds of floating point numbers, or int8, or packed: in 8 bits (`(N, K)`
+            uint8; see `pack_int8`), in 4 (`(N, K / 2)` uint8; see `pack_int4`); without gaps, and read where it lies.
         bias: `(N,)`, of the activations' type, or `None`.
         activation: the type of x, which is cast where it is another, and of the result.
         scales: int8: `(N,)` float32; int4: `(N / 16, groups, 16)` float32.
@@ -71,9 +74,11 @@ class NativeLinear:
         self._layer = (ctypes.c_int64 * len(fields))(*fields)
         self.held = *tensors, self._layer  # as long as their addresses are used
         self._most = max(1, self.rows * self.columns // _SHARE)
-        self._per_thread = 2 if group else 4  # in 4 bits each part begins with work of its own
+        self._per_thread = 2 if weight.dtype is torch.uint8 else 4  # packed: each part begins with work of its own
         if group:
             self._kernel = kernel("int4", NAMES[activation], group, integer_products())
+        elif weight.dtype is torch.uint8:
+            self._kernel = kernel("int8", NAMES[activation])
         else:
             stored = "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
             self._kernel = kernel("linear", stored, NAMES[activation], registers(), adds_bfloat16())
@@ -97,6 +102,36 @@ class NativeLinear:
             threads = min(torch.get_num_threads(), self._most)
             self._once(self._address, count, x.data_ptr(), y.data_ptr(), 0, 0, threads)
         return y
+
+
+def can_pack_int8(rows: int, columns: int) -> bool:
+    """Whether there is code here for a packed layer of this shape in 8 bits."""
+    return integer_products() == "avx512" and rows % 16 == 0 and columns % 32 == 0 and columns <= _WIDEST_INT8
+
+
+def pack_int8(quantised: torch.Tensor) -> torch.Tensor:
+    """Weights in 8 bits as `int8_code` reads them.
+
+    Args:
+        quantised: `(N, K)` int8; N is a multiple of 16, K of 32.
+
+    Returns:
+        `(N, K)` uint8.
+    """
+    rows, columns = quantised.shape
+    words = quantised.view(torch.int32).view(rows // 16, 16, columns // 4).transpose(1, 2)
+    return words.contiguous().view(torch.uint8).bitwise_xor_(128).view(rows, columns)  # q + 128
+
+
+def unpack_int8(packed: torch.Tensor) -> torch.Tensor:
+    """The numbers of a packed layer, `(N, K)` int8.
+
+    Args:
+        packed: as of `pack_int8`.
+    """
+    rows, columns = packed.shape
+    words = packed.bitwise_xor(128).view(torch.int32).view(rows // 16, columns // 4, 16).transpose(1, 2)
+    return words.contiguous().view(torch.int8).view(rows, columns)
 
 
 def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
