@@ -179,7 +179,8 @@ def _of_torch(layer: NativeLinear, x: torch.Tensor) -> Callable[[], Any]:
     if scales is None:
         return lambda: functional.linear(x, weight, bias)
     scales = scales.to(torch.bfloat16)
-    if weight.dtype is torch.int8:
+    if scales.ndim == 1:
+        weight = weight.view(torch.int8)  # packed ones as they lie: torch takes as long over any numbers
         return lambda: torch._weight_int8pack_mm(x, weight, scales)
     group = layer.columns // scales.shape[1]
     packed = torch._convert_weight_to_int4pack_for_cpu(torch.ones((layer.rows, layer.columns), dtype=torch.int32), 1)
