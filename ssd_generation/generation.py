@@ -288,7 +288,7 @@ class SelfSpeculativeMixin:
         model = cast(PreTrainedModel, self)
         refusal, in_step = call.refusal, call.in_step
         if refusal is None:
-            refusal = _why_not_from_states(model_kwargs["past_key_values"], input_ids.shape[0], generation_config)
+            refusal = _why_not_from_states(model_kwargs["past_key_values"], generation_config)
         if refusal is None and not call.is_check and input_ids.shape[0] > 1:
             check = self._check(is_batch=True)
             refusal, in_step = check.refusal, check.uneven_refusal is not None
@@ -304,6 +304,8 @@ class SelfSpeculativeMixin:
         refuse_processors(logits_processor)
         cache: Cache = model_kwargs["past_key_values"]
         batch = input_ids.shape[0]
+        # Recurrent states of all rows stand behind the same number of tokens.
+        in_step = in_step or any(map(keeps_states, cache.layers))
         states = generation_config.output_attentions or generation_config.output_hidden_states
         returns_states = bool(states and generation_config.return_dict_in_generate)
         forward: Forward | None = None
@@ -340,12 +342,10 @@ class SelfSpeculativeMixin:
         return _rebuild, (_original_class(type(self)),), state
 
 
-def _why_not_from_states(cache: Cache, batch: int, config: GenerationConfig) -> str | None:
+def _why_not_from_states(cache: Cache, config: GenerationConfig) -> str | None:
     """Why a call cannot be drafted in where the cache keeps recurrent states; `None` where it can."""
     if not any(map(keeps_states, cache.layers)):
         return None
-    if batch > 1:
-        return "the recurrent states of several rows cannot be put back to where each of them is"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "attentions and hidden states are asked for of a model that keeps recurrent states"
     return None

@@ -29,7 +29,7 @@ from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward.low_bit import check_precision
 from ssd_generation.forward.sublayers import layout_of
 from ssd_generation.tuning.costs import measure_costs
-from tiny_models import VOCAB, prompt, small, tiny_model
+from tiny_models import VOCAB, left_padded, prompt, small, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(
@@ -201,6 +201,61 @@ def test_the_cache_is_given_back_as_plain_leaves_it(model: Any, new: int) -> Non
     assert torch.equal(decoded(model, drafted.sequences, 20, lies, past_key_values=drafted.past_key_values), text)
 
 
+class LiesInRows(Lies):
+    """The same for several rows, whose texts are known: the script goes on from row to row."""
+
+    def __init__(self, texts: torch.Tensor, script: Sequence[tuple[int, int]]) -> None:
+        super().__init__([], script)
+        self.texts = texts.tolist()
+
+    def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
+        drafts = []
+        for row, known in enumerate(self.texts):
+            self.text = known
+            count, right = self.script[(len(self.rounds) + 2 * row) % len(self.script)]
+            at = len(texts.text(row))
+            wanted = known[at : at + min(count, limits[row])]
+            drafts.append([token if place < right else (token + 1) % VOCAB for place, token in enumerate(wanted)])
+        self.rounds.append(max(map(len, drafts)))
+        return Draft.of_tokens(drafts)
+
+
+ROWS_SCRIPT = [(4, 1), (3, 3), (5, 0), (2, 1), (6, 6), (0, 0), (8, 5)]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rows_of_a_batch_go_in_step(model: Any, sampled: bool) -> None:
+    batch = left_padded([21, 9, 16])
+    options = {"attention_mask": batch["attention_mask"], "no_repeat_ngram_size": 2, "do_sample": sampled}
+    plain = decoded(model, batch["input_ids"], 60, **options)
+    lies = LiesInRows(plain, ROWS_SCRIPT)
+    assert torch.equal(decoded(model, batch["input_ids"], 60, lies, **options), plain)
+    done = model.last_speculation
+    assert done.refusal is None
+    assert 20 < done.target_passes < 60
+    assert torch.equal(decoded(model, batch["input_ids"], 60, LOOKUP, **options), plain)
+
+
+@pytest.mark.parametrize("new", [30, 33])
+def test_the_cache_of_a_batch_is_given_back_as_plain_leaves_it(model: Any, new: int) -> None:
+    batch = left_padded([21, 9, 16])
+    ids, options = batch["input_ids"], {"attention_mask": batch["attention_mask"], "return_dict_in_generate": True}
+    options["no_repeat_ngram_size"] = 2
+    text = decoded(model, ids, new + 10, **options).sequences
+    # One row comes to its end in the middle, and gets padding.
+    later = text[1, 24:38].tolist()
+    options["eos_token_id"] = next(
+        token for place, token in enumerate(later) if token not in (0, *text[1, 21 : 24 + place], *text[0, 21:48])
+    )
+    plain = decoded(model, ids, new, **options)
+    assert bool((plain.sequences[1, -4:] == 0).all()) and not bool((plain.sequences[0, 21:48] == 0).all())
+    drafted = decoded(model, ids, new, LiesInRows(text, ROWS_SCRIPT), **options)
+    assert torch.equal(plain.sequences, drafted.sequences)
+    assert model.last_speculation.refusal is None
+    for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("stop", [2, 5, 9])
 def test_a_text_that_is_cancelled_can_be_gone_on_with(model: Any, stop: int) -> None:
     ids = prompt(21)
@@ -251,15 +306,10 @@ def test_what_is_not_there_yet_is_said(model: Any) -> None:
     for config in (SkipConfig(mlp=[1]), SelfSpeculativeConfig(precision="int8")):
         with pytest.raises(ValueError, match="recurrent states"):
             decoded(model, prompt(9), 5, config)
-    for ids, options in (
-        (prompt(9, rows=2), {}),
-        (prompt(9), {"return_dict_in_generate": True, "output_hidden_states": True}),
-    ):
-        plain, drafted = (decoded(model, ids, 12, request, **options) for request in (None, LOOKUP))
-        if options:
-            plain, drafted = plain.sequences, drafted.sequences
-        assert torch.equal(plain, drafted)
-        assert "recurrent state" in model.last_speculation.refusal
+    options = {"return_dict_in_generate": True, "output_hidden_states": True}
+    plain, drafted = (decoded(model, prompt(9), 12, request, **options) for request in (None, LOOKUP))
+    assert torch.equal(plain.sequences, drafted.sequences)
+    assert "recurrent state" in model.last_speculation.refusal
 
 
 def test_inspect_says_what_works(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ class Checkpoint:
     """The states of a cache as they stood behind some slot, and the tokens that have gone through a pass since.
 
     Args:
-        length: slots in a cache of one row, whose states stand behind the last of them.
+        length: slots in a cache whose states stand behind the last of them, in each of its rows.
 
     Attributes:
         length: slots up to the checkpoint.
@@ -91,7 +91,7 @@ class Checkpoint:
             may_fail: whether tokens of the pass may be rejected.
 
         Returns:
-            Tokens `(1, n)` that were committed behind the checkpoint and have to be in the pass again, in front of its
+            Tokens `(B, n)` that were committed behind the checkpoint and have to be in the pass again, in front of its
             own; `None` where there are none.
         """
         again: torch.Tensor | None = None
@@ -117,7 +117,7 @@ class Checkpoint:
         return 0 if length == self.length + since else length - self.length
 
     def passed(self, tokens: torch.Tensor) -> None:
-        """A pass has gone over tokens `(1, n)` that begin at the checkpoint."""
+        """A pass has gone over tokens `(B, n)` that begin at the checkpoint."""
         self._since = tokens
 
     def end(self, cache: Cache, length: int) -> None:

@@ -296,6 +296,11 @@ class DecodingLoop:
         Drafted tokens are accepted from the left, as long as they are the target's own.
         """
         tokens, drafted = draft.tokens.to(rows.device), draft.tokens.shape[1]
+        # Rows that have ended go along in step, as they do in plain decoding: padding follows padding.
+        padded = [row for row in range(rows.batch) if rows.is_padded(row)] if rows.in_step else []
+        if padded:
+            tokens = tokens.clone()
+            tokens[padded] = rows.limits.pad_token_id
         block = torch.cat((rows.pending, tokens), dim=1) if drafted else rows.pending
         if drafted and not rows.processors.are_blind:
             rows.write_ahead(tokens)
@@ -305,6 +310,8 @@ class DecodingLoop:
 
         choices = rows.choose(scores)
         kept, following = accept(tokens, draft.lengths, choices)
+        if padded:
+            following[padded] = rows.limits.pad_token_id
         new = following[:, None]
         if drafted:
             new = torch.cat((tokens, new), dim=1).scatter(1, kept[:, None], new)
@@ -316,8 +323,7 @@ class DecodingLoop:
             rows.choice.fail(scores[:, 0])
         added = [count + 1 if active[row] else 0 for row, count in enumerate(accepted)]
         if rows.in_step:
-            # Rows that have ended go along, as they do in plain decoding.
-            added = [min(count for count in added if count)] * rows.batch
+            added = [_in_step(rows, answers, added)] * rows.batch
         for row, count in enumerate(added):
             if active[row]:
                 outputs.add_round(outcome, raw, scores, rows, row, count)
@@ -393,3 +399,11 @@ class DecodingLoop:
         statistics.verify_seconds = self.verifying.seconds()
         statistics.policy_state = self.drafter.state()
         statistics.total_seconds = time.perf_counter() - started
+
+
+def _in_step(rows: Rows, answers: list[list[int]], added: list[int]) -> int:
+    """Tokens that all rows take: as many as each has, and none behind one that ends a text."""
+    going = [answer for answer, count in zip(answers, added, strict=True) if count]
+    most = min(count for count in added if count)
+    ends = (place for answer in going for place in range(most) if answer[1 + place] in rows.limits.eos_token_ids)
+    return min(ends, default=most - 1) + 1
