@@ -240,15 +240,15 @@ def test_rows_of_a_batch_go_in_step(model: Any, sampled: bool) -> None:
 def test_the_cache_of_a_batch_is_given_back_as_plain_leaves_it(model: Any, new: int) -> None:
     batch = left_padded([21, 9, 16])
     ids, options = batch["input_ids"], {"attention_mask": batch["attention_mask"], "return_dict_in_generate": True}
-    options["no_repeat_ngram_size"] = 2
+    options |= {"no_repeat_ngram_size": 2, "pad_token_id": 2}  # what fills drafts up is 0
     text = decoded(model, ids, new + 10, **options).sequences
     # One row comes to its end in the middle, and gets padding.
     later = text[1, 24:38].tolist()
     options["eos_token_id"] = next(
-        token for place, token in enumerate(later) if token not in (0, *text[1, 21 : 24 + place], *text[0, 21:48])
+        token for place, token in enumerate(later) if token not in (2, *text[1, 21 : 24 + place], *text[0, 21:48])
     )
     plain = decoded(model, ids, new, **options)
-    assert bool((plain.sequences[1, -4:] == 0).all()) and not bool((plain.sequences[0, 21:48] == 0).all())
+    assert bool((plain.sequences[1, -4:] == 2).all()) and not bool((plain.sequences[0, 21:48] == 2).all())
     drafted = decoded(model, ids, new, LiesInRows(text, ROWS_SCRIPT), **options)
     assert torch.equal(plain.sequences, drafted.sequences)
     assert model.last_speculation.refusal is None
