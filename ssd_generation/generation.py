@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache.layers import add_buffers, drop_buffers
-from .cache.recurrent import keeps_states
+from .cache.recurrent import REACH, keeps_states
 from .cache.static import fill_static
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .config.values import BITWISE, NUMERIC
@@ -305,12 +305,14 @@ class SelfSpeculativeMixin:
         cache: Cache = model_kwargs["past_key_values"]
         batch = input_ids.shape[0]
         # Recurrent states of all rows stand behind the same number of tokens.
-        in_step = in_step or any(map(keeps_states, cache.layers))
+        has_states = any(map(keeps_states, cache.layers))
+        in_step = in_step or has_states
+        history = REACH if has_states else _HISTORY if batch > 1 and call.cache_is_returned else 0
         states = generation_config.output_attentions or generation_config.output_hidden_states
         returns_states = bool(states and generation_config.return_dict_in_generate)
         forward: Forward | None = None
         try:
-            add_buffers(cache, history=_HISTORY if batch > 1 and call.cache_is_returned else 0)
+            add_buffers(cache, history)
             forward, reason = _forward_of(call, batch, returns_states)
             drafter, refining = _drafter_of(call, forward, generation_config, batch)
             request = Request(

@@ -60,6 +60,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         shared_intermediate_size=24,
     ),
     "lfm2": lambda: tf.Lfm2Config(**small(), layer_types=["conv", "full_attention"] * 2),
+    # Windows of 8 tokens, which are shorter than what is taken back.
+    "lfm3": lambda: tf.Lfm3Config(
+        **small(), layer_types=["conv", "sliding_attention", "conv", "full_attention"], sliding_window=8, head_dim=8,
+    ),
     "nemotron_h": lambda: tf.NemotronHConfig(
         **small(num_hidden_layers=None), layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_num_heads=4,
         mamba_head_dim=16, ssm_state_size=8, n_groups=1, chunk_size=16, head_dim=8,

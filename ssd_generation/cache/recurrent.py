@@ -17,11 +17,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MOST_OWED", "Checkpoint", "crop_attention", "has_states", "is_known", "keeps_states"]
+__all__ = ["MOST_OWED", "REACH", "Checkpoint", "crop_attention", "has_states", "is_known", "keeps_states"]
 
 MOST_OWED = 48
 """Tokens that go through passes again and again: beyond so many, a round without a draft makes an end of it. (Passes
 over several tokens compute states in chunks of 64 and more: below that, they are hardly dearer.)"""
+
+REACH = 256
+"""Slots by which a sliding window has to reach back further, so that it can be cropped to the checkpoint."""
 
 _KNOWN = tuple(
     getattr(cache_utils, name)

@@ -181,8 +181,3 @@ def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
                 f"{type(model).__name__} has no attention layer: its cache does not know how many tokens it holds, and "
                 "rejected ones cannot be taken out of it again."
             )
-        if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
-            raise CannotDraft(
-                f"{type(model).__name__} has sliding windows beside recurrent states: its windows do not reach back to "
-                "where the states can be put back to, so that rejected tokens cannot be taken out of them again."
-            )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cache.layers import BufferedLayer, BufferedSlidingLayer, move_rows
-from ..cache.recurrent import MOST_OWED
+from ..cache.recurrent import MOST_OWED, REACH
 from ..forward.forward import Context
 from .choice import Choice
 from .processors import Processors
@@ -195,8 +195,10 @@ class Rows:
         """Per row, the most tokens that are worth drafting: one less than it may add, since one is the target's own."""
         most = self._longest_draft(active)
         checkpoint = self.context.checkpoint
-        if checkpoint is not None and checkpoint.owed(self.context.length) >= MOST_OWED:
-            most = 0  # a pass in which nothing can be rejected moves the checkpoint on
+        if checkpoint is not None:
+            most = min(most, REACH - MOST_OWED - 1)
+            if checkpoint.owed(self.context.length) >= MOST_OWED:
+                most = 0  # a pass in which nothing can be rejected moves the checkpoint on
         return [min(spare - 1, most) if active[row] else 0 for row, spare in enumerate(self._spare())]
 
     def _spare(self) -> list[int]:
