@@ -22,27 +22,42 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from ..config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
 from ..support.files import write_whole
+from .pictures import Picture, find_picture
 
 __all__ = ["COLUMNS", "Row", "build", "known_families", "page", "prompts", "tiny_config", "try_families", "try_family"]
 
 VOCABULARY = 96
 LAYERS = 4
-MOST_PARAMETERS = 4_000_000
+FIRST_RESERVED = 72
+"""Tokens from here on may stand for pictures and the like, by a config's say: no prompt holds them but for a picture."""
+SPECIAL_TOKENS = {
+    name: 95 - i
+    for i, name in enumerate(
+        "image_token_id image_token_index video_token_id video_token_index audio_token_id image_start_token_id "
+        "image_end_token_id vision_start_token_id vision_end_token_id video_start_token_id video_end_token_id".split()
+    )
+}
+
+MOST_PARAMETERS = 8_000_000
 """A model with more was not made small: nothing is allocated for it."""
 
 PROMPT, NEW_TOKENS = 12, 28
@@ -50,6 +65,11 @@ PROMPT, NEW_TOKENS = 12, 28
 
 SECONDS = 150.0
 """A family that takes longer hangs."""
+
+Kind = Literal["causal", "image-text"]
+KINDS_OF_MODELS: tuple[Kind, ...] = ("causal", "image-text")
+_MAKERS = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}
+_CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "image-text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
 # The name of this module is another one where it is run by `python -m`.
 _PACKAGE = SkipConfig.__module__.partition(".")[0]
@@ -72,19 +92,24 @@ COLUMNS = {
 _WIDTH, _INNER, _HEADS, _HEAD, _WINDOW, _EXPERTS = 32, 48, 4, 8, 8, 4
 _DEPTHS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks encoder_layers "
-    "num_encoder_layers"
+    "num_encoder_layers depth layers"
 )
 _NAMES: list[tuple[int, str]] = [
     (
         _WIDTH,
         "hidden_size d_model n_embd embedding_size input_embedding_size output_embedding_size emb_dim "
         "backbone_hidden_size dim_model_base word_embed_proj_dim attention_hidden_size mamba_d_ssm "
-        "index_block_size max_window_layers",
+        "index_block_size max_window_layers embed_dim out_hidden_size output_dim vision_output_dim text_hidden_size "
+        "vision_hidden_size qformer_hidden_size encoder_hidden_size projection_dim projector_hidden_size "
+        "output_hidden_size vision_embed_dim image_embed_dim projector_dim embedding_dim projector_input_dim "
+        "projector_output_dim mm_hidden_size downsample_hidden_size output_channels base_channels projection_hidden_size "
+        "mm_embed_dim output_proj_dims",
     ),
     (
         _INNER,
         "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_inner dff dim_ff dense_intermediate_size "
-        "feed_forward_size ffn_hidden_size intermediate_size_mlp shared_intermediate_size",
+        "feed_forward_size ffn_hidden_size intermediate_size_mlp shared_intermediate_size alignment_intermediate_size "
+        "mlp_dim",
     ),
     (
         24,
@@ -92,6 +117,9 @@ _NAMES: list[tuple[int, str]] = [
         "shared_expert_intermediate_size shared_experts_intermediate_size",
     ),
     (LAYERS, _DEPTHS),
+    (32, "image_size max_image_size"),
+    (8, "patch_size"),
+    (4, "mm_tokens_per_image num_query_tokens latent_query_num"),
     (1, "topk_group"),
     (
         2,
@@ -173,7 +201,37 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (32, 16)},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2)},
+    # What is below takes pictures.
+    "aria": {"projector_patch_to_query_dict": {16: 4, 4: 2}},
+    "blip-2": {"image_token_index": SPECIAL_TOKENS["image_token_index"]},
+    "chameleon": {"vocabulary_map": {"<image>": SPECIAL_TOKENS["image_token_id"]}},
+    "cosmos3_edge.text_config": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    },
+    "deepseek_ocr2.text_config": {"mlp_layer_types": ["dense", "sparse"] * (LAYERS // 2)},
+    "hunyuan_vl.text_config": {
+        "head_dim": _HEAD,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]},
+    },
+    "llama4.vision_config": {"intermediate_size": 128},
+    "mllama.vision_config": {"intermediate_layers_indices": [1, 2], "vision_output_dim": 3 * _WIDTH},
+    "minicpm_ocr": {"image_token_id": SPECIAL_TOKENS["image_token_id"]},
+    "minicpmv4_6": {"image_token_id": SPECIAL_TOKENS["image_token_id"]},
+    "minicpmv4_7": {"image_token_id": SPECIAL_TOKENS["image_token_id"]},
+    "molmo2.adapter_config": {"vision_feature_layer": [-1, -2]},
+    "nemotron_h_omni": {"image_token_id": SPECIAL_TOKENS["image_token_id"]},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": SPECIAL_TOKENS["vision_start_token_id"]},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": SPECIAL_TOKENS["vision_start_token_id"]},
+    "instructblip": {"image_token_index": SPECIAL_TOKENS["image_token_index"]},
+    "nemotron_h_omni.vision_config": {"video_temporal_patch_size": 2},
+    "step3p7.text_config": {"sliding_window": _WINDOW},
+    "vipllava": {"vision_feature_layers": [-2, -3]},
 }
+EXCEPTIONS["cohere_compass.text_config"] = EXCEPTIONS["cohere_compass_text"]
+for _name in ("qwen2_5_vl", "qwen2_5_omni_thinker", "exaone4_5", "hyperclovax_vision_v2"):
+    EXCEPTIONS[f"{_name}.vision_config"] = {"window_size": 32}
+for _name in ("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"):
+    EXCEPTIONS[_name] = {"image_grid_pinpoints": [[32, 32], [32, 64]]}
 for _name in ("dots3_note.text_config", "dots3_note_text"):
     EXCEPTIONS[_name] = {
         "num_key_value_heads": _HEADS,
@@ -195,9 +253,9 @@ for _name in ("qwen4_exp.text_config", "qwen4_exp_text"):
     }
 
 
-def known_families() -> list[str]:
-    """The model types of which the installed transformers has a causal language model."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def known_families(kind: Kind = "causal") -> list[str]:
+    """The model types of which the installed transformers has a causal language model, or one of pictures and text."""
+    return sorted(_CLASSES[kind])
 
 
 def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
@@ -209,8 +267,9 @@ def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
         default = parameter.default
         if name in parts:
             part = getattr(whole, name, None)
-            if part is not None:
-                arguments[name] = type(part)(**_small_arguments(type(part), f"{family}.{name}"))
+            kind = parts[name] if part is None and name == "vision_config" else type(part)
+            if part is not None or (name == "vision_config" and kind.model_type):
+                arguments[name] = kind(**_small_arguments(kind, f"{family}.{name}"))
         elif name in SIZES and isinstance(default, int) and not isinstance(default, bool):
             size = SIZES[name]
             if default > size or (name in _DEPTHS.split() and default > 0):
@@ -221,6 +280,9 @@ def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
             arguments[name] = 1
         elif name == "eos_token_id":
             arguments[name] = 2
+        elif re.search("token_(id|index)$", name) and isinstance(default, int) and default >= FIRST_RESERVED:
+            reserved = SPECIAL_TOKENS.setdefault(name, VOCABULARY - 1 - len(SPECIAL_TOKENS))
+            arguments[name] = max(reserved, FIRST_RESERVED)
         elif name == "is_decoder":
             arguments[name] = True
         elif name == "tie_word_embeddings":
@@ -257,10 +319,20 @@ def tiny_config(family: str) -> Any:
         The config. Sizes that the table does not know keep the value that the class gives them.
     """
     config_class = CONFIG_MAPPING[family]
-    return config_class(**_small_arguments(config_class, family))
+    config = config_class(**_small_arguments(config_class, family))
+    for part in (config, config.get_text_config(decoder=True)):
+        rope = getattr(part, "rope_parameters", None)
+        ignored = getattr(part, "ignore_keys_at_rope_validation", ())
+        has_axes = rope and not any(isinstance(value, dict) for value in rope.values())
+        if has_axes and (rope.get("mrope_section") or "mrope_section" in ignored):
+            # Time, height and width have a share each of what is turned of a head.
+            size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+            turned = int(size * rope.get("partial_rotary_factor", 1.0)) // 2
+            rope["mrope_section"] = [turned - 2 * (turned // 3), turned // 3, turned // 3]
+    return config
 
 
-def build(family: str) -> PreTrainedModel:
+def build(family: str, kind: Kind = "causal") -> PreTrainedModel:
     """A tiny model of the family with seeded random weights, on the CPU in float32.
 
     Args:
@@ -272,33 +344,56 @@ def build(family: str) -> PreTrainedModel:
     Raises:
         ValueError: the model would have more than `MOST_PARAMETERS` parameters.
     """
+    maker: Any = _MAKERS[kind]
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny_config(family)).parameters())
+        parameters = sum(p.numel() for p in maker.from_config(tiny_config(family)).parameters())
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"a small config makes {parameters:,} parameters, which is not small")
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    model: Any = maker.from_config(tiny_config(family), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if parameter.numel() == 1 and not parameter.any():
+                parameter.fill_(0.5)  # a gate that is shut until training opens it
             # Decays and convolutions of recurrent layers are not matrices, and keep what the class gives them.
             if parameter.dim() < 2 or not parameter.is_floating_point() or re.search("A_log|conv|decay", name):
                 continue
             is_embedding = re.search("emb|wte|wpe", name) is not None
             parameter.normal_(0.0, 1.0 if is_embedding else 1.5 / parameter.shape[-1] ** 0.5, generator=generator)
     model.eval()
-    settings = model.generation_config
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        raise ValueError("it cannot generate text")
     settings.pad_token_id, settings.eos_token_id, settings.use_cache = 0, None, True
     return model
 
 
-def prompts() -> dict[str, torch.Tensor]:
-    """Two random prompts of unlike lengths, the shorter one padded at the left."""
+def prompts(picture: Picture | None = None, in_both: bool = False) -> dict[str, torch.Tensor]:
+    """Two random prompts of unlike lengths, the shorter one padded at the left.
+
+    Args:
+        picture: what the first one holds; `None`: text alone.
+        in_both: the second one holds it as well.
+    """
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCABULARY, (2, PROMPT), generator=generator)
+    ids = torch.randint(3, FIRST_RESERVED, (2, PROMPT), generator=generator)
     mask = torch.ones_like(ids)
     ids[1, :5] = mask[1, :5] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    if picture is None:
+        return {"input_ids": ids, "attention_mask": mask}
+    first = picture.prompt(ids[:1, :4], ids[:1, 4:])
+    if in_both:
+        second = picture.prompt(ids[1:, 5:8], ids[1:, 8:])
+        arguments = {name: torch.cat((value, value)) for name, value in picture.arguments.items()}
+        picture = replace(picture, arguments=arguments)
+    else:
+        second = ids[1:, 5:]
+    padding = first.shape[1] - second.shape[1]
+    ids = torch.cat((first, functional.pad(second, (padding, 0))))
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    return picture.inputs(ids, mask)
 
 
 @dataclass
@@ -311,6 +406,9 @@ class Row:
         cells: by column of `COLUMNS`: "yes", "WRONG", "crashed: …", or why the library refuses.
         untried: why nothing could be tried, if so: no tiny model can be made, or its plain `generate` fails.
         drafted: by column, the tokens that were drafted.
+        kind: "causal" or "image-text".
+        picture: of an image-text model, which prompts held a picture: "yes" (in the batch one of two), "in both" (in
+            the batch in both of them), or why none did.
     """
 
     family: str
@@ -318,6 +416,8 @@ class Row:
     cells: dict[str, str] = field(default_factory=dict)
     untried: str | None = None
     drafted: dict[str, int] = field(default_factory=dict)
+    kind: Kind = "causal"
+    picture: str | None = None
 
     def count(self, kind: str) -> int:
         """How many cells are of a kind: "yes", "refused", "WRONG" or "crashed"."""
@@ -371,20 +471,19 @@ def _requests(low_bits: bool) -> dict[str, tuple[SelfSpeculativeConfig, dict[str
     }
 
 
-def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS)) -> Row:
+def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind = "causal") -> Row:
     """Build a family's tiny model and hold its self-speculative texts against its plain ones, in this process.
 
     Args:
         family: a model type, such as "llama".
         columns: what is tried, of `COLUMNS`.
+        kind: which of its classes.
 
     Returns:
         The row. What goes wrong is told in its cells; nothing is raised.
     """
-    row = Row(family, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]))
+    row = Row(family, str(_CLASSES[kind][family]), kind=kind)
     options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
-    both = prompts()
-    single = {key: value[:1] for key, value in both.items()}
     plain: dict[str, torch.Tensor] = {}
 
     def text(column: str, **extra: Any) -> torch.Tensor:
@@ -394,7 +493,11 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS)) -> Row:
 
     problem = "no tiny model can be built"
     try:
-        model: Any = build(family)
+        if (refusal := _refusal_of_class(family, kind)) is not None:
+            row.cells = dict.fromkeys(columns, refusal)
+            return row
+        model: Any = build(family, kind)
+        single, both = _inputs(model, row)
         problem = "plain `generate` fails"
         first = model.generate(**single, **options, do_sample=False, output_logits=True, return_dict_in_generate=True)
         problem = "nothing can be compared"
@@ -430,6 +533,41 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS)) -> Row:
     return row
 
 
+def _refusal_of_class(family: str, kind: Kind) -> str | None:
+    """Why a class is refused whatever its sizes are, where it is an encoder-decoder; `None` for all others."""
+    config = tiny_config(family)
+    if not config.is_encoder_decoder:
+        return None
+    maker: Any = _MAKERS[kind]
+    try:
+        with torch.device("meta"):
+            enable_self_speculative(maker.from_config(config))
+    except ValueError as error:
+        return _short(error) if _is_refusal(error) else None
+    return None
+
+
+def _inputs(model: Any, row: Row) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a single call and a batch are given. The row says whether there is a picture in it."""
+    picture = None
+    if row.kind == "image-text":
+        try:
+            picture = find_picture(model)
+        except ValueError as error:
+            row.picture = _short(error)
+    both = prompts(picture)
+    if picture is None:
+        return {key: value[:1] for key, value in both.items()}, both
+    along = ("input_ids", "attention_mask", *picture.along)
+    single = {key: value[:1] if key in along else value for key, value in both.items()}
+    row.picture = YES
+    try:
+        model.generate(**both, max_new_tokens=1, do_sample=False)
+    except Exception:  # each row has to have one
+        both, row.picture = prompts(picture, in_both=True), "in both"
+    return single, both
+
+
 # --- Child processes ------------------------------------------------------------------------------
 
 
@@ -440,14 +578,15 @@ def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # some models print
         while True:
-            pipe.send(try_family(pipe.recv()))
+            family, kind = pipe.recv()
+            pipe.send(try_family(family, kind=kind))
 
 
 class _Child:
     """A process that tries one family after the other; another takes its place when it dies or hangs."""
 
     def __init__(self) -> None:
-        self.family: str | None = None
+        self.family: tuple[str, Kind] | None = None
         self.since = 0.0
         self._start()
 
@@ -458,14 +597,14 @@ class _Child:
         self.process.start()
         theirs.close()
 
-    def give(self, family: str) -> None:
-        self.family, self.since = family, time.monotonic()
-        self.pipe.send(family)
+    def give(self, family: str, kind: Kind = "causal") -> None:
+        self.family, self.since = (family, kind), time.monotonic()
+        self.pipe.send(self.family)
 
     def outcome(self) -> Row | None:
         """The row of the family that it has, once there is one: what a child that died left unsaid, included."""
         assert self.family is not None
-        family, row = self.family, None
+        (family, kind), row = self.family, None
         problem = None
         try:
             if self.pipe.poll():
@@ -479,7 +618,7 @@ class _Child:
             problem = f"no end within {SECONDS:.0f} s"
         if problem is None:
             return None
-        row = Row(family, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]), dict.fromkeys(COLUMNS, CRASHED + problem))
+        row = Row(family, str(_CLASSES[kind][family]), dict.fromkeys(COLUMNS, CRASHED + problem), kind=kind)
         self.family = None
         self.stop()
         self._start()
@@ -491,11 +630,11 @@ class _Child:
         self.pipe.close()
 
 
-def try_families(families: Sequence[str], processes: int = 2) -> Iterator[Row]:
+def try_families(families: Sequence[tuple[str, Kind]], processes: int = 2) -> Iterator[Row]:
     """`try_family` of each, in child processes.
 
     Args:
-        families: model types.
+        families: model types, and which of their classes.
         processes: how many at the same time.
 
     Yields:
@@ -507,7 +646,7 @@ def try_families(families: Sequence[str], processes: int = 2) -> Iterator[Row]:
         while waiting or any(child.family is not None for child in children):
             for child in children:
                 if child.family is None and waiting:
-                    child.give(waiting.pop())
+                    child.give(*waiting.pop())
             busy = [child for child in children if child.family is not None]
             wait([child.pipe for child in busy], timeout=1.0)
             for child in busy:

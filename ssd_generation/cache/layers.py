@@ -22,10 +22,12 @@ __all__ = [
     "BufferedLayer",
     "BufferedSlidingLayer",
     "DraftCache",
+    "FixedLayer",
     "GhostLayer",
     "add_buffers",
     "append_written",
     "drop_buffers",
+    "fix_unwritten",
     "keep_length",
     "move_rows",
     "spare_slots",
@@ -171,6 +173,16 @@ class BufferedLayer(DynamicLayer):
             for buffer in (self.key_buffer, self.value_buffer):
                 buffer[row, :, target : target + length] = buffer[row, :, source : source + length].clone()
         self.end = end
+
+
+class FixedLayer(BufferedLayer):
+    """Keys and values of something beside the text, such as a picture that is looked at across: no pass adds to them."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to crop: no token of the text is in it."""
+
+    def move_rows(self, moves: Sequence[int], slots: int) -> None:
+        """Nothing to move: its slots are not the text's."""
 
 
 class BufferedSlidingLayer(BufferedLayer):
@@ -470,9 +482,27 @@ def append_written(cache: Cache, tokens: int) -> None:
     """
     layers: list[Any] = cache.layers
     for layer in layers:
+        if isinstance(layer, FixedLayer):
+            continue
         layer.end += tokens
         if isinstance(layer, BufferedSlidingLayer):
             layer.cumulative_length += tokens
+
+
+def fix_unwritten(cache: Cache, before: Sequence[int]) -> None:
+    """Let the layers that a pass did not write to be neither cropped nor moved from now on, in place.
+
+    Args:
+        cache: behind a pass over tokens of the text.
+        before: the length of each of its layers before that pass.
+    """
+    for index, (layer, length) in enumerate(zip(cache.layers, before, strict=False)):
+        if type(layer) is not BufferedLayer or not layer.is_initialized or layer.end != length or not length:
+            continue
+        fixed = FixedLayer()
+        assert layer.keys is not None and layer.values is not None
+        fixed.adopt(layer.keys, layer.values)
+        cache.layers[index] = fixed
 
 
 def drop_buffers(cache: Cache) -> None:

@@ -30,6 +30,7 @@ from .choice import IMPOSSIBLE, Choice, SampledChoice
 from .outputs import SelfSpeculativeOutput, StepOutputs
 from .processors import Processors
 from .random_use import is_foreign, no_draws
+from .refusals import refuse_empty_cache
 from .rotary import RotarySwitch
 from .rows import Limits, Rows
 from .statistics import SpeculationStatistics
@@ -106,6 +107,33 @@ class KnownEnds:
     def done(self, columns: int, last: list[int]) -> list[bool]:
         """Per row, whether a text of so many tokens that ends in this one has come to its end."""
         return [columns >= self.max_length or token in self.tokens for token in last]
+
+
+def _columns_of(kwargs: dict[str, Any], before: dict[str, torch.Size]) -> dict[str, tuple[torch.Tensor, int]]:
+    """Takes out of the model's arguments those that have a column for each token: which grew by one for the next.
+
+    Behind the prompt only their last column is looked at.
+
+    Args:
+        kwargs: the arguments, as transformers has brought them up to date behind the prompt.
+        before: shapes that they had.
+
+    Returns:
+        The next token's column of each, which is that of any token behind it, and the dimension of the tokens.
+    """
+    columns = {}
+    for key, value in list(kwargs.items()):
+        if not isinstance(value, torch.Tensor) or len(before.get(key, ())) != value.ndim:
+            continue
+        grown = [dim for dim in range(value.ndim) if value.shape[dim] != before[key][dim]]
+        if len(grown) == 1 and value.shape[grown[0]] == before[key][grown[0]] + 1:
+            columns[key] = (value.narrow(grown[0], -1, 1), grown[0])
+        elif key.endswith("token_type_ids"):  # of whose tokens the model speaks in the prompt alone
+            columns[key] = (value.new_zeros((len(value), 1)), 1)
+        else:
+            continue
+        del kwargs[key]
+    return columns
 
 
 def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
@@ -214,18 +242,21 @@ class DecodingLoop:
         with prompt_mode(model, batch * new):
             answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
         self.statistics.target_passes += 1
+        shapes = {key: value.shape for key, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
         kwargs = model._update_model_kwargs_for_generation(answer, model_kwargs, is_encoder_decoder=False)
         cache = kwargs.pop("past_key_values")
+        if int(cache.get_seq_length()) == 0:
+            refuse_empty_cache(model)
         add_buffers(cache)  # a cache that was made without a config has got its layers just now
         trim_windows(cache)
         kwargs.pop("inputs_embeds", None)
+        mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
         context = Context(
             cache,
             length=int(cache.get_seq_length()),
-            mask=kwargs.pop("attention_mask", None),
-            positions=kwargs.pop("position_ids", None),
-            # Only ever looked at for their last column behind the prompt.
-            token_types={key: kwargs.pop(key) for key in list(kwargs) if key.endswith("token_type_ids")},
+            mask=mask,
+            positions=positions,
+            columns=_columns_of(kwargs, shapes),
             arguments=kwargs,
             limit=request.limits.max_length,
             checkpoint=Checkpoint.of(cache, int(cache.get_seq_length())),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import transformers
 from packaging.version import Version
@@ -18,6 +18,7 @@ __all__ = [
     "CannotDraft",
     "refuse_beforehand",
     "refuse_cache",
+    "refuse_empty_cache",
     "refuse_model",
     "refuse_processors",
     "refuse_what_cannot_be",
@@ -53,12 +54,35 @@ def refuse_model(model: PreTrainedModel) -> None:
         and "cache_params" not in parameters
         and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     ):
+        refuse_empty_cache(model)
+    if (inside := _decodes_inside(model)) is not None:
         raise CannotDraft(
-            f"{name} keeps no KV cache: each of its passes computes the whole text anew, so that there is nothing to "
-            "verify drafted tokens behind."
+            f"{name} hands its decoding on to the model inside of it: call enable_self_speculative(model.{inside}), and "
+            "generate with the whole model as before. It hands `self_speculative=` on as well."
         )
     if not model.can_generate():
         raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
+
+
+def refuse_empty_cache(model: PreTrainedModel) -> NoReturn:
+    """Raise `CannotDraft` for a model that leaves nothing in the cache that it is given."""
+    raise CannotDraft(
+        f"{type(model).__name__} keeps no KV cache: each of its passes computes the whole text anew, so that there is "
+        "nothing to verify drafted tokens behind."
+    )
+
+
+def _decodes_inside(model: PreTrainedModel) -> str | None:
+    """The attribute of a model inside that generates in this one's place, by `generate`'s own code; `None`: none does."""
+    code = getattr(inspect.unwrap(type(model).generate), "__code__", None)
+    names = code.co_names if code is not None else ()
+    if "super" in names:
+        return None
+    for name in names:
+        inside = model._modules.get(name)
+        if isinstance(inside, PreTrainedModel) and inside.can_generate():
+            return str(name)
+    return None
 
 
 _LEAVE_THE_CACHE = 'Draft and target share one cache in place: leave `cache_implementation` out, or pass "static".'

@@ -18,11 +18,11 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache.layers import DraftCache, add_buffers, append_written
+from ..cache.layers import DraftCache, add_buffers, append_written, fix_unwritten
 from ..cache.recurrent import Checkpoint
 from ..config import SelfSpeculativeConfig
 from .invariant import Invariant
-from .passes import CapturedPasses, captured_target, draft_of
+from .passes import CapturedPasses, agree, captured_target, draft_of
 from .replayed import ReplayedPasses, replayed_draft, replayed_target
 from .skip_mode import SkipMode
 from .sublayers import input_device
@@ -62,9 +62,12 @@ class Context:
         positions (`torch.LongTensor` of shape `(…, B, 1)`): of the pending token; `None` for a model that counts them
             itself.
         arguments: further keyword arguments of the model's passes.
-        token_types: arguments of which the model wants a column for each token, such as `token_type_ids`.
+        columns: arguments of which the model wants a column for each token, such as `token_type_ids`: that of any token
+            behind the prompt, and the dimension of the tokens.
         limit: slots that the text may come to.
         checkpoint: of a cache with recurrent states: where they can be put back to.
+        is_as_flat: whether a captured pass, which knows neither axes of positions nor further arguments, was found to
+            compute what the model does with them here; `None`: not tried yet.
     """
 
     cache: Cache
@@ -72,34 +75,50 @@ class Context:
     mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    token_types: dict[str, torch.Tensor] = field(default_factory=dict)
+    columns: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     limit: int = 0
     checkpoint: Checkpoint | None = None
+    is_as_flat: bool | None = None
 
     def __post_init__(self) -> None:
         # Of a single row this stays so: nothing behind the prompt is masked.
         is_unmasked = self.mask is None or bool(self.mask.all())
         self._is_flat = is_unmasked and (self.positions is None or self.positions.ndim == 2)
+        # Behind a picture, the axes of time, height and width go on side by side; the first of four counts tokens.
+        axes = None if self._is_flat or self.positions is None else self.positions[1:, ..., -1]
+        self._may_be_flat = is_unmasked and (axes is None or bool((axes == axes[:1]).all()))
         self._ahead: int | None = None
+        self.has_been_passed = False
         self.draft_arguments = {key: value for key, value in self.arguments.items() if key not in _NOT_FOR_DRAFTS}
+        self._has_tensors = any(isinstance(value, torch.Tensor) for value in self.arguments.values())
+        draft_tensors = any(isinstance(value, torch.Tensor) for value in self.draft_arguments.values())
+        self._draft_is_plain = self._is_flat and not draft_tensors
 
     def suits_capture(self, rows: int) -> bool:
-        """Whether a captured pass, which knows one row without a mask, can stand in for the model's own."""
-        return rows == 1 and self._is_flat
+        """Whether a captured pass of the draft, which knows one row without a mask, can stand in for the model's."""
+        return rows == 1 and (self._draft_is_plain or self.is_as_flat is True)
 
     def is_plain(self, rows: int) -> bool:
-        """Whether a pass has no arguments but tokens and positions, and one row."""
-        return (
-            self.suits_capture(rows)
-            and not self.token_types
-            and not any(isinstance(value, torch.Tensor) for value in self.arguments.values())
-        )
+        """Whether a pass has no arguments but tokens and positions, and one row; or what else there is does nothing."""
+        if rows != 1:
+            return False
+        return self.is_as_flat is True or (self._is_flat and not self.columns and not self._has_tensors)
+
+    def is_to_be_tried(self, rows: int) -> bool:
+        """Whether a pass may turn out to be plain: pictures are a matter of the prompt alone in most models."""
+        return rows == 1 and self._may_be_flat and self.is_as_flat is None and self.checkpoint is None
+
+    @property
+    def flat_positions(self) -> torch.Tensor | None:
+        """Positions `(B, 1)`, for a pass that is plain."""
+        return self.positions if self.positions is None or self.positions.ndim == 2 else self.positions[-1]
 
     @property
     def position(self) -> int:
         """Of the pending token of a single row, which moves along with its slot."""
         if self._ahead is None:
-            self._ahead = 0 if self.positions is None else int(self.positions[..., -1]) - self.length
+            positions = self.flat_positions
+            self._ahead = 0 if positions is None else int(positions[..., -1]) - self.length
         return self.length + self._ahead
 
     def positions_of(self, count: int) -> torch.Tensor | None:
@@ -185,14 +204,14 @@ class Forward:
             return CausalLMOutputWithPast(logits=found[0])
         positions = context.positions_of(count)
         plays_back = whole is None and self._captured is not None and count >= self._shortest
-        if plays_back and context.is_plain(len(tokens)):
-            if positions is None:
-                positions = torch.arange(context.length, context.length + count, device=tokens.device)[None]
-            assert self._captured is not None
-            logits = self._captured.run(context.cache, tokens, positions)
-            if logits is not None:
-                return CausalLMOutputWithPast(logits=logits)
-        self.is_bitwise = False
+        played: torch.Tensor | None = None
+        if plays_back and (context.is_plain(len(tokens)) or context.is_to_be_tried(len(tokens))):
+            played = self._play_back(tokens, context)
+            if played is not None:
+                if context.is_plain(len(tokens)):
+                    return CausalLMOutputWithPast(logits=played)
+                context.cache.crop(-count)  # the model's own pass decides
+        was_bitwise, self.is_bitwise = self.is_bitwise, False
         if context.checkpoint is not None:
             again = context.checkpoint.begin(context.cache, context.length, may_fail=count > 1)
             if again is not None:
@@ -208,10 +227,7 @@ class Forward:
             ids, positions = whole
         arguments = {
             **context.arguments,
-            **{
-                key: value[:, -1:].expand(-1, count) if key == "token_type_ids" else value.new_zeros(tokens.shape)
-                for key, value in context.token_types.items()
-            },
+            **{key: torch.cat([column] * count, dim=dim) for key, (column, dim) in context.columns.items()},
         }
         if "logits_to_keep" in arguments:
             arguments["logits_to_keep"] = new
@@ -226,6 +242,7 @@ class Forward:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = new  # some models put a number of their own there
         outputs: Any = None
+        lengths = None if context.has_been_passed else [getattr(layer, "end", 0) for layer in context.cache.layers]
 
         def run() -> None:
             nonlocal outputs
@@ -235,15 +252,32 @@ class Forward:
             self._replayed.note_eager(self._replayed.replays.seconds_of(run))
         else:
             run()
+        if lengths is not None:
+            context.has_been_passed = True
+            fix_unwritten(context.cache, lengths)
         if (cache := outputs.get("past_key_values")) is not None and cache is not context.cache:
             # phi3 starts a new cache where its long-context rotary embedding sets in.
             add_buffers(cache)
             context.cache = cache
+        if played is not None:
+            context.is_as_flat = agree(played, outputs.logits[:, -count:])
+            if context.is_as_flat and was_bitwise:
+                # The keys and values, too, are to have the bits that they have in any other pass.
+                context.cache.crop(-count)
+                outputs.logits, self.is_bitwise = self._play_back(tokens, context), True
         if replays and self._replayed is not None:
             left = max(context.limit - context.length, 0)
             if self._replayed.is_worth_it(left):
                 self._replayed.try_beside(context.cache, tokens, context.position, outputs.logits, left)
         return outputs
+
+    def _play_back(self, tokens: torch.Tensor, context: Context) -> torch.Tensor | None:
+        """Logits of the captured pass; `None` where it cannot be played back: nothing has happened then."""
+        assert self._captured is not None
+        count, positions = tokens.shape[1], context.flat_positions
+        first = torch.full((1, 1), context.length, device=tokens.device) if positions is None else positions
+        positions = first + torch.arange(count, device=tokens.device)
+        return self._captured.run(context.cache, tokens, positions)
 
     def choices(self, tokens: Sequence[int], context: Context) -> list[int] | None:
         """The tokens that the whole model takes greedily behind each of some, where its passes are replayed.
@@ -368,7 +402,8 @@ class _ModelDraftPasses(DraftPasses):
         self._model, self._skip_mode, self._cache, self._context = model, skip_mode, cache, context
         # One mask for all passes; each sees the left part of it.
         self._mask = None if context.mask is None else functional.pad(context.mask, (0, length), value=1)
-        self._columns = 0 if context.mask is None else context.mask.shape[1]
+        self._width = 0 if context.mask is None else context.mask.shape[1]
+        self._columns = {name: one for name, (one, _) in context.columns.items() if name not in _NOT_FOR_DRAFTS}
 
     def __enter__(self) -> _ModelDraftPasses:
         self._skip_mode.__enter__()
@@ -392,9 +427,9 @@ class _ModelDraftPasses(DraftPasses):
         inputs = self._model.prepare_inputs_for_generation(
             token,
             past_key_values=self._cache,
-            attention_mask=None if self._mask is None else self._mask[:, : self._columns + depth],
+            attention_mask=None if self._mask is None else self._mask[:, : self._width + depth],
             position_ids=None if context.positions is None else context.positions + depth,
-            **context.draft_arguments,
+            **{**context.draft_arguments, **self._columns},
         )
         return self._model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
 
@@ -448,12 +483,11 @@ class _DraftForward:
         captured = self._captured
         if (
             captured is not None
-            and context.positions is not None
+            and (positions := context.flat_positions) is not None
             and context.suits_capture(pending.shape[0])
-            and not any(isinstance(value, torch.Tensor) for value in context.draft_arguments.values())
             and captured.can_run(context.cache, 1)
         ):
-            return _CapturedDraftPasses(captured, context.cache, context.positions, length)
+            return _CapturedDraftPasses(captured, context.cache, positions, length)
         of_the_model = partial(self._passes_of_the_model, context, length)
         replayed, target = self._replayed, self._target
         if replayed is None or target is None or not target.is_checked or not context.is_plain(len(pending)):

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CapturedPasses",
+    "agree",
     "captured_draft",
     "captured_target",
     "draft_of",
@@ -294,14 +295,26 @@ class CapturedPasses:
             got = program.run(ids, positions, attention).float()
             if got.shape != expected.shape:
                 return False
-            difference, spread = got - expected, expected.std()
-            if difference.abs().max() <= (1e-3 if model.dtype == torch.float32 else 0.1) * spread:
+            if agree(got, expected, model.dtype):
                 return True
             if model.dtype == torch.float32:
                 return False
             own.crop(-length)
             other = _TIMES * _sensitivity(model, ids, positions, own, expected)
+            difference, spread = got - expected, expected.std()
             return bool(difference.norm() <= min(other, _MOST * spread * expected.numel() ** 0.5))
+
+
+def agree(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether logits `(1, n, V)` of two ways to run a pass differ by rounding at the most.
+
+    Args:
+        one, other: the logits.
+        dtype: that they were computed in; by default their own.
+    """
+    most = 1e-3 if (dtype or other.dtype) == torch.float32 else 0.1
+    one, other = one.float(), other.float()
+    return one.shape == other.shape and bool((one - other).abs().max() <= most * other.std())
 
 
 def _sensitivity(

@@ -269,15 +269,22 @@ def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
     Raises:
         _CannotSkip: a part that skipping needs is missing or unknown.
     """
-    layers = _decoder_layers(model, depth)
+    lists = _layer_lists(model, depth)
     try:
-        trace = _trace(model, layers)
+        traces = _trace(model, [layer for layers in lists for layer in layers])
     except Exception as error:  # whatever a model's code raises
         said = " ".join(str(error).split())[:200]
         raise _DoesNotRun(
             f"A pass of {type(model).__name__} over a single token, by which its sub-layers would be found, fails "
             f"({type(error).__name__}: {said}). This model cannot be skipped in."
         ) from error
+    # A tower for pictures or sound may have as many layers: text does not go through it.
+    starts = range(0, len(traces), depth)
+    run = [start for start in starts if any(trace.ran for trace in traces[start : start + depth])]
+    if len(run) != 1:
+        found = "none" if not run else f"{len(run)} of them"
+        raise _CannotSkip(_one_list(model, depth, f"a token goes through {found}"))
+    layers, trace = lists[run[0] // depth], traces[run[0] : run[0] + depth]
     layouts = tuple(_layer_layout(i, layer, trace[i]) for i, layer in enumerate(layers))
     if all(layer.attention is None for layer in layouts):
         raise _CannotSkip(
@@ -291,20 +298,23 @@ def _names(module: nn.Module) -> str:
     return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "no sub-modules"
 
 
-def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[nn.Module]:
-    """The module list with one entry per decoder layer."""
-    candidates = [
-        module
+def _layer_lists(model: PreTrainedModel, num_layers: int) -> list[list[nn.Module]]:
+    """The module lists with as many entries as there are decoder layers; one of them has these."""
+    lists = [
+        list(module)
         for module in model.modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and _attention_of(module[0]) is not None
     ]
-    if len(candidates) != 1:
-        found = "none" if not candidates else f"{len(candidates)} of them"
-        raise _CannotSkip(
-            f"{type(model).__name__} should have one list of {num_layers} decoder layers with an attention sub-layer "
-            f"(called {', '.join(_ATTENTION_NAMES)}); found {found}. This model cannot be skipped in."
-        )
-    return list(candidates[0])
+    if not lists:
+        raise _CannotSkip(_one_list(model, num_layers, "found none"))
+    return lists
+
+
+def _one_list(model: PreTrainedModel, num_layers: int, but: str) -> str:
+    return (
+        f"{type(model).__name__} should have one list of {num_layers} decoder layers with an attention sub-layer "
+        f"(called {', '.join(_ATTENTION_NAMES)}); {but}. This model cannot be skipped in."
+    )
 
 
 def _attention_of(layer: nn.Module) -> tuple[str, nn.Module] | None:
@@ -355,6 +365,7 @@ class _Call:
 class _LayerTrace:
     calls: list[_Call]
     output: Any = None
+    ran: bool = False
 
 
 def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]:
@@ -374,7 +385,7 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
     def watch_layer(trace: _LayerTrace) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if threading.get_ident() == here:
-                trace.output = output
+                trace.output, trace.ran = output, True
 
         return hook
 

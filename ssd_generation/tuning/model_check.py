@@ -219,7 +219,7 @@ def _read(answer: Any) -> ModelCheck:
 
 def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
     text = _forced_text(model, 2 if is_batch else 1)
-    with _quiet():
+    with _quiet(), _left_as_it_was(model):
         try:
             output = decode(text, False, False)
         except CannotDraft:
@@ -341,9 +341,26 @@ def _quiet() -> Iterator[None]:
             each.setLevel(level)
 
 
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Puts back what calls leave on a model for the next one: where text goes on behind a picture (`rope_deltas`)."""
+
+    def left(module: nn.Module) -> dict[str, Any]:
+        return {key: value for key, value in vars(module).items() if value is None or isinstance(value, torch.Tensor)}
+
+    before = [(module, found) for module in model.modules() if (found := left(module))]
+    try:
+        yield
+    finally:
+        for module, found in before:
+            vars(module).update(found)
+
+
 def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
     """A prompt and a text of tokens that mean nothing in particular: none ends a text or stands for a picture."""
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    # Some embeddings have rows beyond the tokens that can be said (molmo2).
+    vocabulary = min(vocabulary, getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or vocabulary)
     named: set[int] = set()
     for config in (model.config, model.config.get_text_config(decoder=True), model.generation_config):
         for name, value in (vars(config) if config is not None else {}).items():
