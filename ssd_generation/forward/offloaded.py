@@ -236,7 +236,7 @@ def stand_in(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, dict[int
 
     How a model's layers are wired, and whether its passes over several tokens are what passes over one are, is a matter
     of its code. To see it by offloaded weights would take dozens of passes, each of which reads all of them. The large
-    matrices of this model take no memory to speak of: their rows lie one number apart in the same random numbers.
+    matrices of this model take no memory to speak of: their rows overlap.
 
     Yields:
         It, which is computed rightly on this thread within the context only, and its modules by id of the model's.
@@ -264,10 +264,19 @@ def stand_in(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, dict[int
 
 
 def _random_rows(meta: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of this shape and type whose rows overlap: `(…, i, j)` is the number i + j (+ …) of a random row."""
-    count = sum(meta.shape) - meta.ndim + 1
-    numbers = torch.randn(count, generator=generator) / math.sqrt(meta.shape[-1])
-    return numbers.to(meta.dtype).as_strided(meta.shape, (1,) * meta.ndim)
+    """A tensor of this shape and type whose parts overlap, so that they take little memory.
+
+    Of a matrix each row begins one number behind the row before, of several matrices each one a row behind the other
+    (kernels for experts want whole rows).
+    """
+    columns = meta.shape[-1]
+    if meta.ndim > 2:
+        rows = sum(meta.shape[:-1]) - meta.ndim + 2
+        count, strides = rows * columns, (*(columns,) * (meta.ndim - 1), 1)
+    else:
+        count, strides = sum(meta.shape) - meta.ndim + 1, (1,) * meta.ndim
+    numbers = torch.randn(count, generator=generator) / math.sqrt(columns)
+    return numbers.to(meta.dtype).as_strided(meta.shape, strides)
 
 
 def replace_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -279,7 +279,7 @@ def _layouts_without_weights(model: PreTrainedModel, depth: int) -> tuple[LayerL
     try:
         with stand_in(model) as (other, made):
             layouts = _layouts(other, depth)
-    except CannotStandIn:
+    except (CannotStandIn, _DoesNotRun):
         return _layouts(model, depth)
     originals = {id(made[id(module)]): module for module in model.modules()}
     return tuple(layer.of_modules(originals) for layer in layouts)

@@ -61,6 +61,8 @@ _MOST_HALF = 0.1
 """In half precision rounding may take more: four times what parts a text alone from the text beside itself."""
 _TIMES_ROUNDING = 4.0
 
+_PLAIN_FAILS = "plain decoding of a few tokens fails"
+
 
 @dataclass(frozen=True)
 class ModelCheck:
@@ -202,6 +204,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
                 "captured": why_not_captured(model, even_forbidden=True) is None,
                 "code": _code(model),
                 "exactness": exactness,
+                "by": "stand-in" if is_offloaded(model) else "model",
             }
             found = _read(
                 cached_measurement(model, described, lambda: asdict(_tried(model, is_batch, decode)), use=_read)
@@ -225,7 +228,9 @@ def _tried(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
     if is_offloaded(model):
         with contextlib.suppress(CannotStandIn), stand_in(model) as (other, _):
             forbid_capture(other, "its weights are offloaded")  # nor are the model's own passes captured
-            return _check(other, is_batch, partial(decode, other))
+            found = _check(other, is_batch, partial(decode, other))
+            if found.refusal is None or not found.refusal.startswith(_PLAIN_FAILS):  # which may be the stand-in's fault
+                return found
     return _check(model, is_batch, partial(decode, model))
 
 
@@ -237,7 +242,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
         except CannotDraft:
             raise
         except Exception as error:  # whatever a model's code raises
-            return ModelCheck(refusal=f"plain decoding of a few tokens fails ({_said(error)})")
+            return ModelCheck(refusal=f"{_PLAIN_FAILS} ({_said(error)})")
         plain = output.logits
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
             return ModelCheck()  # no text to speak of: there is nothing to hold against anything
