@@ -37,6 +37,7 @@ from .drafting.draft_length import DraftPolicy
 from .drafting.drafter import CheckedDrafter, Drafter
 from .drafting.policies import make_policy
 from .forward.forward import Forward
+from .forward.offloaded import is_offloaded, why_unreadable
 from .forward.sublayers import input_device, layout_of
 from .support.display import visible
 from .support.messages import clipped, shown
@@ -166,6 +167,9 @@ class SelfSpeculativeMixin:
             generation_config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
             prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
             refuse_beforehand(model, generation_config, kwargs)
+            unreadable = why_unreadable(model)
+            if unreadable is not None:
+                raise ValueError(unreadable)
             request = _stored(model, generation_config) if self_speculative is True else self_speculative
 
             drafter = request if isinstance(request, Drafter) else None
@@ -192,11 +196,11 @@ class SelfSpeculativeMixin:
     def _check(self, is_batch: bool, tokenizer: Any = None, exactness: str | None = None) -> ModelCheck:
         """Whether this model's tokens can be verified several at a time (model_check.py)."""
         model = cast(PreTrainedModel, self)
-        generate = super().generate  # type: ignore[misc]
 
-        def decode(text: ForcedText, is_drafted: bool, in_step: bool) -> Any:
+        def decode(tried: PreTrainedModel, text: ForcedText, is_drafted: bool, in_step: bool) -> Any:
+            generate = super().generate  # type: ignore[misc]
             script = ScriptedDrafts(text) if is_drafted else None
-            call = _Call(model, drafter=script, is_check=True, exactness=exactness, in_step=in_step)
+            call = _Call(tried, drafter=script, is_check=True, exactness=exactness, in_step=in_step)
             token = _CALL.set(call if is_drafted else None)
             try:
                 # Whatever the model's own generation config says.
@@ -665,7 +669,9 @@ def _drafter_of(
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         return CheckedDrafter(call.drafter, vocabulary), None
     assert call.config is not None
-    refinement = refinement_of(model, call.config) if call.config.adapt else None
+    # Of offloaded weights each judgement would read all, where the draft reads none.
+    adapts = call.config.adapt and not (call.config.precision and is_offloaded(model))
+    refinement = refinement_of(model, call.config) if adapts else None
     config = call.config if refinement is None else refinement.config
     drafter = self_drafter(forward, config, generation_config, _policy_of(model, config), batch)
     return drafter, None if refinement is None else _Refining(model, refinement, drafter.draft_by)

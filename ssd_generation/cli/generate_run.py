@@ -279,7 +279,7 @@ def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | Non
     Raises:
         ValueError: it does not fit, or takes more memory than it may.
     """
-    from ..forward.low_bit import check_precision
+    from ..forward.resident import check_copies
     from ..forward.sublayers import layout_of
     from ..tuning.automatic import check_budget
     from ..tuning.costs import costs_of
@@ -289,7 +289,7 @@ def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | Non
     config.validate_for(num_layers=len(layout), model_type=target.config.get_text_config(decoder=True).model_type)
     layout.stubs(config.skip)  # raises where a sub-layer cannot be skipped
     if config.precision:
-        check_precision(target)
+        check_copies(target)
     if draft_memory is not None:
         check_budget(target, config, draft_memory)
     if config.drafting.policy != "cost":

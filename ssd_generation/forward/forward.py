@@ -24,6 +24,7 @@ from ..config import SelfSpeculativeConfig
 from .invariant import Invariant
 from .passes import CapturedPasses, agree, captured_target, draft_of
 from .replayed import ReplayedPasses, replayed_draft, replayed_target
+from .resident import drafting_model
 from .skip_mode import SkipMode
 from .sublayers import input_device
 
@@ -469,6 +470,7 @@ class _DraftForward:
     """What makes a model its own draft: skip mode, low-bit copies in place, and the passes captured with them."""
 
     def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, target: ReplayedPasses | None) -> None:
+        model = drafting_model(model, config)
         self._model = model
         self._skip_mode, self._captured = draft_of(model, config)
         can_replay = target is not None and config.drafts_itself and not config.precision

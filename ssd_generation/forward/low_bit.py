@@ -10,7 +10,7 @@ read by code made for the processor, or by ATen's kernels where there is none; b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ __all__ = [
     "estimated_bytes",
     "is_plain",
     "keep_only",
+    "packing",
 ]
 
 _ROWS = 1 << 18
@@ -66,31 +67,67 @@ class LowBitCopy:
         reason = refused_shape(layers[0][0], precision, group_size, rows=sum(self.sizes))
         if reason is not None:
             raise ValueError(reason)
+        bias: torch.Tensor | None = None
         with torch.inference_mode():
             weights = [weight for weight, _ in layers]
             is_native = _is_native(weights[0], precision)
             if precision == "int8":
                 is_packed = is_native and all(native.can_pack_int8(*weight.shape) for weight in weights)
-                self.weight, self.scales = _to_int8(weights, is_packed)
+                weight, scales = _to_int8(weights, is_packed)
             elif is_native:
-                self.weight, self.scales = _pack_int4(weights, group_size)
+                weight, scales = _pack_int4(weights, group_size)
             else:
-                quantised, self.scales = _to_int4(weights, group_size)
-                self.weight = torch._convert_weight_to_int4pack_for_cpu(quantised, 1)
-            self.bias: torch.Tensor | None = None
+                quantised, scales = _to_int4(weights, group_size)
+                weight = torch._convert_weight_to_int4pack_for_cpu(quantised, 1)
             if any(bias is not None for _, bias in layers):
-                self.bias = torch.cat(
+                bias = torch.cat(
                     [
                         weight.new_zeros(weight.shape[0], dtype=torch.bfloat16) if bias is None else bias.bfloat16()
                         for weight, bias in layers
                     ]
                 )
-            self.native: native.NativeLinear | None = None
-            if is_native:
-                group = 0 if precision == "int8" else group_size
-                self.scales = self.scales.float()
-                self.native = native.NativeLinear(self.weight, self.bias, torch.bfloat16, self.scales, group)
+            self._hold(weight, scales.float() if is_native else scales, bias, is_native)
+
+    def _hold(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, is_native: bool) -> None:
+        self.weight, self.scales, self.bias = weight, scales, bias
+        self.native: native.NativeLinear | None = None
+        if is_native:
+            group = 0 if self.precision == "int8" else self.group_size
+            self.native = native.NativeLinear(weight, bias, torch.bfloat16, scales, group)
         self._last: tuple[Any, Any] = (None, None)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What `of_tensors` makes the same copy of again."""
+        held = {"weight": self.weight, "scales": self.scales, "bias": self.bias}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    @classmethod
+    def of_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], weights: Sequence[torch.Tensor], precision: str, group_size: int
+    ) -> LowBitCopy:
+        """A copy that was made before.
+
+        Args:
+            tensors: what `tensors` gave, on a processor that packs weights in the same way (`packing`).
+            weights: of the layers, of which only shape and device are looked at.
+            precision: as in the constructor.
+            group_size: as in the constructor.
+
+        Raises:
+            KeyError, ValueError: these are not the tensors of such a copy.
+        """
+        made = cls.__new__(cls)
+        made.precision, made.group_size = precision, group_size
+        made.sizes = tuple(int(weight.shape[0]) for weight in weights)
+        rows, columns = sum(made.sizes), int(weights[0].shape[1])
+        is_native = _is_native(weights[0], precision)
+        numbers = rows * columns if precision == "int8" else rows * columns // 2
+        scales = rows if precision == "int8" else rows * (columns // group_size) * (1 if is_native else 2)
+        weight, bias = tensors["weight"], tensors.get("bias")
+        if weight.nbytes != numbers or tensors["scales"].numel() != scales or (bias is not None and len(bias) != rows):
+            raise ValueError("these are not the tensors of a copy of such layers")
+        made._hold(weight, tensors["scales"], bias, is_native)
+        return made
 
     def num_bytes(self) -> int:
         """Memory of the copy."""
@@ -125,6 +162,13 @@ class LowBitCopy:
             outputs = self.apart(x)
         self._last = (None, None) if index == len(self.sizes) - 1 else (x, outputs)
         return outputs[index]  # type: ignore[no-any-return]
+
+
+def packing(weight: torch.Tensor, precision: str) -> str:
+    """How a copy's numbers lie in memory: by the code that reads them, which for ATen's goes by the processor."""
+    if _is_native(weight, precision):
+        return "native, by integers" if precision == "int8" and native.can_pack_int8(*weight.shape) else "native"
+    return f"aten {torch.backends.cpu.get_cpu_capability()} {torch.__version__.partition('+')[0]}"
 
 
 def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -272,9 +316,8 @@ def check_precision(model: PreTrainedModel) -> None:
     devices = {parameter.device.type for parameter in model.parameters()}
     if "meta" in devices:
         raise ValueError(
-            f"Weights of {type(model).__name__} are offloaded: they are brought into memory for each pass, and no "
-            "low-bit copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup work "
-            "with offloaded weights, too."
+            f"Weights of {type(model).__name__} are offloaded: they are brought into memory for each pass. `generate` "
+            "drafts from low-bit copies of them; to search or profile, load the model without offloading."
         )
     if devices != {"cpu"}:
         raise ValueError(
@@ -318,12 +361,31 @@ class LowBitCopies:
     Attributes:
         by_weight: `(copy, index of the layer in it)` by id of the weight.
         modules: the linear layers, in the order of the model.
+        others: further `(module, forward)` pairs that the draft computes by.
         left: sub-layers and layers that were asked for and stay as they are, with the reason.
         passes: passes recorded with these copies (passes.py), kept here so that they go with them.
     """
 
-    def __init__(self, model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        skip: SkipConfig,
+        precision: PrecisionConfig,
+        make: Callable[[Sequence[str], Sequence[nn.Linear], str, int], LowBitCopy] | None = None,
+    ) -> None:
+        """The copies for one draft.
+
+        Args:
+            model: whose layers are copied.
+            skip: what the draft leaves out.
+            precision: of its layers.
+            make: `(names, layers, precision, group size)` → the copy of these layers; by default of their weights.
+
+        Raises:
+            ValueError: see `check_precision`.
+        """
         check_precision(model)
+        self.others: list[tuple[nn.Module, Any]] = []
         self.by_weight: dict[int, tuple[LowBitCopy, int]] = {}
         self.modules: list[nn.Linear] = []
         self.passes: Any = None
@@ -341,9 +403,13 @@ class LowBitCopies:
                 self.left += [f"{place.name} ({reason})" for place in group]
                 continue
             if key not in store:
-                store[key] = LowBitCopy(
-                    [(p.module.weight, p.module.bias) for p in group], group[0].precision, precision.group_size
-                )
+                layers = [place.module for place in group]
+                if make is None:
+                    pairs = [(layer.weight, layer.bias) for layer in layers]
+                    store[key] = LowBitCopy(pairs, group[0].precision, precision.group_size)
+                else:
+                    names = [place.name for place in group]
+                    store[key] = make(names, layers, group[0].precision, precision.group_size)
             for index, place in enumerate(group):
                 self.by_weight[id(place.module.weight)] = store[key], index
                 self.modules.append(place.module)
@@ -360,7 +426,7 @@ class LowBitCopies:
 
     def forwards(self) -> list[tuple[nn.Module, Any]]:
         """`(module, forward)` pairs under which the linear layers compute from their copies."""
-        return [(module, self._forward(module)) for module in self.modules]
+        return [*self.others, *((module, self._forward(module)) for module in self.modules)]
 
     def _forward(self, module: nn.Linear) -> Any:
         copy, index = self.by_weight[id(module.weight)]
@@ -422,8 +488,10 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
 
 
 def copy_bytes(model: nn.Module) -> int:
-    """Bytes of all low-bit copies kept for a model."""
-    return sum(copy.num_bytes() for copy in state_of(model).low_bit_copies.values())
+    """Bytes of all low-bit copies kept for a model; where its weights are offloaded, of all that its draft keeps."""
+    state = state_of(model)
+    kept: int = sum(copy.num_bytes() for copy in state.low_bit_copies.values())
+    return kept if state.resident is None else kept + int(state.resident.num_bytes())
 
 
 def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:

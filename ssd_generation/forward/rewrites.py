@@ -406,6 +406,10 @@ def use_bfloat16(captured: CapturedPass) -> None:
         return node.target is not functional.embedding and linear_weight(captured, node) is None
 
     for node in captured.nodes:
+        if node.target is functional.embedding and node.meta["dtype"] is torch.bfloat16:  # its rows are held as such
+            for user in [user for user in node.users if user.target == "to" and user.meta["dtype"] in wide]:
+                user.replace_all_uses_with(node)
+    for node in captured.nodes:
         constant = captured.constant(node)
         if constant is not None and constant.ndim == 1 and constant.dtype in wide and constant.numel() > 64:
             if any(map(follows, node.users)):

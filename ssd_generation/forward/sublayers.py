@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 
 from ..cache.recurrent import has_states
 from ..support.model_state import state_of
+from .offloaded import CannotStandIn, is_offloaded, stand_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +59,11 @@ class SubLayer:
     output_length: int | None
     residual_index: int | None
 
+    def of_modules(self, others: Mapping[int, nn.Module]) -> SubLayer:
+        """The same of another model, whose modules these are by id of those here."""
+        modules, norms = (tuple(others[id(m)] for m in held) for held in (self.modules, self.private_norms))
+        return replace(self, modules=modules, private_norms=norms)
+
     def num_parameters(self) -> int:
         """Parameters of the sub-layer, its private norms included."""
         seen = {id(p): p.numel() for m in (*self.modules, *self.private_norms) for p in m.parameters()}
@@ -90,6 +96,11 @@ class LayerLayout:
     mlp: SubLayer | None
     output_length: int | None
     can_be_bypassed: bool
+
+    def of_modules(self, others: Mapping[int, nn.Module]) -> LayerLayout:
+        """The same of another model, as in `SubLayer.of_modules`."""
+        attention, mlp = (None if sub is None else sub.of_modules(others) for sub in (self.attention, self.mlp))
+        return replace(self, module=others[id(self.module)], attention=attention, mlp=mlp)
 
     def bypass(self) -> tuple[nn.Module, Stub]:
         """The `(module, forward)` pair that leaves the whole layer out: its input is handed on."""
@@ -256,11 +267,22 @@ def _locate(model: PreTrainedModel) -> DecoderLayout:
         reason = f"{type(model).__name__} keeps recurrent states, and its draft would need some of its own."
         return DecoderLayout((), total, frozenset(), refusal=reason, depth=depth, keeps_states=True)
     try:
-        layouts = _layouts(model, depth)
+        layouts = _layouts_without_weights(model, depth) if is_offloaded(model) else _layouts(model, depth)
     except _CannotSkip as error:
         ran = not isinstance(error, _DoesNotRun)
         return DecoderLayout((), total, frozenset(), refusal=str(error), depth=depth, ran=ran)
     return DecoderLayout(layouts, total, _layers_read_by_others(config, depth), depth=depth)
+
+
+def _layouts_without_weights(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
+    """See `_layouts`, of a model with offloaded weights, none of which is read."""
+    try:
+        with stand_in(model) as (other, made):
+            layouts = _layouts(other, depth)
+    except (CannotStandIn, _DoesNotRun):
+        return _layouts(model, depth)
+    originals = {id(made[id(module)]): module for module in model.modules()}
+    return tuple(layer.of_modules(originals) for layer in layouts)
 
 
 def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:

@@ -14,6 +14,7 @@ from ..cache.layers import spare_slots
 from ..config import Costs, DraftingConfig, Provenance, SelfSpeculativeConfig
 from ..decoding.statistics import SpeculationStatistics
 from ..forward.low_bit import copies_of, copy_bytes
+from ..forward.resident import drafting_model
 from ..forward.skip_mode import draft_mode_with
 from ..forward.sublayers import layout_of
 from ..support.machine import cpu_name
@@ -384,6 +385,7 @@ def compare(
     else:
         extra = _extra_bytes(model, inputs, config, max(map(len, calls.texts[SELF_SPECULATIVE])))
     draft_cost, verify_cost = calls.costs()
+    drafting = drafting_model(model, config)
     return Comparison(
         plain=calls.result(PLAIN, advance),
         draft=calls.result(DRAFT, advance) if DRAFT in calls.methods else None,
@@ -399,7 +401,7 @@ def compare(
         extra_bytes_measured=calls.on_cuda,
         weight_bytes=weight_bytes(model),
         copy_bytes=copy_bytes(model) if config.precision else 0,
-        left_as_loaded=tuple(copies_of(model, config.skip, config.precision).left) if config.precision else (),
+        left_as_loaded=tuple(copies_of(drafting, config.skip, config.precision).left) if config.precision else (),
         costs=config.costs,
     )
 
@@ -530,6 +532,7 @@ def _run(
     """The new tokens of one call."""
     mode: AbstractContextManager[Any] = nullcontext()
     if method == DRAFT:
+        model = drafting_model(model, config)
         copies = copies_of(model, config.skip, config.precision) if config.precision else None
         mode = draft_mode_with(model, config.skip, () if copies is None else copies.forwards())
     extra = {"self_speculative": config} if method == SELF_SPECULATIVE else {}

@@ -21,6 +21,7 @@ class ModelState:
         lock: held while the model's modules are patched (forward/skip_mode.py).
         layout: its attention and MLP sub-layers (forward/sublayers.py).
         low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
+        resident: the draft of a model with offloaded weights, which has all of its own in memory (forward/resident.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
         captured_targets: captured passes of the whole model, by the kernel that keeps their bits the same
             (forward/passes.py).
@@ -67,6 +68,7 @@ class ModelState:
         """Free the low-bit copies."""
         self.low_bit_copies: dict[Any, Any] = {}
         self.low_bit_drafts: dict[Any, Any] = {}
+        self.resident: Any = None
 
 
 _STATES: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()

@@ -13,7 +13,9 @@ from transformers.utils import logging as hf_logging
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.cost_aware import CostAwarePolicy
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
+from ..forward.offloaded import is_offloaded
 from ..forward.passes import skip_mode_of
+from ..forward.resident import check_memory, resident_bytes, why_not_resident
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
 from ..support.model_state import state_of
@@ -122,7 +124,8 @@ def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_me
     draft_memory = _check_share(draft_memory)
     if not config.precision:
         return
-    share = estimated_bytes(model, config.skip, config.precision) / weight_bytes(model)
+    count = resident_bytes if is_offloaded(model) else estimated_bytes
+    share = count(model, config.skip, config.precision) / weight_bytes(model)
     if share > draft_memory:
         raise ValueError(
             f"The low-bit copies that this config drafts from take {share:.3f} of the weights' bytes, but "
@@ -161,6 +164,8 @@ def automatic_choice(
         ValueError: `draft_memory` is out of range.
     """
     draft_memory = usual_budget(model) if draft_memory is None else _check_share(draft_memory)
+    if is_offloaded(model):
+        return _choice_of_offloaded(model, draft_memory)
     names, ruled_out = _allowed(model, draft_memory)
     if not names:
         lookup = _candidate(None, 0.0)
@@ -192,6 +197,44 @@ def automatic_choice(
         known = cached_measurement(model, described, lambda: again, again=True, use=chosen)
         choice = _with_costs(model, chosen(known))
     return choice
+
+
+_OFFLOADED = ("int4", "int4, head int4")
+"""What a model with offloaded weights may draft by, the better one first: in memory there is little room."""
+
+_LONGEST_OFFLOADED = 64
+"""Tokens of a round's draft where each pass of the model brings all weights into memory."""
+
+
+def _choice_of_offloaded(model: PreTrainedModel, draft_memory: float) -> AutomaticChoice:
+    """See `automatic_choice`: the first candidate that fits. No pass of the model is made to choose."""
+    ruled_out: dict[str, str] = {}
+    reason = why_not_resident(model)
+    expected: dict[str, float] = {}
+    for name in _OFFLOADED:
+        precision = _precision(name)
+        share = resident_bytes(model, SkipConfig(), precision) / weight_bytes(model)
+        why = reason
+        if why is None and share > draft_memory:
+            why = f"its copies take {share:.3f} of the weights' bytes, more than draft_memory={draft_memory:g}"
+        why = why or check_memory(model, SkipConfig(), precision)
+        if why is not None:
+            ruled_out[name] = why
+            continue
+        acceptance = _USUAL_AGREEMENT[name]
+        config = _candidate(name, acceptance)
+        drafting = dataclasses.replace(config.drafting, max_draft_length=_LONGEST_OFFLOADED)
+        config = dataclasses.replace(config, drafting=drafting, adapt=False)  # judging drafts would take more passes
+        config = dataclasses.replace(config, costs=costs_of(model, config))
+        assert config.costs is not None
+        expected[name] = max(1.0, theoretical_speedup([acceptance], config.costs, _LONGEST_OFFLOADED)[0])
+        if expected[name] >= _LEAST_GAIN:
+            return AutomaticChoice(config, draft_memory, name, expected, ruled_out)
+        break
+    drop_copies(model)
+    lookup = dataclasses.replace(_candidate(None, 0.0), adapt=False)
+    lookup = dataclasses.replace(lookup, costs=costs_of(model, lookup))
+    return AutomaticChoice(lookup, draft_memory, expected=expected, ruled_out=ruled_out)
 
 
 def _with_costs(model: PreTrainedModel, choice: AutomaticChoice) -> AutomaticChoice:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from ..cache.layers import BufferedLayer, add_buffers
 from ..cache.recurrent import Checkpoint
-from ..config import Costs, SelfSpeculativeConfig
+from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
 from ..forward.invariant import Invariant
-from ..forward.sublayers import input_device
+from ..forward.low_bit import copies_of
+from ..forward.offloaded import is_offloaded, streamed_bytes
+from ..forward.resident import drafting_model
+from ..forward.skip_mode import SkipMode
+from ..forward.sublayers import input_device, layout_of
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
 from ..support.parallel import broadcast
@@ -66,6 +73,8 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     Returns:
         The costs, with `measured_on` set.
     """
+    if is_offloaded(model):
+        return _streamed(_time_streams(model), _resident_step(model, config), model, config)
     invariant = _invariant(model, config)
     verify = value_of(_measure(model, None, VERIFIED, "verification", invariant))
     return _put_together(model, verify, value_of(_draft_ratio(model, config)))
@@ -243,6 +252,8 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         again: measure anew.
         shows: show a progress bar where the draft is measured; not in the middle of a text.
     """
+    if is_offloaded(model):
+        return _costs_of_streamed(model, config, again)
     invariant = _invariant(model, config)
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
 
@@ -269,3 +280,117 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         model, draft, lambda: _draft_ratio(model, config, shows), again, use=lambda result: put_together(verify, result)
     )
     return put_together(verify, ratio)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# offloaded weights
+
+_SAMPLE = 0.06
+"""Share of the weights by which the price of a pass is told: a whole pass may take a minute."""
+_WIDTHS = (1, 64)
+"""Tokens of the passes whose price is told: each reads all weights, and a wider one computes more."""
+_DRAFT_STEPS = 7
+
+
+def _costs_of_streamed(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool) -> Costs:
+    """See `costs_of`, of a model whose weights are brought into memory for each pass."""
+    shape = describe_model(model)
+
+    def times_of(found: Any) -> dict[int, float]:
+        return {int(n): SECONDS.check(f"The time of {n} tokens", seconds) for n, seconds in found.items()}
+
+    verify = cached_measurement(
+        model, {"what": "streamed", **shape}, lambda: _time_streams(model), again, use=lambda found: times_of(found)[1]
+    )
+    step: float | None = None
+    if config.precision:
+        described = {
+            "what": "draft in memory",
+            **shape,
+            "skip": config.skip.to_dict(),
+            "precision": config.precision.to_dict(),
+        }
+        step = cached_measurement(
+            model,
+            described,
+            lambda: _resident_step(model, config),
+            again,
+            use=lambda seconds: SECONDS.check("The time of a draft step", seconds),
+        )
+    return _streamed(times_of(verify), step, model, config)
+
+
+def _streamed(
+    verify: dict[int, float], step: float | None, model: PreTrainedModel, config: SelfSpeculativeConfig
+) -> Costs:
+    """The costs of passes over one and over many tokens, and of a draft step; `None` where that reads weights, too."""
+    costs = _put_together(model, verify, 1.0)
+    if step is None:
+        layout = layout_of(model)
+        skipped = layout.skipped_parameters(config.skip) / max(layout.num_parameters, 1) if len(config.skip) else 0.0
+        step = costs.plain_step * max(1.0 - skipped, 1e-6)
+    return dataclasses.replace(costs, draft_step=step)
+
+
+def _time_streams(model: PreTrainedModel) -> dict[int, float]:
+    """Seconds of a pass over so many tokens, from those of some of its linear layers, offloaded ones and others.
+
+    No layer is run twice: the system keeps a file that was just read.
+    """
+    sizes: dict[bool, int] = {True: streamed_bytes(model), False: 0}
+    sizes[False] = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta")
+    total = dict.fromkeys(_WIDTHS, 0.0)
+    for is_streamed, size in sizes.items():
+        layers = [
+            m for m in model.modules() if type(m) is nn.Linear and (m.weight.device.type == "meta") is is_streamed
+        ]
+        if not layers or not size:
+            continue
+        for place, width in enumerate(_WIDTHS):
+            # Spread over the model, others for each width.
+            candidates = layers[place :: len(_WIDTHS)] or layers
+            wanted, seen, seconds = _SAMPLE * size, 0, 0.0
+            for at in _spread(len(candidates)):
+                layer = candidates[at]
+                weight = layer.weight
+                x = torch.ones((1, width, layer.in_features), dtype=weight.dtype, device=input_device(model))
+                started = time.perf_counter()
+                with torch.inference_mode():
+                    layer(x)
+                seconds += time.perf_counter() - started
+                seen += weight.numel() * weight.element_size()
+                if seen >= wanted:
+                    break
+            total[width] += seconds * size / seen
+    if not all(total.values()):  # no linear layers of torch's: by passes
+        with torch.inference_mode():
+            passes = Passes(model, None)
+            total = {width: passes.once(min(width, LONGEST_VERIFIED)) for width in _WIDTHS}
+            passes.end()
+    return total
+
+
+def _spread(count: int) -> list[int]:
+    """0 … count − 1, such that the first few of them are spread evenly."""
+    return sorted(range(count), key=lambda at: (at * 0.6180339887498949) % 1)
+
+
+def _without_skipping(other: PreTrainedModel, config: SelfSpeculativeConfig) -> SkipMode:
+    """Computes from the copies of a config, and leaves nothing out: a cache is to be filled in all layers."""
+    assert config.precision is not None
+    return SkipMode(other, SkipConfig(), copies_of(other, config.skip, config.precision).forwards())
+
+
+def _resident_step(model: PreTrainedModel, config: SelfSpeculativeConfig) -> float | None:
+    """Seconds of a draft step that reads no offloaded weight; `None` where it does. No pass of the model is made."""
+    other = drafting_model(model, config)
+    if other is model:
+        return None
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    prompt = torch.randint(0, vocabulary, (1, _CONTEXT), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        with _without_skipping(other, config):
+            cache = _behind(other, prompt)
+        passes = Passes(model, config, cache=cache)
+        passes.once(0)  # capture, first touch
+        return statistics.median(passes.once(0) for _ in range(_DRAFT_STEPS))

@@ -18,6 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from transformers.cache_utils import Cache
 from ..decoding.refusals import CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
+from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import state_of
@@ -58,6 +60,8 @@ _TOLERANCE_HALF = 0.02
 _MOST_HALF = 0.1
 """In half precision rounding may take more: four times what parts a text alone from the text beside itself."""
 _TIMES_ROUNDING = 4.0
+
+_PLAIN_FAILS = "plain decoding of a few tokens fails"
 
 
 @dataclass(frozen=True)
@@ -166,8 +170,9 @@ class ScriptedDrafts(Drafter):
         return Draft.of_tokens([*drafts, *[[] for _ in limits[len(drafts) :]]], texts.pending.device)
 
 
-Decode = Callable[[ForcedText, bool, bool], Any]
-"""`(text, drafted, in step) → output of generate`, with logits, by transformers' loop or by this library's."""
+_DecodeText = Callable[[ForcedText, bool, bool], Any]
+Decode = Callable[["PreTrainedModel", ForcedText, bool, bool], Any]
+"""`(model, text, drafted, in step) → output of generate`, with logits, by transformers' loop or by this library's."""
 
 
 def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactness: str | None = None) -> ModelCheck:
@@ -190,7 +195,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
     found = memory.get(seen)
     if found is None:
         if installed:
-            found = _check(model, is_batch, decode)
+            found = _tried(model, is_batch, decode)
         else:
             described = {
                 "what": "check",
@@ -199,9 +204,10 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
                 "captured": why_not_captured(model, even_forbidden=True) is None,
                 "code": _code(model),
                 "exactness": exactness,
+                "by": "stand-in" if is_offloaded(model) else "model",
             }
             found = _read(
-                cached_measurement(model, described, lambda: asdict(_check(model, is_batch, decode)), use=_read)
+                cached_measurement(model, described, lambda: asdict(_tried(model, is_batch, decode)), use=_read)
             )
         for other in [key for key in memory if key[:2] == seen[:2]]:
             del memory[other]  # of a model that is no more
@@ -217,7 +223,18 @@ def _read(answer: Any) -> ModelCheck:
     return ModelCheck(**answer)
 
 
-def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
+def _tried(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
+    """What the check finds; where weights are offloaded, by a stand-in of the same code that needs none of them."""
+    if is_offloaded(model):
+        with contextlib.suppress(CannotStandIn), stand_in(model) as (other, _):
+            forbid_capture(other, "its weights are offloaded")  # nor are the model's own passes captured
+            found = _check(other, is_batch, partial(decode, other))
+            if found.refusal is None or not found.refusal.startswith(_PLAIN_FAILS):  # which may be the stand-in's fault
+                return found
+    return _check(model, is_batch, partial(decode, model))
+
+
+def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> ModelCheck:
     text = _forced_text(model, 2 if is_batch else 1)
     with _quiet(), _left_as_it_was(model):
         try:
@@ -225,7 +242,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
         except CannotDraft:
             raise
         except Exception as error:  # whatever a model's code raises
-            return ModelCheck(refusal=f"plain decoding of a few tokens fails ({_said(error)})")
+            return ModelCheck(refusal=f"{_PLAIN_FAILS} ({_said(error)})")
         plain = output.logits
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
             return ModelCheck()  # no text to speak of: there is nothing to hold against anything
@@ -253,7 +270,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
 
 
 def _difference(
-    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: Decode, in_step: bool = False
+    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText, in_step: bool = False
 ) -> str | None:
     """What parts a text decoded with drafts from plain decoding's logits, `(B, V)` per step; `None` for rounding."""
     try:
@@ -433,6 +450,7 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """
     modules: list[Any] = []
     installed: list[int] = []
+    offloaded = is_offloaded(model)
     for module in model.modules():
         modules.append(id(module))
         modules.append(type(module).forward)
@@ -440,6 +458,8 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             if hooks:
                 installed += [id(hook) for hook in hooks.values() if does_something(hook)]
         patched = module.__dict__.get("forward")
+        if patched is not None and offloaded and "_hf_hook" in module.__dict__:
+            patched = None  # accelerate's, which brings weights into memory
         if patched is not None and not hasattr(patched, "is_ours"):  # another thread's skip mode
             installed.append(id(patched))
     weights = model.get_input_embeddings().weight

@@ -1,0 +1,293 @@
+"""A model whose weights are on the disk, with memory for less than them: plain decoding and this library's, in turns.
+
+    python -m ssd_generation.benchmark.offloaded --model FOLDER [--memory 3.3] [--tokens 48] [--json]
+
+Prompts take turns, plain decoding and `self_speculative="auto"` of each, and the texts are compared. The memory is held
+back by a control group (version 1 or 2, Linux, root), in which the page cache counts: otherwise the disk would be
+memory. Where no group can be made, the weights' files are dropped from the page cache before each pass of the model
+(`posix_fadvise`). The offload folder is a new one. Before the run a process that makes the low-bit copies is killed in
+the middle (SIGKILL), so that what is measured begins with what it left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..config import SkipConfig
+from ..forward.offloaded import sources_of, streamed_bytes
+from ..forward.resident import FOLDER
+from ..generation import enable_self_speculative
+from ..support.machine import cpu_name
+from ..support.model_state import state_of
+
+__all__ = ["memory_group", "run"]
+
+PROMPTS = (
+    "# Reads a CSV file and gives the mean of each numeric column.\nimport csv\n\ndef column_means(path):\n",
+    "def merge_intervals(intervals):\n    '''Merge all overlapping intervals and return them sorted.'''\n",
+    "class LRUCache:\n    '''A cache of fixed capacity that drops what was used least recently.'''\n\n    def __init__",
+    "-- SQL: for each customer the three most expensive orders of the last year\nSELECT",
+)
+
+_KILLED_AT = 12
+"""Copies on the disk when the first process is killed."""
+
+# The name of this module is another one where it is run by `python -m`.
+_PACKAGE = SkipConfig.__module__.partition(".")[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# memory
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[Path | None]:
+    """A control group with so many bytes of memory, page cache included; `None` where none can be made."""
+    root = Path("/sys/fs/cgroup")
+    for controllers, top, name in (("memory", root / "memory", "memory.limit_in_bytes"), ("", root, "memory.max")):
+        folder = None
+        try:
+            lines = Path("/proc/self/cgroup").read_text().splitlines()
+            own = next(path for _, found, path in (line.split(":", 2) for line in lines) if found == controllers)
+            folder = top / own.lstrip("/") / f"ssd-offloaded-{os.getpid()}"
+            folder.mkdir()
+            (folder / name).write_text(str(limit))
+        except (OSError, StopIteration):
+            if folder is not None and folder.exists():
+                folder.rmdir()
+            continue
+        try:
+            yield folder
+        finally:
+            folder.rmdir()
+        return
+    yield None
+
+
+def _drop_from_page_cache(model: Any) -> None:
+    """Before each pass of a model."""
+    files = sorted({str(path) for source in sources_of(model).values() if (path := source.file()) is not None})
+
+    def drop(*_: Any) -> None:
+        for name in files:
+            descriptor = os.open(name, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+    model.register_forward_pre_hook(drop)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# in a process of its own
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype), device_map={"": "disk"}, offload_folder=options.folder
+    ).eval()
+    model.generation_config.eos_token_id = None
+    return tokenizer, enable_self_speculative(model)
+
+
+def _read_bytes() -> int:
+    """Bytes that this process has had read from a disk so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+class _Loads:
+    """Counts what accelerate loads: bytes."""
+
+    def __init__(self) -> None:
+        from accelerate.utils import OffloadedWeightsLoader
+
+        self.bytes = 0
+        original = OffloadedWeightsLoader.__getitem__
+
+        def load(loader: Any, key: str) -> Any:
+            tensor = original(loader, key)
+            self.bytes += tensor.nbytes
+            return tensor
+
+        OffloadedWeightsLoader.__getitem__ = load
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    """The run itself."""
+    torch.set_num_threads(options.threads)
+    started = time.perf_counter()
+    loads = _Loads()
+    tokenizer, model = _load(options)
+    if options.drops:
+        _drop_from_page_cache(model)
+    about = {"seconds_to_load": time.perf_counter() - started, "streamed_bytes": streamed_bytes(model)}
+    calls: list[dict[str, Any]] = []
+
+    def call(name: str, inputs: Any, tokens: int, **extra: Any) -> list[int]:
+        loaded, read, began = loads.bytes, _read_bytes(), time.perf_counter()
+        ids = model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, **extra)
+        seconds = time.perf_counter() - began
+        new: list[int] = ids[0, inputs["input_ids"].shape[1] :].tolist()
+        calls.append(
+            {
+                "method": name,
+                "seconds": seconds,
+                "tokens": len(new),
+                "loaded_bytes": loads.bytes - loaded,
+                "read_bytes": _read_bytes() - read,
+            }
+        )
+        if extra.get("self_speculative") is not None:
+            said = model.last_speculation
+            calls[-1] |= {
+                "refusal": said.refusal,
+                "drafted": said.drafted_tokens,
+                "accepted": said.accepted_tokens,
+                "rounds": said.target_passes,
+            }
+        print(json.dumps(calls[-1]), file=sys.stderr, flush=True)
+        return new
+
+    same = []
+    sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 50}
+    for place, text in enumerate((PROMPTS * options.prompts)[: options.prompts]):
+        inputs = tokenizer(text, return_tensors="pt")
+        how: dict[str, Any] = sampling if options.sample else {"do_sample": False}
+        if place == 0:  # what is made, read and measured once
+            torch.manual_seed(place)
+            call("first call", inputs, options.tokens, self_speculative="auto", **how)
+        texts = {}
+        for method in ("plain", "drafted") if place % 2 == 0 else ("drafted", "plain"):
+            torch.manual_seed(place)
+            extra = {"self_speculative": "auto"} if method == "drafted" else {}
+            texts[method] = call(method, inputs, options.tokens, **how, **extra)
+        same.append(texts["plain"] == texts["drafted"])
+    draft = state_of(model).resident
+    costs = next(iter(state_of(model).policies)).costs
+    return {
+        **about,
+        "calls": calls,
+        "same_text": same,
+        "copies": None if draft is None else {"made": draft.made, "read": draft.read, "bytes": draft.num_bytes()},
+        "costs": None if costs is None else costs.to_dict(),
+    }
+
+
+def _copy(options: argparse.Namespace) -> None:
+    """Make the copies, to be killed meanwhile."""
+    torch.set_num_threads(options.threads)
+    tokenizer, model = _load(options)
+    model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=2, self_speculative="auto")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# outside
+
+
+def _child(options: argparse.Namespace, group: Path | None, what: str) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-m", f"{_PACKAGE}.benchmark.offloaded", "--model", options.model]
+    arguments += ["--child", what, "--folder", options.folder, "--dtype", options.dtype]
+    for name in ("tokens", "prompts", "threads"):
+        arguments += [f"--{name}", str(getattr(options, name))]
+    arguments += ["--sample"] * options.sample + ["--drops"] * (group is None)
+
+    def enter() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Kill a process that makes copies, and measure in another one."""
+    with memory_group(int(options.memory * 1e9)) as group:
+        killed = _child(options, group, "copy")
+        copies = Path(options.folder) / FOLDER
+        while killed.poll() is None and len(list(copies.glob("*.safetensors"))) < _KILLED_AT:
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        left = sorted(path.name for path in copies.iterdir()) if copies.is_dir() else []
+        process = _child(options, group, "measure")
+        output, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"The run ended with {process.returncode}.")
+    measured: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return {
+        "machine": f"{cpu_name()}, {options.threads} threads, {platform.system()}",
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+        "dtype": options.dtype,
+        "memory": "control group" if group is not None else "page cache dropped before each pass",
+        "memory_bytes": int(options.memory * 1e9) if group is not None else None,
+        "left_by_the_killed": {"copies": sum(not name.startswith(".") for name in left), "files": len(left)},
+        **measured,
+    }
+
+
+def _said(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['machine']}; {found['dtype']}; " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()),
+        f"A pass brings {found['streamed_bytes'] / 1e9:.2f} GB into memory; memory: {found['memory']}"
+        + ("" if found["memory_bytes"] is None else f", {found['memory_bytes'] / 1e9:.2f} GB, page cache included"),
+        f"Left by the process that was killed: {found['left_by_the_killed']['copies']} copies. "
+        f"Then: {found['copies'] or 'none'}.",
+        "",
+        "method          tokens/s   loaded/token   read from disk/token   passes",
+    ]
+    for method in ("plain", "drafted", "first call"):
+        calls = [call for call in found["calls"] if call["method"] == method]
+        tokens, seconds = sum(c["tokens"] for c in calls), sum(c["seconds"] for c in calls)
+        loaded, read = (sum(c[key] for c in calls) / tokens / 1e9 for key in ("loaded_bytes", "read_bytes"))
+        passes = sum(c["loaded_bytes"] for c in calls) / found["streamed_bytes"]
+        lines.append(f"{method:14}{tokens / seconds:10.3f}{loaded:12.2f} GB{read:20.2f} GB{passes:9.1f}")
+    pairs = {m: sum(c["seconds"] for c in found["calls"] if c["method"] == m) for m in ("plain", "drafted")}
+    lines += ["", f"{pairs['plain'] / pairs['drafted']:.2f} times plain; same text: {found['same_text']}"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", required=True, help="a folder, or a Hub id")
+    parser.add_argument("--memory", type=float, default=3.3, help="GB (10^9 bytes) for the process and its page cache")
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each call")
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--sample", action="store_true", help="sample, by the same seed, instead of greedy search")
+    parser.add_argument("--folder", help="offload folder; by default a new one, which is taken away again")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", choices=("copy", "measure"), help=argparse.SUPPRESS)
+    parser.add_argument("--drops", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child == "copy":
+        return _copy(options)
+    if options.child == "measure":
+        return print(json.dumps(_measured(options)))
+    with tempfile.TemporaryDirectory() as folder:
+        options.folder = options.folder or folder
+        found = run(options)
+    print(json.dumps(found, indent=1) if options.json else _said(found))
+
+
+if __name__ == "__main__":
+    main()
