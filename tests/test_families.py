@@ -138,7 +138,7 @@ def test_the_page_counts_and_shows_everything() -> None:
     # One note for both, under no class's name; what ends a table's cell is escaped.
     assert "1. The model is a recurrent (stateful) model: it cannot. Families: another, llama." in text
     assert "KeyError: 'a\\|b'. Families: broken." in text
-    assert "- huge: no tiny model can be built: 9 parameters.\n" in text
+    assert "- huge (HugeForCausalLM): no tiny model can be built: 9 parameters.\n" in text
     assert text.index("| another |") < text.index("| broken |") < text.index("| fine |")
 
 
@@ -157,7 +157,7 @@ def test_a_wrong_text_ends_the_command_with_an_error(
     assert [row["family"] for row in json.loads(capsys.readouterr().out)][:2] == ["another", "broken"]
     with pytest.raises(SystemExit, match="2"):
         families.main(["--only", "llama", "no-such-model"])
-    assert "no causal language model no-such-model" in capsys.readouterr().err
+    assert "no model type no-such-model" in capsys.readouterr().err
 
 
 def test_a_child_that_dies_or_hangs_costs_its_family_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,5 +177,5 @@ def test_a_child_that_dies_or_hangs_costs_its_family_alone(monkeypatch: pytest.M
 
 
 def test_families_are_tried_in_children() -> None:
-    (row,) = families.try_families(["llama"])
+    (row,) = families.try_families([("llama", "causal")])
     assert row.untried is None and row.cells == dict.fromkeys(COLUMNS, "yes")

@@ -40,7 +40,9 @@ from transformers.models.auto.modeling_auto import (
 
 from ..config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
+from ..support.display import for_markdown
 from ..support.files import write_whole
+from ..support.messages import clipped
 from .pictures import Picture, find_picture
 
 __all__ = ["COLUMNS", "Row", "build", "known_families", "page", "prompts", "tiny_config", "try_families", "try_family"]
@@ -48,14 +50,12 @@ __all__ = ["COLUMNS", "Row", "build", "known_families", "page", "prompts", "tiny
 VOCABULARY = 96
 LAYERS = 4
 FIRST_RESERVED = 72
-"""Tokens from here on may stand for pictures and the like, by a config's say: no prompt holds them but for a picture."""
-SPECIAL_TOKENS = {
-    name: 95 - i
-    for i, name in enumerate(
-        "image_token_id image_token_index video_token_id video_token_index audio_token_id image_start_token_id "
-        "image_end_token_id vision_start_token_id vision_end_token_id video_start_token_id video_end_token_id".split()
-    )
-}
+"""Tokens from here on may stand for pictures and the like, by a config: no prompt holds them beside a picture."""
+_SPECIAL = (
+    "image_token_id image_token_index video_token_id video_token_index audio_token_id image_start_token_id "
+    "image_end_token_id vision_start_token_id vision_end_token_id video_start_token_id video_end_token_id"
+)
+SPECIAL_TOKENS = {name: VOCABULARY - 1 - place for place, name in enumerate(_SPECIAL.split())}
 
 MOST_PARAMETERS = 8_000_000
 """A model with more was not made small: nothing is allocated for it."""
@@ -75,6 +75,7 @@ _CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "image-text": MODEL_FOR
 _PACKAGE = SkipConfig.__module__.partition(".")[0]
 
 YES, WRONG = "yes", "WRONG"
+PICTURES = (YES, "in both")
 CRASHED = "crashed: "
 
 COLUMNS = {
@@ -102,8 +103,8 @@ _NAMES: list[tuple[int, str]] = [
         "index_block_size max_window_layers embed_dim out_hidden_size output_dim vision_output_dim text_hidden_size "
         "vision_hidden_size qformer_hidden_size encoder_hidden_size projection_dim projector_hidden_size "
         "output_hidden_size vision_embed_dim image_embed_dim projector_dim embedding_dim projector_input_dim "
-        "projector_output_dim mm_hidden_size downsample_hidden_size output_channels base_channels projection_hidden_size "
-        "mm_embed_dim output_proj_dims",
+        "projector_output_dim mm_hidden_size downsample_hidden_size output_channels base_channels "
+        "projection_hidden_size mm_embed_dim output_proj_dims",
     ),
     (
         _INNER,
@@ -208,7 +209,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cosmos3_edge.text_config": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
     },
-    "deepseek_ocr2.text_config": {"mlp_layer_types": ["dense", "sparse"] * (LAYERS // 2)},
+    "deepseek_ocr2.text_config": {
+        **_NO_GROUPS,
+        "mlp_layer_types": ["dense", "sparse"] * (LAYERS // 2),
+        "num_experts_per_tok": 2,
+    },
     "hunyuan_vl.text_config": {
         "head_dim": _HEAD,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]},
@@ -220,6 +225,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "minicpmv4_7": {"image_token_id": SPECIAL_TOKENS["image_token_id"]},
     "molmo2.adapter_config": {"vision_feature_layer": [-1, -2]},
     "nemotron_h_omni": {"image_token_id": SPECIAL_TOKENS["image_token_id"]},
+    "paddleocr_vl.text_config": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+    },
     "qwen2_5_omni_thinker": {"vision_start_token_id": SPECIAL_TOKENS["vision_start_token_id"]},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": SPECIAL_TOKENS["vision_start_token_id"]},
     "instructblip": {"image_token_index": SPECIAL_TOKENS["image_token_index"]},
@@ -267,7 +275,7 @@ def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
         default = parameter.default
         if name in parts:
             part = getattr(whole, name, None)
-            kind = parts[name] if part is None and name == "vision_config" else type(part)
+            kind: Any = parts[name] if part is None and name == "vision_config" else type(part)
             if part is not None or (name == "vision_config" and kind.model_type):
                 arguments[name] = kind(**_small_arguments(kind, f"{family}.{name}"))
         elif name in SIZES and isinstance(default, int) and not isinstance(default, bool):
@@ -280,9 +288,10 @@ def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
             arguments[name] = 1
         elif name == "eos_token_id":
             arguments[name] = 2
-        elif re.search("token_(id|index)$", name) and isinstance(default, int) and default >= FIRST_RESERVED:
-            reserved = SPECIAL_TOKENS.setdefault(name, VOCABULARY - 1 - len(SPECIAL_TOKENS))
-            arguments[name] = max(reserved, FIRST_RESERVED)
+        elif name in SPECIAL_TOKENS and default is not None:
+            arguments[name] = SPECIAL_TOKENS[name]
+        elif re.search("token_(id|index)$", name) and isinstance(default, int) and default >= VOCABULARY:
+            arguments[name] = FIRST_RESERVED
         elif name == "is_decoder":
             arguments[name] = True
         elif name == "tie_word_embeddings":
@@ -321,14 +330,14 @@ def tiny_config(family: str) -> Any:
     config_class = CONFIG_MAPPING[family]
     config = config_class(**_small_arguments(config_class, family))
     for part in (config, config.get_text_config(decoder=True)):
-        rope = getattr(part, "rope_parameters", None)
+        rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
         ignored = getattr(part, "ignore_keys_at_rope_validation", ())
         has_axes = rope and not any(isinstance(value, dict) for value in rope.values())
         if has_axes and (rope.get("mrope_section") or "mrope_section" in ignored):
             # Time, height and width have a share each of what is turned of a head.
             size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
             turned = int(size * rope.get("partial_rotary_factor", 1.0)) // 2
-            rope["mrope_section"] = [turned - 2 * (turned // 3), turned // 3, turned // 3]
+            rope["mrope_section"] = [turned // 3, turned // 3, turned - 2 * (turned // 3)]
     return config
 
 
@@ -435,8 +444,7 @@ def _kind(cell: str) -> str:
 
 def _short(error: BaseException | str) -> str:
     """A message in one line, cut off where it is long."""
-    text = " ".join(str(error).split()) or "no message"
-    return text if len(text) <= 500 else text[:499] + "…"
+    return clipped(" ".join(str(error).split()) or "no message", 500)
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -663,9 +671,9 @@ def try_families(families: Sequence[tuple[str, Kind]], processes: int = 2) -> It
 _INTRODUCTION = """\
 # Models
 
-Every causal language model family that transformers knows, as a tiny random model: is its text with `self_speculative=`
-that of plain `generate`? This page is written by a command, and a later transformers or another version of this library
-may give another one:
+Every family of causal language models and of image-text models that transformers knows, as a tiny random model: is its
+text with `self_speculative=` that of plain `generate`? This page is written by a command, and a later transformers or
+another version of this library may give another one:
 
 ```bash
 python -m ssd_generation.benchmark.families -o docs/models.md
@@ -673,9 +681,13 @@ python -m ssd_generation.benchmark.families -o docs/models.md
 
 A family is built from its config class with {layers} layers and sizes of a few dozen, in float32 on a CPU. That tries
 its layers, its cache and its masks, with windows and chunks of attention that are shorter than the text. It says
-nothing of speed, which trained weights decide. Multimodal models are given text alone. Models are recognised by the
-shape of their layers, not by name, and [checked](how-it-works.md#the-check-of-the-model) before they first draft;
-[limits.md](limits.md) has what does not work with any model.
+nothing of speed, which trained weights decide. Models are recognised by the shape of their layers, not by name, and
+[checked](how-it-works.md#the-check-of-the-model) before they first draft; [limits.md](limits.md) has what does not work
+with any model.
+
+Image-text models (`AutoModelForImageTextToText`) are given a prompt with a random picture in it, where pixels in one of
+the shapes that are known here make a difference to what the model says. A family that transformers has in both lists is
+in both tables; among the causal ones it is given text alone.
 
 The columns, {tokens} new tokens each:
 
@@ -704,7 +716,7 @@ def _reason(row: Row, cell: str) -> str:
 
 def _first_sentence(text: str) -> str:
     sentence = re.split(r"(?<=\w\w)\. ", text)[0]
-    return (sentence if len(sentence) <= 200 else sentence[:199] + "…").rstrip(".")
+    return clipped(sentence).rstrip(".")
 
 
 def _versions() -> str:
@@ -721,17 +733,86 @@ def page(rows: Sequence[Row]) -> str:
         rows: a row for each family, in any order.
 
     Returns:
-        The page: introduction, versions, counts, the table, its notes, and the families that could not be tried.
+        The page: introduction, versions, counts, a table for each kind of models, their notes, which prompts held no
+        picture, and the families that could not be tried.
     """
-    rows = sorted(rows, key=lambda row: row.family)
+    rows = sorted(rows, key=lambda row: (row.kind, row.family))
     tried = [row for row in rows if row.untried is None]
     notes: dict[str, list[str]] = {}
-    table = [
-        f"| family | class | {' | '.join(COLUMNS.values())} |",
-        "|---|---|" + "---|" * len(COLUMNS),
+    counts = [f"| | {' | '.join(COLUMNS.values())} |", "|---|" + "---|" * len(COLUMNS)]
+    for kind, heading in zip(KINDS, ("yes", "no (refused)", "WRONG", "crashed"), strict=True):
+        numbers = [sum(_kind(row.cells[c]) == kind for row in tried if c in row.cells) for c in COLUMNS]
+        counts.append(f"| {heading} | {' | '.join(map(str, numbers))} |")
+
+    def number_of(*columns: str, of: Sequence[Row] = tried) -> int:
+        return sum(all(row.cells.get(column) == YES for column in columns) for row in of)
+
+    known = {kind: len(known_families(kind)) for kind in KINDS_OF_MODELS}
+    asked = "" if len(rows) == sum(known.values()) else f" Only {len(rows)} were asked for."
+    refused = sum(row.count("refused") == len(COLUMNS) for row in tried)
+    shown = [row for row in tried if row.picture in PICTURES]
+    lines = [
+        _INTRODUCTION.format(layers=LAYERS, tokens=NEW_TOKENS),
+        "## Counts",
+        "",
+        f"{_versions()}. This transformers knows {known['causal']} families of causal and {known['image-text']} of "
+        f"image-text models.{asked}",
+        "",
+        f"- Tried: {len(tried)}. Not tried, since there is no tiny model of it or plain `generate` fails: "
+        f"{len(rows) - len(tried)}.",
+        f"- The same text, one prompt: {number_of('nothing', 'lookup')} with lookup; "
+        f"{number_of(*COLUMNS)} in every column.",
+        f"- The same text, a batch: {number_of('batch')}. The same text, one prompt with lookup and a batch: "
+        f"{number_of('lookup', 'batch')}.",
+        f"- With a picture in the prompt: {len(shown)} tried; the same text with lookup: "
+        f"{number_of('lookup', of=shown)}, in a batch: {number_of('batch', of=shown)}.",
+        f"- Refused in every column: {refused}.",
+        f"- Families with another text (`WRONG`): {sum(row.count(WRONG) > 0 for row in tried)}; with a crash: "
+        f"{sum(row.count('crashed') > 0 for row in tried)}.",
+        "",
+        *counts,
+        "",
+        "## Families",
+        "",
+        *_table([row for row in tried if row.kind == "causal"], notes),
+        "",
+        "## Image-text families",
+        "",
+        "**picture**: whether there was one in the prompt. In the batch it is in one row of two; `in both`: the model "
+        "wants one in each row.",
+        "",
+        *_table([row for row in tried if row.kind == "image-text"], notes),
     ]
-    for row in tried:
-        shown = []
+    if notes:
+        lines += ["", "## Notes", ""]
+        for number, (reason, families) in enumerate(notes.items(), 1):
+            lines.append(f"{number}. {for_markdown(reason)}. Families: {', '.join(families)}.")
+    without = [row for row in tried if row.kind == "image-text" and row.picture not in (*PICTURES, None)]
+    if without:
+        lines += ["", "## Without a picture", ""]
+        lines += [
+            "No shape of pixels was found for these: they were given text alone. What the last one tried said:",
+            "",
+        ]
+        lines += [f"- {row.family}: {for_markdown(_first_sentence(row.picture or ''))}." for row in without]
+    untried = [row for row in rows if row.untried is not None]
+    if untried:
+        lines += ["", "## Not tried", ""]
+        lines += [
+            f"- {row.family} ({row.name}): {for_markdown(_first_sentence(row.untried or ''))}." for row in untried
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Sequence[Row], notes: dict[str, list[str]]) -> list[str]:
+    """The lines of a table. Reasons are added to the notes, with the families that they hold for."""
+    with_picture = any(row.kind == "image-text" for row in rows)
+    headings = ["family", "class", *(["picture"] if with_picture else []), *COLUMNS.values()]
+    table = [f"| {' | '.join(headings)} |", "|---|" + "---|" * (len(headings) - 1)]
+    for row in rows:
+        shown = [row.family, row.name]
+        if with_picture:
+            shown.append(row.picture or "" if row.picture in (*PICTURES, None) else "no")
         for column in COLUMNS:
             cell = row.cells.get(column, "")
             kind = _kind(cell)
@@ -742,54 +823,8 @@ def page(rows: Sequence[Row]) -> str:
                 number = list(notes).index(_reason(row, cell)) + 1
                 cell = f"{'crashed' if kind == 'crashed' else 'no'} ({number})"
             shown.append(f"**{cell}**" if kind == WRONG else cell)
-        table.append(f"| {row.family} | {row.name} | {' | '.join(shown)} |")
-
-    counts = [f"| | {' | '.join(COLUMNS.values())} |", "|---|" + "---|" * len(COLUMNS)]
-    for kind, heading in zip(KINDS, ("yes", "no (refused)", "WRONG", "crashed"), strict=True):
-        numbers = [sum(_kind(row.cells[c]) == kind for row in tried if c in row.cells) for c in COLUMNS]
-        counts.append(f"| {heading} | {' | '.join(map(str, numbers))} |")
-
-    def number_of(*columns: str) -> int:
-        return sum(all(row.cells.get(column) == YES for column in columns) for row in tried)
-
-    known = len(known_families())
-    asked = "" if len(rows) == known else f" Only {len(rows)} were asked for."
-    refused = sum(row.count("refused") == len(COLUMNS) for row in tried)
-    lines = [
-        _INTRODUCTION.format(layers=LAYERS, tokens=NEW_TOKENS),
-        "## Counts",
-        "",
-        f"{_versions()}. This transformers knows {known} families.{asked}",
-        "",
-        f"- Tried: {len(tried)}. Not tried, since there is no tiny model of it or plain `generate` fails: "
-        f"{len(rows) - len(tried)}.",
-        f"- The same text, one prompt: {number_of('nothing', 'lookup')} with lookup; "
-        f"{number_of(*COLUMNS)} in every column.",
-        f"- The same text, a batch: {number_of('batch')}.",
-        f"- Refused in every column: {refused}.",
-        f"- Families with another text (`WRONG`): {sum(row.count(WRONG) > 0 for row in tried)}; with a crash: "
-        f"{sum(row.count('crashed') > 0 for row in tried)}.",
-        "",
-        *counts,
-        "",
-        "## Families",
-        "",
-        *table,
-    ]
-    if notes:
-        lines += ["", "## Notes", ""]
-        for number, (reason, families) in enumerate(notes.items(), 1):
-            lines.append(f"{number}. {_escaped(reason)}. Families: {', '.join(families)}.")
-    untried = [row for row in rows if row.untried is not None]
-    if untried:
-        lines += ["", "## Not tried", ""]
-        lines += [f"- {row.family}: {_escaped(_first_sentence(row.untried or ''))}." for row in untried]
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    """Text of an error, with nothing in it that Markdown would take for its own."""
-    return re.sub(r"([\[\]*|<>])", r"\\\1", text)
+        table.append(f"| {' | '.join(shown)} |")
+    return table
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -810,10 +845,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="all rows with all reasons as JSON, instead of a page")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
     arguments = parser.parse_args(words)
-    known = known_families()
-    families = known if arguments.only is None else list(dict.fromkeys(arguments.only))
-    if unknown := [family for family in families if family not in known]:
-        parser.error(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}")
+    families = [(family, kind) for kind in KINDS_OF_MODELS for family in known_families(kind)]
+    if arguments.only is not None:
+        known = {family for family, _ in families}
+        if unknown := [family for family in dict.fromkeys(arguments.only) if family not in known]:
+            parser.error(f"transformers {transformers.__version__} has no model type {', '.join(unknown)}")
+        families = [(family, kind) for family, kind in families if family in arguments.only]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         # The children read these: nothing is fetched, and what is measured of tiny models is forgotten.
@@ -822,7 +859,7 @@ def main(words: Sequence[str] | None = None) -> None:
             rows.append(row)
             wrong = " ".join(f"{key}: {cell}" for key, cell in row.cells.items() if _kind(cell) in (WRONG, "crashed"))
             print(f"{len(rows)}/{len(families)} {row.family} {wrong}".rstrip(), file=sys.stderr, flush=True)
-    rows.sort(key=lambda row: row.family)
+    rows.sort(key=lambda row: (row.kind, row.family))
     text = json.dumps([asdict(row) for row in rows], indent=2) + "\n" if arguments.json else page(rows)
     if arguments.output is None:
         print(text, end="")

@@ -136,14 +136,22 @@ def _counts(model: Any, arguments: dict[str, torch.Tensor]) -> list[int]:
     if features is not None and not _takes_anything(features):
         wanted = inspect.signature(features).parameters
         with torch.no_grad():
-            answer = features(**{name: value for name, value in arguments.items() if name in wanted or name == "image_merge_sizes"})
-        return [_rows(getattr(answer, "pooler_output", answer))]
+            answer = features(
+                **{name: value for name, value in arguments.items() if name in wanted or name == "image_merge_sizes"}
+            )
+        found = getattr(answer, "pooler_output", answer)
+        if found is not None:
+            return [_rows(found)]
     counts = []
     for config in (model.config, getattr(model.config, "vision_config", None)):
         counts += [count for name in _COUNTS if isinstance(count := getattr(config, name, None), int)]
     patches = _patches(next(value for value in arguments.values() if value.is_floating_point()), model)
     # None at all: the picture stands before the text without tokens, or is looked at across.
-    return [count for count in dict.fromkeys((*counts, patches, patches + 1, 0)) if 0 <= count <= _MOST_TOKENS]
+    return [
+        count
+        for count in dict.fromkeys((*counts, patches, patches + 1, patches // 4, patches // 16, 0))
+        if 0 <= count <= _MOST_TOKENS
+    ]
 
 
 def _taken(model: Any) -> set[str]:
@@ -185,9 +193,7 @@ def _patches(pixels: torch.Tensor, model: Any) -> int:
 def _shapes(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     """Pixel values, with the sizes and masks that go with them, in every shape that some family has."""
     config = model.config
-    vision = next(
-        (v for n in ("vision_config", "vq_config") if (v := getattr(config, n, None)) is not None), config
-    )
+    vision = next((v for n in ("vision_config", "vq_config") if (v := getattr(config, n, None)) is not None), config)
     takes = _taken(model)
     generator = torch.Generator().manual_seed(3)
 

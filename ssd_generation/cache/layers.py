@@ -176,7 +176,7 @@ class BufferedLayer(DynamicLayer):
 
 
 class FixedLayer(BufferedLayer):
-    """Keys and values of something beside the text, such as a picture that is looked at across: no pass adds to them."""
+    """Keys and values of what is not text, such as a picture that is looked at across: no pass adds to them."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing to crop: no token of the text is in it."""

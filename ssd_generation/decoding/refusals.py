@@ -57,8 +57,8 @@ def refuse_model(model: PreTrainedModel) -> None:
         refuse_empty_cache(model)
     if (inside := _decodes_inside(model)) is not None:
         raise CannotDraft(
-            f"{name} hands its decoding on to the model inside of it: call enable_self_speculative(model.{inside}), and "
-            "generate with the whole model as before. It hands `self_speculative=` on as well."
+            f"{name} hands its decoding on to the model inside of it: call enable_self_speculative(model.{inside}), "
+            "and generate with the whole model as before. It hands `self_speculative=` on as well."
         )
     if not model.can_generate():
         raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
@@ -73,7 +73,7 @@ def refuse_empty_cache(model: PreTrainedModel) -> NoReturn:
 
 
 def _decodes_inside(model: PreTrainedModel) -> str | None:
-    """The attribute of a model inside that generates in this one's place, by `generate`'s own code; `None`: none does."""
+    """The attribute of a model inside that generates in this one's place, as `generate`'s code has it; or `None`."""
     code = getattr(inspect.unwrap(type(model).generate), "__code__", None)
     names = code.co_names if code is not None else ()
     if "super" in names:
