@@ -353,7 +353,11 @@ def as_multiplied(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("activation", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("precision", "group", "products"),
-    [("int8", 0, ""), ("int8", 0, "avx512"), *(("int4", group, products) for group in (32, 64, 192) for products in ("", "avx2", "avx512"))],
+    [
+        ("int8", 0, ""),
+        ("int8", 0, "avx512"),
+        *(("int4", group, products) for group in (32, 64, 192) for products in ("", "avx2", "avx512")),
+    ],
 )
 def test_low_bit_layers(
     precision: str, group: int, products: str, activation: torch.dtype, monkeypatch: pytest.MonkeyPatch

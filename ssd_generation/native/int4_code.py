@@ -250,7 +250,7 @@ class Integers(_Digits):
     total = I32
 
     def put(self, b: Any, parts: list[Any], target: Any) -> tuple[Any, Any]:
-        """Write 32 numbers as integers from −127 to 127; gives their scale, and what digits count from times their sum."""
+        """Write 32 numbers as integers from −127 to 127; gives their scale, and `least` times their sum."""
         sizes = [self.call(b, f"llvm.fabs.v{LANES}f32", FLOATS, part) for part in parts]
         most = self.greatest(b, b.select(b.fcmp_ordered(">", *sizes), *sizes))
         nothing = b.fcmp_ordered("==", most, ir.Constant(FLOAT, 0.0))

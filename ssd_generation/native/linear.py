@@ -10,7 +10,17 @@ import torch
 from .compiler import adds_bfloat16, integer_products, registers, why_not
 from .kernels import NAMES, flags, kernel, record, run_once
 
-__all__ = ["Linear", "NativeLinear", "can_pack_int8", "native_linear", "pack_int4", "pack_int8", "takes", "unpack_int4", "unpack_int8"]
+__all__ = [
+    "Linear",
+    "NativeLinear",
+    "can_pack_int8",
+    "native_linear",
+    "pack_int4",
+    "pack_int8",
+    "takes",
+    "unpack_int4",
+    "unpack_int8",
+]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x `(…, K)` ↦ `(…, N)`."""
