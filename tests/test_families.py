@@ -79,12 +79,11 @@ def test_lookup_gives_plain_text_of_image_text_models(family: str) -> None:
         pytest.skip("this transformers does not know it")
     if family in HYBRIDS_WITH_A_PICTURE and OLDER:
         pytest.skip("this transformers keeps states otherwise")
-    columns = ["lookup"] if family in HYBRIDS_WITH_A_PICTURE else ["lookup", "batch"]
-    row = try_family(family, columns, "image-text")
+    row = try_family(family, ["lookup"], "image-text")
     if (row.untried is not None or row.picture not in families.PICTURES) and OLDER:
         pytest.skip(f"this transformers has another config of it ({row.untried or row.picture})")
     assert row.untried is None
-    assert row.cells == dict.fromkeys(columns, "yes")
+    assert row.cells == {"lookup": "yes"}
     assert row.drafted["lookup"] > 0
     assert (row.picture in families.PICTURES) == (family not in WITH_TEXT_ALONE)
 
@@ -94,7 +93,7 @@ def test_the_list_does_not_shrink() -> None:
     assert len(set(HYBRIDS)) == len(HYBRIDS) >= 19
     assert len(set(WITH_A_PICTURE)) == len(WITH_A_PICTURE) >= 56
     assert len(set(HYBRIDS_WITH_A_PICTURE)) == len(HYBRIDS_WITH_A_PICTURE) >= 8
-    # One prompt and a batch, those in both lists of transformers counted once.
+    # Those in both lists of transformers counted once.
     assert len({*LOSSLESS, *WITH_A_PICTURE, *WITH_TEXT_ALONE}) >= 190
 
 
