@@ -35,8 +35,26 @@ _HYBRIDS = """
 bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe
 qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text zamba zamba2 zaya
 """
+# Image-text models, with a picture in the prompt; and those for which no shape of pixels is known, with text alone.
+_WITH_A_PICTURE = """
+aria aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid
+ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma4 git glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling
+hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 llava
+llava_next llava_next_video llava_onevision minimax_m3_vl mistral3 mistral_large4 ovis2 paddleocr_vl paligemma
+pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
+shieldgemma2 smolvlm step3p7 video_llama_3 video_llava vipllava mllama
+"""
+_WITH_TEXT_ALONE = """
+chameleon deepseek_ocr2 gemma4_unified kosmos-2.5 mistral4 molmo2 muse_glimmer
+"""
+_HYBRIDS_WITH_A_PICTURE = """
+glm5_next minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni qwen3_5 qwen3_5_moe qwen4_exp
+"""
 LOSSLESS = _LOSSLESS.split()
 HYBRIDS = _HYBRIDS.split()
+WITH_A_PICTURE = _WITH_A_PICTURE.split()
+WITH_TEXT_ALONE = _WITH_TEXT_ALONE.split()
+HYBRIDS_WITH_A_PICTURE = _HYBRIDS_WITH_A_PICTURE.split()
 TABLE_MADE_WITH = Version("5.23")
 OLDER = Version(transformers.__version__) < TABLE_MADE_WITH
 
@@ -55,9 +73,28 @@ def test_lookup_gives_plain_text(family: str) -> None:
     assert row.drafted["lookup"] > 0
 
 
+@pytest.mark.parametrize("family", [*WITH_A_PICTURE, *WITH_TEXT_ALONE, *HYBRIDS_WITH_A_PICTURE])
+def test_lookup_gives_plain_text_of_image_text_models(family: str) -> None:
+    if family not in known_families("image-text"):
+        pytest.skip("this transformers does not know it")
+    if family in HYBRIDS_WITH_A_PICTURE and OLDER:
+        pytest.skip("this transformers keeps states otherwise")
+    row = try_family(family, ["lookup"], "image-text")
+    if (row.untried is not None or row.picture not in families.PICTURES) and OLDER:
+        pytest.skip(f"this transformers has another config of it ({row.untried or row.picture})")
+    assert row.untried is None
+    assert row.cells == {"lookup": "yes"}
+    assert row.drafted["lookup"] > 0
+    assert (row.picture in families.PICTURES) == (family not in WITH_TEXT_ALONE)
+
+
 def test_the_list_does_not_shrink() -> None:
     assert len(set(LOSSLESS)) == len(LOSSLESS) >= 143
     assert len(set(HYBRIDS)) == len(HYBRIDS) >= 19
+    assert len(set(WITH_A_PICTURE)) == len(WITH_A_PICTURE) >= 56
+    assert len(set(HYBRIDS_WITH_A_PICTURE)) == len(HYBRIDS_WITH_A_PICTURE) >= 8
+    # Those in both lists of transformers counted once.
+    assert len({*LOSSLESS, *WITH_A_PICTURE, *WITH_TEXT_ALONE}) >= 190
 
 
 def test_low_bits_draft_where_a_layer_was_never_filled() -> None:

@@ -92,6 +92,12 @@ def test_not_several_at_once(number: int) -> None:
             assert statistics.refusal and statistics.new_tokens == [24, 24, 24]
 
 
+def test_a_model_without_a_cache_is_told_by_that() -> None:
+    model = enable_self_speculative(odd_model(NOT_SEVERAL_AT_ONCE["openai-gpt"]))
+    with pytest.warns(UserWarning, match="keeps no KV cache"):
+        model.generate(**SINGLE, **GREEDY, max_new_tokens=4, self_speculative=DRAFTS["lookup"])
+
+
 def test_refused_where_nothing_but_drafting_was_asked_for() -> None:
     from ssd_generation.search.profile import measure_profile
 

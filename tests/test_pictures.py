@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from ssd_generation import LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark.families import build, prompts
@@ -21,6 +23,8 @@ FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "idefics3", "smolvlm"]
 WITH_AXES = ["qwen2_5_vl", "qwen3_vl"]
 ACROSS = "mllama"
 """Looks at pictures by attention across, whose cache layers hold no text."""
+
+OLDER = Version(transformers.__version__) < Version("5.23")
 
 _TOLD: dict[str, Any] = {
     "costs": Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)]),
@@ -41,6 +45,8 @@ SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0}
 
 @cache
 def model_of(family: str) -> Any:
+    if family == ACROSS and OLDER:
+        pytest.skip("a tiny model of this transformers says the same of any picture")
     return build(family, "image-text")
 
 

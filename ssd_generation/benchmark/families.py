@@ -238,6 +238,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 EXCEPTIONS["cohere_compass.text_config"] = EXCEPTIONS["cohere_compass_text"]
 for _name in ("qwen2_5_vl", "qwen2_5_omni_thinker", "exaone4_5", "hyperclovax_vision_v2"):
     EXCEPTIONS[f"{_name}.vision_config"] = {"window_size": 32}
+for _name in ("cosmos3_omni", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe"):
+    EXCEPTIONS[f"{_name}.vision_config"] = {"deepstack_visual_indexes": [0, 2]}
 for _name in ("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"):
     EXCEPTIONS[_name] = {"image_grid_pinpoints": [[32, 32], [32, 64]]}
 for _name in ("dots3_note.text_config", "dots3_note_text"):
@@ -751,6 +753,7 @@ def page(rows: Sequence[Row]) -> str:
     asked = "" if len(rows) == sum(known.values()) else f" Only {len(rows)} were asked for."
     refused = sum(row.count("refused") == len(COLUMNS) for row in tried)
     shown = [row for row in tried if row.picture in PICTURES]
+    lossless = {(row.family, row.name) for row in tried if row.cells.get("lookup") == row.cells.get("batch") == YES}
     lines = [
         _INTRODUCTION.format(layers=LAYERS, tokens=NEW_TOKENS),
         "## Counts",
@@ -762,8 +765,8 @@ def page(rows: Sequence[Row]) -> str:
         f"{len(rows) - len(tried)}.",
         f"- The same text, one prompt: {number_of('nothing', 'lookup')} with lookup; "
         f"{number_of(*COLUMNS)} in every column.",
-        f"- The same text, a batch: {number_of('batch')}. The same text, one prompt with lookup and a batch: "
-        f"{number_of('lookup', 'batch')}.",
+        f"- The same text, a batch: {number_of('batch')}.",
+        f"- The same text, one prompt and a batch, a class that is in both lists counted once: {len(lossless)}.",
         f"- With a picture in the prompt: {len(shown)} tried; the same text with lookup: "
         f"{number_of('lookup', of=shown)}, in a batch: {number_of('batch', of=shown)}.",
         f"- Refused in every column: {refused}.",
@@ -790,11 +793,9 @@ def page(rows: Sequence[Row]) -> str:
     without = [row for row in tried if row.kind == "image-text" and row.picture not in (*PICTURES, None)]
     if without:
         lines += ["", "## Without a picture", ""]
-        lines += [
-            "No shape of pixels was found for these: they were given text alone. What the last one tried said:",
-            "",
-        ]
-        lines += [f"- {row.family}: {for_markdown(_first_sentence(row.picture or ''))}." for row in without]
+        lines.append(
+            f"Given text alone, since no shape of pixels is known here: {', '.join(row.family for row in without)}."
+        )
     untried = [row for row in rows if row.untried is not None]
     if untried:
         lines += ["", "## Not tried", ""]

@@ -235,7 +235,7 @@ def _shapes(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     if "high_res_pixel_values" in takes:
         asked["high_res_pixel_values"] = pixels(1, channels, size, size)
     if "image_grid_hw" in takes:
-        side = 2 * size // patch // 2
+        side = size // patch
         yield {
             "pixel_values": pixels(side * side, channels * patch**2),
             "image_grid_hw": torch.tensor([[side, side]]),

@@ -30,7 +30,6 @@ from .choice import IMPOSSIBLE, Choice, SampledChoice
 from .outputs import SelfSpeculativeOutput, StepOutputs
 from .processors import Processors
 from .random_use import is_foreign, no_draws
-from .refusals import refuse_empty_cache
 from .rotary import RotarySwitch
 from .rows import Limits, Rows
 from .statistics import SpeculationStatistics
@@ -245,8 +244,6 @@ class DecodingLoop:
         shapes = {key: value.shape for key, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
         kwargs = model._update_model_kwargs_for_generation(answer, model_kwargs, is_encoder_decoder=False)
         cache = kwargs.pop("past_key_values")
-        if int(cache.get_seq_length()) == 0:
-            refuse_empty_cache(model)
         add_buffers(cache)  # a cache that was made without a config has got its layers just now
         trim_windows(cache)
         kwargs.pop("inputs_embeds", None)

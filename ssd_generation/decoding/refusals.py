@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn
+from typing import Any
 
 import transformers
 from packaging.version import Version
@@ -15,10 +15,10 @@ from transformers.generation.logits_process import SynthIDTextWatermarkLogitsPro
 from ..cache.recurrent import is_known, keeps_states
 
 __all__ = [
+    "NO_CACHE",
     "CannotDraft",
     "refuse_beforehand",
     "refuse_cache",
-    "refuse_empty_cache",
     "refuse_model",
     "refuse_processors",
     "refuse_what_cannot_be",
@@ -28,6 +28,11 @@ __all__ = [
 class CannotDraft(ValueError):
     """What self-speculative decoding cannot do, with this model or beside what else was asked for."""
 
+
+NO_CACHE = (
+    "keeps no KV cache: each of its passes computes the whole text anew, so that there is nothing to verify drafted "
+    "tokens behind"
+)
 
 _TOO_NEW = "5.24"
 """From here on transformers calls the KV cache otherwise, in arguments and outputs of all models."""
@@ -54,22 +59,14 @@ def refuse_model(model: PreTrainedModel) -> None:
         and "cache_params" not in parameters
         and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     ):
-        refuse_empty_cache(model)
+        raise CannotDraft(f"{name} {NO_CACHE}.")
+    if not model.can_generate():
+        raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
     if (inside := _decodes_inside(model)) is not None:
         raise CannotDraft(
             f"{name} hands its decoding on to the model inside of it: call enable_self_speculative(model.{inside}), "
             "and generate with the whole model as before. It hands `self_speculative=` on as well."
         )
-    if not model.can_generate():
-        raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
-
-
-def refuse_empty_cache(model: PreTrainedModel) -> NoReturn:
-    """Raise `CannotDraft` for a model that leaves nothing in the cache that it is given."""
-    raise CannotDraft(
-        f"{type(model).__name__} keeps no KV cache: each of its passes computes the whole text anew, so that there is "
-        "nothing to verify drafted tokens behind."
-    )
 
 
 def _decodes_inside(model: PreTrainedModel) -> str | None:

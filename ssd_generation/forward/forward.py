@@ -67,6 +67,7 @@ class Context:
             behind the prompt, and the dimension of the tokens.
         limit: slots that the text may come to.
         checkpoint: of a cache with recurrent states: where they can be put back to.
+        has_been_passed: whether the model's own code has run a pass behind the prompt.
         is_as_flat: whether a captured pass, which knows neither axes of positions nor further arguments, was found to
             compute what the model does with them here; `None`: not tried yet.
     """
@@ -79,6 +80,7 @@ class Context:
     columns: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     limit: int = 0
     checkpoint: Checkpoint | None = None
+    has_been_passed: bool = False
     is_as_flat: bool | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +91,6 @@ class Context:
         axes = None if self._is_flat or self.positions is None else self.positions[1:, ..., -1]
         self._may_be_flat = is_unmasked and (axes is None or bool((axes == axes[:1]).all()))
         self._ahead: int | None = None
-        self.has_been_passed = False
         self.draft_arguments = {key: value for key, value in self.arguments.items() if key not in _NOT_FOR_DRAFTS}
         self._has_tensors = any(isinstance(value, torch.Tensor) for value in self.arguments.values())
         draft_tensors = any(isinstance(value, torch.Tensor) for value in self.draft_arguments.values())
@@ -253,13 +254,13 @@ class Forward:
             self._replayed.note_eager(self._replayed.replays.seconds_of(run))
         else:
             run()
-        if lengths is not None:
-            context.has_been_passed = True
-            fix_unwritten(context.cache, lengths)
         if (cache := outputs.get("past_key_values")) is not None and cache is not context.cache:
             # phi3 starts a new cache where its long-context rotary embedding sets in.
             add_buffers(cache)
             context.cache = cache
+        elif lengths is not None:
+            context.has_been_passed = True
+            fix_unwritten(context.cache, lengths)
         if played is not None:
             context.is_as_flat = agree(played, outputs.logits[:, -count:])
             if context.is_as_flat and was_bitwise:

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
-from ..decoding.refusals import CannotDraft
+from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
 from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
@@ -243,6 +243,8 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
             raise
         except Exception as error:  # whatever a model's code raises
             return ModelCheck(refusal=f"{_PLAIN_FAILS} ({_said(error)})")
+        if isinstance(output.past_key_values, Cache) and output.past_key_values.get_seq_length() == 0:
+            return ModelCheck(refusal=f"it {NO_CACHE}")
         plain = output.logits
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
             return ModelCheck()  # no text to speak of: there is nothing to hold against anything
@@ -358,19 +360,26 @@ def _quiet() -> Iterator[None]:
             each.setLevel(level)
 
 
+_LEFT = (type(None), bool, int, float, str, tuple, torch.Tensor)
+
+
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts back what calls leave on a model for the next one: where text goes on behind a picture (`rope_deltas`)."""
-
-    def left(module: nn.Module) -> dict[str, Any]:
-        return {key: value for key, value in vars(module).items() if value is None or isinstance(value, torch.Tensor)}
-
-    before = [(module, found) for module in model.modules() if (found := left(module))]
+    """Puts back what calls leave on a model for the next one, such as where text goes on behind a picture."""
+    before = [
+        (
+            module,
+            {key: value for key, value in vars(module).items() if isinstance(value, _LEFT)},
+            module._buffers.copy(),
+        )
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
-        for module, found in before:
-            vars(module).update(found)
+        for module, attributes, buffers in before:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
 
 
 def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
