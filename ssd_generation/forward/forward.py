@@ -24,6 +24,7 @@ from ..config import SelfSpeculativeConfig
 from .invariant import Invariant
 from .passes import CapturedPasses, captured_target, draft_of
 from .replayed import ReplayedPasses, replayed_draft, replayed_target
+from .row_by_row import row_by_row
 from .skip_mode import SkipMode
 from .sublayers import input_device
 
@@ -229,7 +230,8 @@ class Forward:
 
         def run() -> None:
             nonlocal outputs
-            outputs = self.model(**inputs, return_dict=True)
+            with row_by_row(self.model, len(tokens)) if count > 1 and whole is None else nullcontext():
+                outputs = self.model(**inputs, return_dict=True)
 
         if replays and self._replayed is not None:
             self._replayed.note_eager(self._replayed.replays.seconds_of(run))

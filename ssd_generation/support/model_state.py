@@ -22,12 +22,15 @@ class ModelState:
         layout: its attention and MLP sub-layers (forward/sublayers.py).
         low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
+        unread: of classes of linear layers, why their weights cannot be had, or `None` (forward/low_bit.py).
         captured_targets: captured passes of the whole model, by the kernel that keeps their bits the same
             (forward/passes.py).
         captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
         replayed: passes that are replayed at fixed addresses, by skip set, `None` for the whole model
             (forward/replayed.py).
         replays, arena: how they are run again, and the keys and values that they read and write (forward/replayed.py).
+        row_by_row: what is done for each token by itself in passes of the model's own code, as the check of the model
+            found it to be needed, for a single text and for a batch (forward/row_by_row.py).
         capture_refusal: why no pass may be captured, as the check of the model found (forward/capturable.py).
         measurements: what was measured of it, by a fingerprint (support/measurements.py).
         has_noisy_measurements: whether some of that was measured while the machine was busy.
@@ -48,6 +51,7 @@ class ModelState:
         self.checks: dict[Any, Any] = {}
         self.judging_refusal: tuple[str | None, ...] = ()
         self.capture_refusal: str | None = None
+        self.row_by_row: dict[bool, str | None] = {}
         self.drop()
 
     def drop(self) -> None:
@@ -67,6 +71,7 @@ class ModelState:
         """Free the low-bit copies."""
         self.low_bit_copies: dict[Any, Any] = {}
         self.low_bit_drafts: dict[Any, Any] = {}
+        self.unread: dict[Any, str | None] = {}
 
 
 _STATES: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()

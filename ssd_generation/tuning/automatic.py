@@ -12,11 +12,13 @@ from transformers.utils import logging as hf_logging
 
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.cost_aware import CostAwarePolicy
+from ..forward.linears import is_plain_linear, linears
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.passes import skip_mode_of
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
 from ..support.model_state import state_of
+from ..support.tensors import stored_bytes
 from .costs import costs_of
 from .measuring import describe_model
 from .speedup import theoretical_speedup
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DRAFT_MEMORY",
     "DRAFT_MEMORY_OF_HALF",
+    "DRAFT_MEMORY_OF_QUANTISED",
     "AutomaticChoice",
     "automatic_choice",
     "automatic_config",
@@ -37,8 +40,9 @@ __all__ = [
 
 DRAFT_MEMORY = 0.3
 DRAFT_MEMORY_OF_HALF = 0.35
-"""Shares of the weights' bytes that low-bit copies may take by default: of float32 weights, and of those of 16 bits, of
-which a copy in 4 bits takes somewhat more."""
+DRAFT_MEMORY_OF_QUANTISED = 0.65
+"""Shares of the weights' bytes that low-bit copies may take by default: of float32 weights, of those of 16 bits, of
+which a copy in 4 bits takes somewhat more, and of those that are quantised: a copy in 4 bits of weights in 8."""
 
 _SPEEDUP = Number(0, 1e6)
 _SHARE_OF_WEIGHTS = Number(0, 100, "a share of the weights' bytes", "0 allows no copies.")
@@ -98,11 +102,13 @@ class AutomaticChoice:
 
 def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's weights."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(map(stored_bytes, model.parameters()))
 
 
 def usual_budget(model: torch.nn.Module) -> float:
     """The share of a model's weights' bytes that low-bit copies may take unless something else is asked for."""
+    if any(not is_plain_linear(module) for module in linears(model)):
+        return DRAFT_MEMORY_OF_QUANTISED
     bits = [p.element_size() for p in model.parameters() if p.is_floating_point()]
     return DRAFT_MEMORY_OF_HALF if bits and max(bits) <= 2 else DRAFT_MEMORY
 

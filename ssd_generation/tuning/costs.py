@@ -22,6 +22,7 @@ from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
 from ..support.parallel import broadcast
 from ..support.tensors import argmax
+from ..support.model_state import state_of
 from ..support.timing import Stopwatch
 from .exactness import invariant_of
 from .measuring import describe_machine, describe_model, time_in_turns
@@ -245,6 +246,8 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
     """
     invariant = _invariant(model, config)
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
+    if (how := state_of(model).row_by_row.get(False)) is not None:
+        shape["row by row"] = how
 
     def put_together(verify: Any, ratio: Any) -> Costs:
         # From the disk, where anything may stand.
