@@ -48,7 +48,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether it is torch's own layer, with weights that are floating point numbers at an address."""
-    return type(module) is nn.Linear and is_plain(module.weight) and module.weight.is_floating_point()
+    weight = getattr(module, "weight", None) if type(module) is nn.Linear else None  # some bring it later
+    return weight is not None and is_plain(weight) and weight.is_floating_point()
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
@@ -154,7 +155,10 @@ def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
 
 
 def rounds_activations(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a layer rounds what comes in to so few bits that the small beside the large is lost.
+    """Whether a layer rounds what comes in to fewer bits than it has.
+
+    To a smaller type of floating point numbers, in which the last bits of float32 are lost, or to integers, in which
+    the small beside the large is.
 
     Args:
         module: a linear layer of any make.
@@ -165,11 +169,15 @@ def rounds_activations(module: nn.Module, dtype: torch.dtype) -> bool:
     """
     columns, _ = features(module) or (0, 0)
     generator = torch.Generator().manual_seed(0)
-    small = (torch.rand((1, columns), generator=generator) - 0.5) * 0.005
+    noise = torch.rand((1, columns), generator=generator) - 0.5
+    even = noise.sign() * 1.5  # a number of all types
+    large, small = torch.zeros_like(noise), noise * 0.005
+    large[0, 0], small[0, 0] = 1, 1
+    pairs = [(large, small)]
+    if dtype is torch.float32:
+        pairs.append((even, even * (1 + 1e-5 * noise)))
     with torch.inference_mode():
-        large = torch.zeros_like(small)
-        large[0, 0], small[0, 0] = 1, 1
-        return torch.equal(module(large.to(dtype)), module(small.to(dtype)))
+        return any(torch.equal(module(one.to(dtype)), module(other.to(dtype))) for one, other in pairs)
 
 
 def mixes_rows(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -205,7 +213,7 @@ def _said_by_itself(module: nn.Module, rows: int, columns: int) -> Iterator[torc
         if method is None or method is torch.Tensor.dequantize:
             continue
         try:
-            weight = owner.dequantize()  # type: ignore[union-attr]
+            weight = method(owner)
         except Exception:  # of whatever make
             continue
         if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.is_floating_point():

@@ -314,7 +314,7 @@ def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:
             known[kind] = None
         except CannotRead as error:
             known[kind] = str(error)
-    return known[kind]  # type: ignore[no-any-return]
+    return known[kind]
 
 
 class LowBitCopies:

@@ -12,6 +12,10 @@ from .forks import ForkSafeRLock
 __all__ = ["ModelState", "state_of"]
 
 
+_MOST_WEIGHTS = 16
+"""Sets of weights, as adapters are switched, of which what was learnt is kept."""
+
+
 class ModelState:
     """What the library knows about one model, for as long as the model lives. Nothing of it is on the model itself.
 
@@ -38,8 +42,8 @@ class ModelState:
         checks: what the check of the model found, by layout (tuning/model_check.py).
         judging_refusal: a reason why drafts cannot be judged on a text, or `None`, in a tuple; empty while not tried
             (tuning/acceptance.py).
-        policies: draft-length policies with what they have learnt, by config (generation.py).
-        refinements: drafts that better themselves, by config (generation.py).
+        policies: draft-length policies with what they have learnt of the weights in use, by config (generation.py).
+        refinements: drafts that better themselves, by config, of the weights in use as well (generation.py).
         warnings: warnings that were given once (generation.py).
     """
 
@@ -65,7 +69,21 @@ class ModelState:
         self.arena: Any = None
         self.policies: dict[Any, Any] = {}
         self.refinements: dict[Any, Any] = {}
+        self._learnt: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = {}
         self.warnings: set[str] = set()
+
+    def learn_of(self, weights: Any) -> None:
+        """Go on with what was learnt of these weights (with the adapters in use); of new ones nothing was.
+
+        Args:
+            weights: what tells them apart.
+        """
+        found = ({}, {}) if self._learnt else (self.policies, self.refinements)
+        found = self._learnt.pop(weights, found)
+        self._learnt[weights] = found
+        while len(self._learnt) > _MOST_WEIGHTS:
+            del self._learnt[next(iter(self._learnt))]
+        self.policies, self.refinements = found
 
     def drop_copies(self) -> None:
         """Free the low-bit copies."""

@@ -12,6 +12,7 @@ from transformers.utils import logging as hf_logging
 
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.cost_aware import CostAwarePolicy
+from ..forward.adapters import numbers_of
 from ..forward.linears import is_plain_linear, linears
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.passes import skip_mode_of
@@ -177,7 +178,8 @@ def automatic_choice(
         "name": getattr(model.config, "_name_or_path", None),
         **describe_model(model),
         "names": names,
-        "format": 4,
+        "numbers": numbers_of(model),
+        "format": 5,
     }
 
     def chosen(choice: Any) -> AutomaticChoice:

@@ -20,9 +20,9 @@ from ..forward.invariant import Invariant
 from ..forward.sublayers import input_device
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
+from ..support.model_state import state_of
 from ..support.parallel import broadcast
 from ..support.tensors import argmax
-from ..support.model_state import state_of
 from ..support.timing import Stopwatch
 from .exactness import invariant_of
 from .measuring import describe_machine, describe_model, time_in_turns

@@ -104,7 +104,13 @@ def describe_adapters(model: PreTrainedModel) -> dict[str, Any] | None:
         if (names := getattr(module, "active_adapters", None)) is not None and not callable(names)
     }
     disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
-    return {"names": sorted(map(str, adapters)), "active": sorted(active), "disabled": disabled}
+    merged = {str(name) for module in model.modules() for name in getattr(module, "merged_adapters", ())}
+    return {
+        "names": sorted(map(str, adapters)),
+        "active": sorted(active),
+        "disabled": disabled,
+        "merged": sorted(merged),
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
