@@ -36,6 +36,7 @@ from .drafting.cost_aware import CostAwarePolicy
 from .drafting.draft_length import DraftPolicy
 from .drafting.drafter import CheckedDrafter, Drafter
 from .drafting.policies import make_policy
+from .forward.adapters import weights_in_use
 from .forward.forward import Forward
 from .forward.offloaded import is_offloaded, why_unreadable
 from .forward.sublayers import input_device, layout_of
@@ -173,6 +174,7 @@ class SelfSpeculativeMixin:
             request = _stored(model, generation_config) if self_speculative is True else self_speculative
 
             drafter = request if isinstance(request, Drafter) else None
+            state_of(model).learn_of(weights_in_use(model))
 
             def resolved() -> SelfSpeculativeConfig | None:
                 if drafter is not None and draft_memory is None:

@@ -293,14 +293,18 @@ def test_attention_is_laid_out_as_when_it_is_played_back(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
 ) -> None:
     # A view that several tokens' attention cannot be given fails while recording, not in the middle of a text.
-    original = capture._own_attention
+    original = capture.own_attention
 
-    def viewing(function: Callable[..., Any]) -> Any:
+    def viewing(make: Callable[..., Any], has_masks: bool) -> Any:
+        function = make(None)
         return original(
-            lambda *args, **kwargs: (lambda out, w: (out.view(*out.shape[:2], -1), w))(*function(*args, **kwargs))
+            lambda _: (
+                lambda *args, **kwargs: (lambda out, w: (out.view(*out.shape[:2], -1), w))(*function(*args, **kwargs))
+            ),
+            has_masks,
         )
 
-    monkeypatch.setattr(capture, "_own_attention", viewing)
+    monkeypatch.setattr(capture, "own_attention", viewing)
     passes = CapturedPasses(model)
     assert passes.program(1) is not None and passes.program(5) is None
 
@@ -595,14 +599,14 @@ def test_two_threads_that_record() -> None:
     found: list[Any] = []
 
     def second() -> None:
-        with capture._own_attention(lambda *args: "the second one's"):
+        with capture.own_attention(lambda _: lambda *args: "the second one's", has_masks=False):
             first_left.wait(60)
             found.append(functions["sdpa"]())
             done.set()
             leave.wait(60)
 
     # The first runs in this thread, so that this thread's attention can be asked for afterwards.
-    with capture._own_attention(lambda *args: "the first one's"):
+    with capture.own_attention(lambda _: lambda *args: "the first one's", has_masks=False):
         other_thread = threading.Thread(target=second)
         other_thread.start()
         other_thread.join(0.1)  # it has come as far as it can

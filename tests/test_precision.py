@@ -195,7 +195,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "group", "shape", "message"), REFUSED)
 def test_shapes(name: str, group: int, shape: tuple[int, int], message: str | None) -> None:
     weight = torch.randn(shape)
-    assert refused_shape(weight, name, group) == (None if message is None else f"its {message}")
+    assert refused_shape(*shape, name, group) == (None if message is None else f"its {message}")
     if message is None:
         wanted = functional.linear(torch.ones(shape[1]), weight)
         got = LowBitCopy([(weight, None)], name, group).whole(torch.ones(1, shape[1])).squeeze(0)

@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from ..cache.layers import add_buffers, reaches_back, trim_windows
 from ..cache.recurrent import Checkpoint
 from ..drafting.drafter import Draft, Drafter
+from ..forward.adapters import AdapterWatch
 from ..forward.forward import Context, Forward
 from ..forward.prompt_mode import prompt_mode
 from ..native.waiting import ThreadsAtWork
@@ -141,6 +142,14 @@ def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
     return frozenset(number for end in ends for number in torch.as_tensor(end).flatten().tolist())
 
 
+def _adapters_changed(when: str) -> RuntimeError:
+    return RuntimeError(
+        f"The adapters of the model, or their weights, were changed in the middle of a call: {when}. Tokens that were "
+        "verified with those of before cannot be told from others: change adapters between calls, or generate without "
+        "`self_speculative`."
+    )
+
+
 class DecodingLoop:
     """One call of the decoding loop.
 
@@ -165,6 +174,7 @@ class DecodingLoop:
         # Under sampling: what of the user's sees each token, and must not draw random numbers.
         users = (*request.criteria, *(() if request.streamer is None else (request.streamer,)))
         self._watched = [user for user in users if is_foreign(user)] if request.generation_config.do_sample else []
+        self._adapters: Any = None
         self._ends = KnownEnds.of(request.criteria)
         self.statistics = SpeculationStatistics()
         self.drafting = Stopwatch(forward.device)
@@ -195,6 +205,7 @@ class DecodingLoop:
         sampled = bool(request.generation_config.do_sample)
         choice = SampledChoice(batch, input_ids.device) if sampled else Choice()
         rows: Rows | None = None
+        self._adapters = AdapterWatch(self.forward.model)
         try:
             with ThreadsAtWork(self.forward.device) as threads:
                 rows = self._read_prompt(input_ids, model_kwargs, outputs, choice)
@@ -283,6 +294,8 @@ class DecodingLoop:
         self.drafting.start()
         draft = self.drafter.propose(rows, limits) if max(limits) > 0 else Draft.none(rows.batch)
         self.drafting.stop()
+        if self._adapters.has_changed():
+            raise _adapters_changed("while a draft was made, by a logits processor or another thread")
 
         # Verify: one pass of the target over the pending token and the drafted ones.
         self.verifying.start()
@@ -366,6 +379,10 @@ class DecodingLoop:
         Returns:
             Whether to go on.
         """
+        if self._adapters.has_changed():
+            if max(rows.lengths) > rows.columns + 1:
+                raise _adapters_changed("while tokens were verified, by a logits processor or another thread")
+            self.forward.renew()
         rows.rest_known_ends()
         while rows.take_step():
             for row, is_finished in enumerate(rows.finished):
@@ -380,6 +397,15 @@ class DecodingLoop:
                     outputs.drop(row)
             if all(rows.finished):
                 return False
+            if self._adapters.has_changed():
+                # By a streamer or a criterion: what was verified beyond this token was so with those of before.
+                if not rows.take_back_ahead():
+                    raise _adapters_changed(
+                        f"after {rows.committed} new tokens, by a streamer or a stopping criterion. That can be "
+                        "followed in a single text, where no recurrent states are kept and windows reach back"
+                    )
+                outputs.take_back()
+                self.forward.renew()
         return True
 
     def _is_done(self, rows: Rows, outputs: StepOutputs) -> list[bool]:

@@ -119,6 +119,11 @@ class StepOutputs:
         if self.hidden_states is not None:
             self.hidden_states += (_joined(records, "hidden_states"),)
 
+    def take_back(self) -> None:
+        """Nothing but what is committed is known any more."""
+        for waiting in self._waiting:
+            waiting.clear()
+
     def drop(self, row: int) -> None:
         """A row has ended: what it holds behind its end is no part of the text."""
         self._waiting[row].clear()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.layers import BufferedLayer, BufferedSlidingLayer, move_rows
+from ..cache.layers import BufferedLayer, BufferedSlidingLayer, move_rows, reaches_back
 from ..cache.recurrent import MOST_OWED, REACH
 from ..forward.forward import Context
 from .choice import Choice
@@ -341,6 +341,29 @@ class Rows:
             if self.limits.stops_at_eos:
                 self.last_columns[row] = self.prompt_length + self.committed - 1
         return ended
+
+    def take_back_ahead(self) -> bool:
+        """Take all out that is not committed yet, so that it is decoded anew; `False` where that cannot be done.
+
+        It cannot be of a batch, of recurrent states, and of a window that no longer reaches back so far.
+        """
+        context, ahead = self.context, max(self.lengths) - self.columns
+        if context.checkpoint is not None:
+            return False
+        if ahead <= 0:
+            return True
+        if self.batch > 1 or not reaches_back(context.cache, ahead):
+            return False
+        del self._generated[0][-ahead:]
+        self._unwritten = max(self._unwritten - ahead, 0)
+        self.lengths = [self.columns]
+        move_rows(context.cache, [0], context.length - ahead)
+        context.length -= ahead
+        if context.mask is not None:
+            context.mask = context.mask[:, : context.length + 1]
+        if context.positions is not None:
+            context.positions = context.positions - ahead
+        return True
 
     def rest_known_ends(self) -> None:
         """Let rows rest that have their end behind the committed steps already, while others catch up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,8 @@ from torch.nn.modules import module as global_hooks
 
 from ..cache.recurrent import has_states
 from ..support.model_state import state_of
-from .low_bit import is_plain
+from ..support.tensors import address_of
+from .linears import is_plain
 from .replay import KINDS
 
 if TYPE_CHECKING:
@@ -28,16 +30,19 @@ def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
     state_of(model).capture_refusal = reason
 
 
-def why_not_captured(model: PreTrainedModel, even_forbidden: bool = False) -> str | None:
+def why_not_captured(
+    model: PreTrainedModel, even_forbidden: bool = False, replaced: Collection[int] = ()
+) -> str | None:
     """Why passes of this model are not captured; `None` where they may be.
 
     Args:
         model: the target model.
         even_forbidden: do not count what `forbid_capture` said.
+        replaced: ids of modules that something else stands for in the passes, so that their make does not matter.
     """
     if not even_forbidden and (refusal := state_of(model).capture_refusal) is not None:
         return refusal
-    return _why_not(model, torch.device("cpu"), "it is not on the CPU")
+    return _why_not(model, torch.device("cpu"), "it is not on the CPU", replaced)
 
 
 def why_not_replayed(model: PreTrainedModel) -> str | None:
@@ -48,7 +53,9 @@ def why_not_replayed(model: PreTrainedModel) -> str | None:
     return _why_not(model, device, "it is spread over several devices")
 
 
-def _why_not(model: PreTrainedModel, device: torch.device, elsewhere: str) -> str | None:
+def _why_not(
+    model: PreTrainedModel, device: torch.device, elsewhere: str, replaced: Collection[int] = ()
+) -> str | None:
     """Why passes are not captured on a device; `elsewhere` where a weight is not on it."""
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
         return "its attention implementation is not sdpa"
@@ -61,13 +68,14 @@ def _why_not(model: PreTrainedModel, device: torch.device, elsewhere: str) -> st
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return "global module hooks are installed"
     for module in model.modules():
+        is_replaced = bool(replaced) and id(module) in replaced
         for tensor in module._parameters.values():
             if tensor is not None and (tensor.device.type, tensor.device.index or 0) != (
                 device.type,
                 device.index or 0,
             ):
                 return elsewhere
-            if tensor is not None and not is_plain(tensor):
+            if tensor is not None and not is_replaced and not is_plain(tensor):
                 return "its weights are not plain tensors"
         hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
         if hooks and any(map(does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
@@ -76,7 +84,7 @@ def _why_not(model: PreTrainedModel, device: torch.device, elsewhere: str) -> st
             return f"the forward of {type(module).__name__} is patched or compiled"
         if module.training:
             return "it is in training mode"
-        if not type(module).__module__.startswith(("torch.nn.", "transformers.")):
+        if not is_replaced and not type(module).__module__.startswith(("torch.nn.", "transformers.")):
             return f"{type(module).__name__} is not a class of torch or transformers"
     return None
 
@@ -108,6 +116,6 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
         ),
         # Numbers that a forward takes from the config are written into it as well.
         [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS],
-        tuple((id(parameter), parameter.data_ptr()) for parameter in model.parameters()),
-        tuple((id(buffer), buffer.data_ptr()) for buffer in model.buffers()),
+        tuple((id(parameter), address_of(parameter)) for parameter in model.parameters()),
+        tuple((id(buffer), address_of(buffer)) for buffer in model.buffers()),
     )

@@ -37,7 +37,7 @@ from .captured import CapturedPass
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CannotCapture", "capture_pass"]
+__all__ = ["CannotCapture", "capture_pass", "own_attention"]
 
 _LARGE = 1 << 16
 """Elements from which on a linear layer's product is not computed while capturing: only shapes matter then."""
@@ -253,8 +253,13 @@ _LOCK = ForkSafeRLock()
 
 
 @contextmanager
-def _own_attention(function: Callable[..., Any]) -> Iterator[None]:
-    """Let this thread's sdpa attention be `function`, and give it no masks; other threads see no difference."""
+def own_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]], has_masks: bool) -> Iterator[None]:
+    """Let this thread's sdpa attention be a function of this library; other threads see no difference.
+
+    Args:
+        make: makes the function of the one that it stands for.
+        has_masks: whether it is given masks.
+    """
     owner = threading.get_ident()
     attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -264,10 +269,13 @@ def _own_attention(function: Callable[..., Any]) -> Iterator[None]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         return None if threading.get_ident() == owner else original_mask(*args, **kwargs)
 
-    places = [(attention._local_mapping, forward), (masks._local_mapping, mask)]
+    places = [(attention._local_mapping, forward)]
+    if not has_masks:
+        places.append((masks._local_mapping, mask))
     with _LOCK:
         # Looked up here: before, it may be that of another thread's capture.
         original, original_mask = attention["sdpa"], masks["sdpa"]
+        function = make(original)
         before = [mapping.get("sdpa") for mapping, _ in places]
 
         def put_back() -> None:
@@ -338,7 +346,7 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequ
             capture.noted(made, result, writes=True)  # into the cache, which `attend` stands for
         return result, None
 
-    with torch.inference_mode(), _own_attention(attention):
+    with torch.inference_mode(), own_attention(lambda original: attention, has_masks=False):
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         positions = torch.arange(behind, behind + length, device=device)[None]
         inputs = model.prepare_inputs_for_generation(

@@ -25,6 +25,7 @@ from .invariant import Invariant
 from .passes import CapturedPasses, agree, captured_target, draft_of
 from .replayed import ReplayedPasses, replayed_draft, replayed_target
 from .resident import drafting_model
+from .row_by_row import row_by_row
 from .skip_mode import SkipMode
 from .sublayers import input_device
 
@@ -164,6 +165,7 @@ class Forward:
         self._replayed = replayed_target(model) if plays_back and replays else None
         self._captured = captured_target(model, invariant) if plays_back and self._replayed is None else None
         # In half precision a plain step is the model's own: captured, it would round otherwise.
+        self._invariant, self._plays_back, self._config = invariant, plays_back, config
         self._shortest = 2 if invariant is None and model.dtype in (torch.bfloat16, torch.float16) else 1
         self._draft: _DraftForward | None = None
         if config is not None:
@@ -178,7 +180,19 @@ class Forward:
         Raises:
             ValueError: as the constructor.
         """
+        self._config = config
         self._draft = _DraftForward(self.model, config, self._replayed)
+
+    def renew(self) -> None:
+        """The model's weights are others than they were, as by an adapter that was switched: make all of it anew.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        if self._replayed is None:
+            self._captured = captured_target(self.model, self._invariant) if self._plays_back else None
+        if self._config is not None:
+            self.draft_by(self._config)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -248,7 +262,8 @@ class Forward:
 
         def run() -> None:
             nonlocal outputs
-            outputs = self.model(**inputs, return_dict=True)
+            with row_by_row(self.model, len(tokens)) if count > 1 and whole is None else nullcontext():
+                outputs = self.model(**inputs, return_dict=True)
 
         if replays and self._replayed is not None:
             self._replayed.note_eager(self._replayed.replays.seconds_of(run))

@@ -10,6 +10,7 @@ read by code made for the processor, or by ATen's kernels where there is none; b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ..native import linear as native
 from ..native.compiler import why_not
 from ..support.model_state import state_of
 from ..support.parallel import mesh_of
+from .linears import CannotRead, dense, features, identity, is_plain_linear, linears, sample
 from .sublayers import layout_of
 
 if TYPE_CHECKING:
@@ -37,7 +39,6 @@ __all__ = [
     "copy_bytes",
     "drop_copies",
     "estimated_bytes",
-    "is_plain",
     "keep_only",
     "packing",
 ]
@@ -64,13 +65,13 @@ class LowBitCopy:
         self.precision = precision
         self.group_size = group_size
         self.sizes = tuple(int(weight.shape[0]) for weight, _ in layers)
-        reason = refused_shape(layers[0][0], precision, group_size, rows=sum(self.sizes))
+        reason = refused_shape(sum(self.sizes), int(layers[0][0].shape[1]), precision, group_size)
         if reason is not None:
             raise ValueError(reason)
         bias: torch.Tensor | None = None
         with torch.inference_mode():
             weights = [weight for weight, _ in layers]
-            is_native = _is_native(weights[0], precision)
+            is_native = weights[0].device.type == "cpu" and _is_native(weights[0].shape[0], precision)
             if precision == "int8":
                 is_packed = is_native and all(native.can_pack_int8(*weight.shape) for weight in weights)
                 weight, scales = _to_int8(weights, is_packed)
@@ -120,7 +121,7 @@ class LowBitCopy:
         made.precision, made.group_size = precision, group_size
         made.sizes = tuple(int(weight.shape[0]) for weight in weights)
         rows, columns = sum(made.sizes), int(weights[0].shape[1])
-        is_native = _is_native(weights[0], precision)
+        is_native = weights[0].device.type == "cpu" and _is_native(int(weights[0].shape[0]), precision)
         numbers = rows * columns if precision == "int8" else rows * columns // 2
         scales = rows if precision == "int8" else rows * (columns // group_size) * (1 if is_native else 2)
         weight, bias = tensors["weight"], tensors.get("bias")
@@ -166,7 +167,7 @@ class LowBitCopy:
 
 def packing(weight: torch.Tensor, precision: str) -> str:
     """How a copy's numbers lie in memory: by the code that reads them, which for ATen's goes by the processor."""
-    if _is_native(weight, precision):
+    if weight.device.type == "cpu" and _is_native(int(weight.shape[0]), precision):
         return "native, by integers" if precision == "int8" and native.can_pack_int8(*weight.shape) else "native"
     return f"aten {torch.backends.cpu.get_cpu_capability()} {torch.__version__.partition('+')[0]}"
 
@@ -195,9 +196,9 @@ def _to_int8(weights: Sequence[torch.Tensor], packed: bool = False) -> tuple[tor
     return quantised, scales
 
 
-def _is_native(weight: torch.Tensor, precision: str) -> bool:
-    """Whether there is code made here for copies of weights like this one."""
-    return why_not() is None and weight.device.type == "cpu" and (precision == "int8" or weight.shape[0] % 16 == 0)
+def _is_native(rows: int, precision: str) -> bool:
+    """Whether there is code made here for copies of weights of so many rows, on the CPU."""
+    return why_not() is None and (precision == "int8" or rows % 16 == 0)
 
 
 def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,9 +230,8 @@ def _pack_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.
     return packed, scales
 
 
-def refused_shape(weight: torch.Tensor, precision: str, group_size: int, rows: int | None = None) -> str | None:
-    """Why the kernel does not take a weight of this shape; `None` if it does."""
-    rows, columns = int(weight.shape[0]) if rows is None else rows, int(weight.shape[1])
+def refused_shape(rows: int, columns: int, precision: str, group_size: int) -> str | None:
+    """Why the kernel does not take a weight of shape `(rows, columns)`; `None` if it does."""
     if precision == "int8" and columns % 16:
         # ATen's kernel does not check: it reads beyond the rows, and gives wrong numbers or kills the process.
         return f"its {columns} input channels are no multiple of 16"
@@ -243,11 +243,6 @@ def refused_shape(weight: torch.Tensor, precision: str, group_size: int, rows: i
     return None
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a weight is what it seems: numbers at an address, of no class of its own (torchao, DTensor)."""
-    return (type(tensor) is nn.Parameter or type(tensor) is torch.Tensor) and tensor.device.type != "meta"
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # which layers of a model
 
@@ -257,20 +252,36 @@ class _Place:
     """A linear layer in a sub-layer (or the head) and the precision asked for."""
 
     name: str
-    module: nn.Linear
+    module: nn.Module
     precision: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Output and input channels, `(N, K)`."""
+        columns, rows = features(self.module) or (0, 0)
+        return rows, columns
 
 
 def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> tuple[list[_Place], list[str]]:
     """The linear layers that are to be copied, and the other weights in sub-layers that are asked for but cannot be."""
     layout = layout_of(model)
     names = {id(module): name for name, module in model.named_modules()}
-    places, left = [], []
+    places: list[_Place] = []
+    left: list[str] = []
     head = model.get_output_embeddings()
+
+    def place(module: nn.Module, name: str, wanted: str) -> None:
+        reason = _why_not_read(model, module)
+        if reason is None:
+            places.append(_Place(names.get(id(module), name), module, wanted))
+        else:
+            left.append(f"{names.get(id(module), name)} ({reason})")
+
     if layout.refusal is not None and precision.default is not None:
         # Which sub-layer a layer belongs to is not known: all of the text's decoder go by the default.
-        linears = [m for m in model.get_decoder().modules() if type(m) is nn.Linear and m is not head]
-        places += [_Place(names.get(id(m), "linear"), m, precision.default) for m in linears]
+        for module in linears(model.get_decoder()):
+            if module is not head:
+                place(module, "linear", precision.default)
     for layer in layout.layers:
         for sub, skipped in ((layer.attention, skip.attention), (layer.mlp, skip.mlp)):
             if sub is None or sub.layer in skipped:
@@ -278,14 +289,16 @@ def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
             wanted = precision.of(sub.kind, sub.layer)
             if wanted is None:
                 continue
-            linears = [m for top in sub.modules for m in top.modules() if type(m) is nn.Linear]
-            places += [_Place(names.get(id(m), sub.name), m, wanted) for m in linears]
-            held = sum(m.weight.numel() for m in linears)
+            inside = [module for top in sub.modules for module in linears(top)]
+            for module in inside:
+                place(module, sub.name, wanted)
+            held = sum(math.prod(features(module) or (0,)) for module in inside)
             if held < 0.5 * sum(p.numel() for top in sub.modules for p in top.parameters()):
                 left.append(f"{names.get(id(sub.modules[-1]), sub.name)} (its weights are not in linear layers)")
     if precision.head is not None and head is not None:
-        if type(head) is nn.Linear:
-            places.append(_Place(names.get(id(head), "head"), head, precision.head))
+        (head,) = linears(head) if features(head) else (head,)
+        if features(head):
+            place(head, "head", precision.head)
         else:
             left.append(f"{names.get(id(head), 'head')} (not a linear layer)")
     return places, left
@@ -307,12 +320,6 @@ def check_precision(model: PreTrainedModel) -> None:
             f"{type(model).__name__} keeps recurrent states: a draft of its own would need states of its own, which is "
             "not there yet. Leave `precision` out there: prompt lookup works."
         )
-    quantised = _quantised(model)
-    if quantised is not None:
-        raise ValueError(
-            f"The weights of {type(model).__name__} are quantised already ({quantised}): low-bit copies of them would "
-            "save little and cost memory. Draft by skipping sub-layers or prompt lookup, without `precision`."
-        )
     devices = {parameter.device.type for parameter in model.parameters()}
     if "meta" in devices:
         raise ValueError(
@@ -324,42 +331,43 @@ def check_precision(model: PreTrainedModel) -> None:
             f"Low-bit drafts run on the CPU only, but {type(model).__name__} is on {', '.join(sorted(devices))}. "
             "Leave `precision` out there: skipping sub-layers and prompt lookup run on every device."
         )
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+    unread = [(module, _why_not_read(model, module)) for module in linears(model)]
+    if all(reason is not None for _, reason in unread):
+        reasons = sorted({reason for _, reason in unread if reason is not None}) or ["it has no linear layers"]
         raise ValueError(
-            f"Low-bit copies are made of float32, bfloat16 and float16 weights, but {type(model).__name__} has "
-            f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}."
+            f"Low-bit copies cannot be made of the weights of {type(model).__name__}: {'; '.join(reasons)}. Draft by "
+            "skipping sub-layers or prompt lookup, without `precision`."
         )
 
 
-# What packed weights are stored in; numbers of positions are 64-bit integers, masks are booleans.
-_PACKED = {
-    getattr(torch, name)
-    for name in ("int8", "uint8", "int16", "int32", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
-    if hasattr(torch, name)
-}
+def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:
+    """Why the weights that a linear layer computes with cannot be had; `None` where they can.
 
-
-def _quantised(model: nn.Module) -> str | None:
-    """In what form weights are held that are quantised; `None` where they are not, whatever loaded them."""
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is None:
-                continue
-            if type(tensor) not in (nn.Parameter, torch.Tensor):
-                return type(tensor).__name__
-            if tensor.dtype in _PACKED and tensor.ndim > 1:
-                return f"{str(tensor.dtype).removeprefix('torch.')} in {type(module).__name__}"
-        if "quantized" in type(module).__module__ and "Linear" in type(module).__name__:
-            return type(module).__name__  # torch.ao: its packed weights are no tensors
-    return None
+    Of a quantiser's classes, one layer of each is looked at.
+    """
+    if is_plain_linear(module):
+        dtype: Any = module.weight.dtype
+        if dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        name = str(dtype).removeprefix("torch.")
+        return f"copies are made of float32, bfloat16 and float16 weights, but these are {name}"
+    known = state_of(model).unread
+    kind = (type(module), type(getattr(module, "weight", None)))
+    if kind not in known:
+        try:
+            dense(module, model.dtype)
+            known[kind] = None
+        except CannotRead as error:
+            known[kind] = str(error)
+    return known[kind]
 
 
 class LowBitCopies:
     """The copies that one draft computes with.
 
     Attributes:
-        by_weight: `(copy, index of the layer in it)` by id of the weight.
+        by_module: `(copy, index of the layer in it)` by id of the layer.
+        by_weight: the same by id of the weight, or of what stands for it in captured passes (`stand_ins`).
         modules: the linear layers, in the order of the model.
         others: further `(module, forward)` pairs that the draft computes by.
         left: sub-layers and layers that were asked for and stay as they are, with the reason.
@@ -371,7 +379,7 @@ class LowBitCopies:
         model: PreTrainedModel,
         skip: SkipConfig,
         precision: PrecisionConfig,
-        make: Callable[[Sequence[str], Sequence[nn.Linear], str, int], LowBitCopy] | None = None,
+        make: Callable[[Sequence[str], Sequence[Any], str, int], LowBitCopy] | None = None,
     ) -> None:
         """The copies for one draft.
 
@@ -386,62 +394,74 @@ class LowBitCopies:
         """
         check_precision(model)
         self.others: list[tuple[nn.Module, Any]] = []
+        self.by_module: dict[int, tuple[LowBitCopy, int]] = {}
         self.by_weight: dict[int, tuple[LowBitCopy, int]] = {}
-        self.modules: list[nn.Linear] = []
+        self.modules: list[nn.Module] = []
         self.passes: Any = None
+        self._stand_ins: dict[int, torch.Tensor] = {}
         places, self.left = _places(model, skip, precision)
         store = state_of(model).low_bit_copies
         for group in _groups(places, precision.group_size):
-            key = (tuple(_identity(p.module) for p in group), group[0].precision, precision.group_size)
-            reason = refused_shape(
-                group[0].module.weight,
-                group[0].precision,
-                precision.group_size,
-                rows=sum(p.module.weight.shape[0] for p in group),
-            )
+            key = (tuple(identity(p.module) for p in group), group[0].precision, precision.group_size)
+            rows, columns = sum(p.shape[0] for p in group), group[0].shape[1]
+            reason = refused_shape(rows, columns, group[0].precision, precision.group_size)
+            if reason is None and key not in store:
+                try:
+                    if make is None:
+                        layers = [dense(p.module, model.dtype) for p in group]
+                        store[key] = LowBitCopy(layers, group[0].precision, precision.group_size)
+                    else:
+                        names, modules = [p.name for p in group], [p.module for p in group]
+                        store[key] = make(names, modules, group[0].precision, precision.group_size)
+                except CannotRead as error:  # unlike the layer of this class that was looked at
+                    reason = str(error)
             if reason is not None:
                 self.left += [f"{place.name} ({reason})" for place in group]
                 continue
-            if key not in store:
-                layers = [place.module for place in group]
-                if make is None:
-                    pairs = [(layer.weight, layer.bias) for layer in layers]
-                    store[key] = LowBitCopy(pairs, group[0].precision, precision.group_size)
-                else:
-                    names = [place.name for place in group]
-                    store[key] = make(names, layers, group[0].precision, precision.group_size)
             for index, place in enumerate(group):
-                self.by_weight[id(place.module.weight)] = store[key], index
-                self.modules.append(place.module)
+                module = place.module
+                self.by_module[id(module)] = store[key], index
+                weight: Any = module.weight
+                if not is_plain_linear(module):
+                    # Of no memory: it is there to be recognised.
+                    weight = self._stand_ins[id(module)] = torch.zeros(1, dtype=model.dtype).expand(place.shape)
+                self.by_weight[id(weight)] = store[key], index
+                self.modules.append(module)
+        self._linears = [id(module) for module in linears(model)]
+        self._identities = [identity(module) for module in self.modules]
+        self._sample = sample(self.modules)
 
-        self._identities = [_identity(module) for module in self.modules]
-
-    def is_current(self) -> bool:
-        """Whether the layers still hold the weights that were copied."""
-        return self._identities == [_identity(module) for module in self.modules]
+    def is_current(self, model: PreTrainedModel) -> bool:
+        """Whether these are the model's layers, and still hold the weights that were copied."""
+        return (
+            self._linears == [id(module) for module in linears(model)]
+            and self._identities == [identity(module) for module in self.modules]
+            and torch.equal(self._sample, sample(self.modules))
+        )
 
     def num_bytes(self) -> int:
         """Memory of the copies."""
-        return sum(copy.num_bytes() for copy in {id(c): c for c, _ in self.by_weight.values()}.values())
+        return sum(copy.num_bytes() for copy in {id(c): c for c, _ in self.by_module.values()}.values())
 
     def forwards(self) -> list[tuple[nn.Module, Any]]:
         """`(module, forward)` pairs under which the linear layers compute from their copies."""
         return [*self.others, *((module, self._forward(module)) for module in self.modules)]
 
-    def _forward(self, module: nn.Linear) -> Any:
-        copy, index = self.by_weight[id(module.weight)]
-        dtype = module.weight.dtype
+    def _forward(self, module: nn.Module) -> Any:
+        copy, index = self.by_module[id(module)]
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            return copy.one(x, index).to(dtype)
+            return copy.one(x, index).to(x.dtype)
 
         return forward
 
+    def stand_ins(self) -> list[tuple[nn.Module, Any]]:
+        """`(module, forward)` pairs under which a capture sees layers of other makes than torch's as torch's."""
 
-def _identity(module: nn.Linear) -> tuple[int, int, int]:
-    """Changes when the weight does, so that a copy of old weights is not used for new ones."""
-    weight = module.weight
-    return id(weight), weight.data_ptr(), -1 if weight.is_inference() else weight._version
+        def forward(weight: torch.Tensor) -> Any:
+            return lambda x: nn.functional.linear(x, weight)
+
+        return [(m, forward(self._stand_ins[id(m)])) for m in self.modules if id(m) in self._stand_ins]
 
 
 # Layers that read the same input, by the names that transformers gives them. Only speed hangs on it.
@@ -462,8 +482,8 @@ def _groups(places: list[_Place], group_size: int) -> list[list[_Place]]:
                 and other == parent
                 and row.index(first) + 1 == row.index(leaf)
                 and last[-1].precision == place.precision
-                and last[-1].module.weight.shape[1] == place.module.weight.shape[1]
-                and all(refused_shape(p.module.weight, p.precision, group_size) is None for p in (last[-1], place))
+                and last[-1].shape[1] == place.shape[1]
+                and all(refused_shape(*p.shape, p.precision, group_size) is None for p in (last[-1], place))
             ):
                 last.append(place)
                 continue
@@ -479,7 +499,7 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
     """
     state = state_of(model)
     copies: LowBitCopies | None = state.low_bit_drafts.get((skip, precision))
-    if copies is not None and not copies.is_current():
+    if copies is not None and not copies.is_current(model):
         state.drop_copies()  # of weights that are no more
         copies = None
     if copies is None:
@@ -517,14 +537,13 @@ def estimated_bytes(model: PreTrainedModel, skip: SkipConfig, precision: Precisi
     """Bytes that the copies would take, before they are made."""
     total = 0
     for group in _groups(_places(model, skip, precision)[0], precision.group_size):
-        modules = [place.module for place in group]
-        rows, columns = sum(m.weight.shape[0] for m in modules), modules[0].weight.shape[1]
-        if refused_shape(modules[0].weight, group[0].precision, precision.group_size, rows=rows) is not None:
+        rows, columns = sum(place.shape[0] for place in group), group[0].shape[1]
+        if refused_shape(rows, columns, group[0].precision, precision.group_size) is not None:
             continue
         if group[0].precision == "int8":
-            total += rows * columns + (4 if _is_native(modules[0].weight, "int8") else 2) * rows
+            total += rows * columns + (4 if _is_native(group[0].shape[0], "int8") else 2) * rows
         else:
             total += rows * columns // 2 + 4 * rows * (columns // precision.group_size)
-        if any(m.bias is not None for m in modules):
+        if any(getattr(place.module, "bias", None) is not None for place in group):
             total += 2 * rows
     return total

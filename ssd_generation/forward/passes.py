@@ -43,6 +43,7 @@ from .rewrites import (
 )
 from .sequences import use_kernel_lists
 from .skip_mode import SkipMode
+from .sublayers import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -382,12 +383,19 @@ def _try_out(model: PreTrainedModel, program: Program) -> None:
 
 def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:
     """A draft's passes, or `None` where they may not be captured; made once, and anew when the model changed."""
-    if why_not_captured(model) is not None:
+    replaced = set() if copies is None else {id(m) for module in copies.modules for m in module.modules()}
+    if replaced:
+        # What the draft does not run may be of any make.
+        layers = layout_of(model).layers
+        skipped = [layers[index].attention for index in skip.attention] + [layers[index].mlp for index in skip.mlp]
+        replaced.update(id(m) for sub in skipped if sub is not None for top in sub.modules for m in top.modules())
+    if why_not_captured(model, replaced=replaced) is not None:
         return None
     known: dict[SkipConfig, CapturedPasses] = state_of(model).captured_drafts
     passes: CapturedPasses | None = known.get(skip) if copies is None else copies.passes
     if passes is None or not passes.is_current(model):
-        passes = CapturedPasses(model, SkipMode(model, skip), frozenset(skip.attention), copies)
+        mode = SkipMode(model, skip, () if copies is None else copies.stand_ins())
+        passes = CapturedPasses(model, mode, frozenset(skip.attention), copies)
         if copies is None:
             known[skip] = passes
         else:

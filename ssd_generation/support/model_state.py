@@ -12,6 +12,10 @@ from .forks import ForkSafeRLock
 __all__ = ["ModelState", "state_of"]
 
 
+_MOST_WEIGHTS = 16
+"""Sets of weights, as adapters are switched, of which what was learnt is kept."""
+
+
 class ModelState:
     """What the library knows about one model, for as long as the model lives. Nothing of it is on the model itself.
 
@@ -23,12 +27,15 @@ class ModelState:
         low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
         resident: the draft of a model with offloaded weights, which has all of its own in memory (forward/resident.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
+        unread: of classes of linear layers, why their weights cannot be had, or `None` (forward/low_bit.py).
         captured_targets: captured passes of the whole model, by the kernel that keeps their bits the same
             (forward/passes.py).
         captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
         replayed: passes that are replayed at fixed addresses, by skip set, `None` for the whole model
             (forward/replayed.py).
         replays, arena: how they are run again, and the keys and values that they read and write (forward/replayed.py).
+        row_by_row: what is done for each token by itself in passes of the model's own code, as the check of the model
+            found it to be needed, for a single text and for a batch (forward/row_by_row.py).
         capture_refusal: why no pass may be captured, as the check of the model found (forward/capturable.py).
         measurements: what was measured of it, by a fingerprint (support/measurements.py).
         has_noisy_measurements: whether some of that was measured while the machine was busy.
@@ -36,8 +43,8 @@ class ModelState:
         checks: what the check of the model found, by layout (tuning/model_check.py).
         judging_refusal: a reason why drafts cannot be judged on a text, or `None`, in a tuple; empty while not tried
             (tuning/acceptance.py).
-        policies: draft-length policies with what they have learnt, by config (generation.py).
-        refinements: drafts that better themselves, by config (generation.py).
+        policies: draft-length policies with what they have learnt of the weights in use, by config (generation.py).
+        refinements: drafts that better themselves, by config, of the weights in use as well (generation.py).
         warnings: warnings that were given once (generation.py).
     """
 
@@ -49,6 +56,7 @@ class ModelState:
         self.checks: dict[Any, Any] = {}
         self.judging_refusal: tuple[str | None, ...] = ()
         self.capture_refusal: str | None = None
+        self.row_by_row: dict[bool, str | None] = {}
         self.drop()
 
     def drop(self) -> None:
@@ -62,13 +70,28 @@ class ModelState:
         self.arena: Any = None
         self.policies: dict[Any, Any] = {}
         self.refinements: dict[Any, Any] = {}
+        self._learnt: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = {}
         self.warnings: set[str] = set()
+
+    def learn_of(self, weights: Any) -> None:
+        """Go on with what was learnt of these weights (with the adapters in use); of new ones nothing was.
+
+        Args:
+            weights: what tells them apart.
+        """
+        found = ({}, {}) if self._learnt else (self.policies, self.refinements)
+        found = self._learnt.pop(weights, found)
+        self._learnt[weights] = found
+        while len(self._learnt) > _MOST_WEIGHTS:
+            del self._learnt[next(iter(self._learnt))]
+        self.policies, self.refinements = found
 
     def drop_copies(self) -> None:
         """Free the low-bit copies."""
         self.low_bit_copies: dict[Any, Any] = {}
         self.low_bit_drafts: dict[Any, Any] = {}
         self.resident: Any = None
+        self.unread: dict[Any, str | None] = {}
 
 
 _STATES: weakref.WeakKeyDictionary[nn.Module, ModelState] = weakref.WeakKeyDictionary()

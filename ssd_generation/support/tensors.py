@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
-__all__ = ["argmax"]
+__all__ = ["address_of", "argmax", "inner_tensors", "rest_of", "stored_bytes"]
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:
@@ -16,3 +19,43 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
     if scores.device.type == "cpu" and scores.dtype == torch.float32:
         return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
     return scores.argmax(dim=-1)
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tensor of a class of its own (torchao's, quanto's) holds; of any other, itself."""
+    names = _parts(tensor)[0]
+    if not names:
+        yield tensor
+    for name in names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from inner_tensors(inner)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[list[str], Any]:
+    """Names of the tensors inside, and what else there is to know of it, as torch's protocol for subclasses has it."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [], None
+    names, rest = flatten()
+    return list(names), rest
+
+
+def rest_of(tensor: torch.Tensor) -> Any:
+    """What a tensor of a class of its own is beside the tensors that it holds: settings; `None` of any other."""
+    return _parts(tensor)[1]
+
+
+def address_of(tensor: torch.Tensor) -> int | tuple[Any, ...]:
+    """Where its numbers lie; of a tensor that holds others, where theirs do."""
+    if not _parts(tensor)[0]:
+        try:
+            return tensor.data_ptr()
+        except RuntimeError:  # of a class that has no numbers at an address
+            return 0
+    return tuple(address_of(inner) for inner in inner_tensors(tensor))
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes, whatever it says of its shape and type."""
+    return sum(inner.numel() * inner.element_size() for inner in inner_tensors(tensor))

@@ -12,6 +12,8 @@ from transformers.utils import logging as hf_logging
 
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.cost_aware import CostAwarePolicy
+from ..forward.adapters import numbers_of
+from ..forward.linears import is_plain_linear, linears
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.offloaded import is_offloaded
 from ..forward.passes import skip_mode_of
@@ -19,6 +21,7 @@ from ..forward.resident import check_memory, resident_bytes, why_not_resident
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
 from ..support.model_state import state_of
+from ..support.tensors import stored_bytes
 from .costs import costs_of
 from .measuring import describe_model
 from .speedup import theoretical_speedup
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DRAFT_MEMORY",
     "DRAFT_MEMORY_OF_HALF",
+    "DRAFT_MEMORY_OF_QUANTISED",
     "AutomaticChoice",
     "automatic_choice",
     "automatic_config",
@@ -39,8 +43,9 @@ __all__ = [
 
 DRAFT_MEMORY = 0.3
 DRAFT_MEMORY_OF_HALF = 0.35
-"""Shares of the weights' bytes that low-bit copies may take by default: of float32 weights, and of those of 16 bits, of
-which a copy in 4 bits takes somewhat more."""
+DRAFT_MEMORY_OF_QUANTISED = 0.65
+"""Shares of the weights' bytes that low-bit copies may take by default: of float32 weights, of those of 16 bits, of
+which a copy in 4 bits takes somewhat more, and of those that are quantised: a copy in 4 bits of weights in 8."""
 
 _SPEEDUP = Number(0, 1e6)
 _SHARE_OF_WEIGHTS = Number(0, 100, "a share of the weights' bytes", "0 allows no copies.")
@@ -100,11 +105,13 @@ class AutomaticChoice:
 
 def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's weights."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(map(stored_bytes, model.parameters()))
 
 
 def usual_budget(model: torch.nn.Module) -> float:
     """The share of a model's weights' bytes that low-bit copies may take unless something else is asked for."""
+    if any(not is_plain_linear(module) for module in linears(model)):
+        return DRAFT_MEMORY_OF_QUANTISED
     bits = [p.element_size() for p in model.parameters() if p.is_floating_point()]
     return DRAFT_MEMORY_OF_HALF if bits and max(bits) <= 2 else DRAFT_MEMORY
 
@@ -176,7 +183,8 @@ def automatic_choice(
         "name": getattr(model.config, "_name_or_path", None),
         **describe_model(model),
         "names": names,
-        "format": 4,
+        "numbers": numbers_of(model),
+        "format": 5,
     }
 
     def chosen(choice: Any) -> AutomaticChoice:

@@ -27,6 +27,7 @@ from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device, layout_of
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
+from ..support.model_state import state_of
 from ..support.parallel import broadcast
 from ..support.tensors import argmax
 from ..support.timing import Stopwatch
@@ -256,6 +257,8 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         return _costs_of_streamed(model, config, again)
     invariant = _invariant(model, config)
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
+    if (how := state_of(model).row_by_row.get(False)) is not None:
+        shape["row by row"] = how
 
     def put_together(verify: Any, ratio: Any) -> Costs:
         # From the disk, where anything may stand.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,10 @@ import torch
 import transformers
 
 from ..forward.capturable import why_not_captured, why_not_replayed
-from ..forward.low_bit import is_plain
+from ..forward.linears import is_plain
 from ..forward.sublayers import input_device
 from ..support.machine import cpu_name
+from ..support.tensors import rest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,26 +57,40 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         },
         "recorded": why_not_captured(model) is None,
         "replayed": why_not_replayed(model) is None,
-        "format": 6,
+        "format": 7,
     }
 
 
 def _describe_weights(model: PreTrainedModel) -> dict[str, Any]:
     """Of which kind the weights are, where they lie, and what is done to bring them there."""
     kinds: Counter[str] = Counter()
+    settings: set[str] = set()
     for parameter in itertools.chain(model.parameters(), model.buffers()):
         kind = "" if is_plain(parameter) else f" {type(parameter).__name__}"
+        if kind and parameter.device.type != "meta":
+            settings.add(_without_addresses(repr(rest_of(parameter))))
         kinds[f"{parameter.device.type} {str(parameter.dtype).removeprefix('torch.')}{kind}"] += parameter.numel()
     # A quantiser's layers differ in class from those that they took the place of, an offloaded layer in its hook.
     layers = Counter(f"{type(m).__module__}.{type(m).__qualname__}" for m in model.modules())
     hooks = Counter(type(m._hf_hook).__name__ for m in model.modules() if hasattr(m, "_hf_hook"))
-    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    asked = getattr(model.config, "quantization_config", None)
+    method = getattr(asked, "quant_method", None)
     return {
         "kinds": dict(sorted(kinds.items())),
         "layers": dict(sorted(layers.items())),
         "hooks": dict(sorted(hooks.items())),
         "quantisation": None if method is None else str(method),
+        # Whether activations are quantised as well, for one.
+        "settings": None if asked is None and not settings else _digest([str(asked), *sorted(settings)]),
     }
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(map(_without_addresses, lines)).encode()).hexdigest()[:16]
 
 
 def describe_adapters(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -87,7 +104,13 @@ def describe_adapters(model: PreTrainedModel) -> dict[str, Any] | None:
         if (names := getattr(module, "active_adapters", None)) is not None and not callable(names)
     }
     disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
-    return {"names": sorted(map(str, adapters)), "active": sorted(active), "disabled": disabled}
+    merged = {str(name) for module in model.modules() for name in getattr(module, "merged_adapters", ())}
+    return {
+        "names": sorted(map(str, adapters)),
+        "active": sorted(active),
+        "disabled": disabled,
+        "merged": sorted(merged),
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
 from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
+from ..forward.row_by_row import ATTENTION, EVERYTHING, least_needed, run_row_by_row
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import state_of
@@ -73,11 +74,13 @@ class ModelCheck:
         capture_refusal: why its passes are not to be captured; `None` where they may be.
         uneven_refusal: of a batch, why all rows have to take the same number of tokens in each round; `None` where they
             may run at their own speed.
+        row_by_row: what is done for each token by itself in passes of the model's own code (forward/row_by_row.py).
     """
 
     refusal: str | None = None
     capture_refusal: str | None = None
     uneven_refusal: str | None = None
+    row_by_row: str | None = None
 
 
 @dataclass
@@ -214,6 +217,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
         memory[seen] = found
     if not is_batch:
         forbid_capture(model, found.capture_refusal)
+    run_row_by_row(model, is_batch, found.row_by_row)
     return found
 
 
@@ -236,6 +240,7 @@ def _tried(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck
 
 def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> ModelCheck:
     text = _forced_text(model, 2 if is_batch else 1)
+    run_row_by_row(model, is_batch, None)
     with _quiet(), _left_as_it_was(model):
         try:
             output = decode(text, False, False)
@@ -249,16 +254,19 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
             return ModelCheck()  # no text to speak of: there is nothing to hold against anything
         if is_batch:
-            uneven = _difference(model, text, plain, decode)
-            if uneven is None:
-                return ModelCheck()
-            even = _difference(model, text, plain, decode, in_step=True)
-            return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven)
+            needed, uneven = least_needed(model), "its activations are rounded to few bits, so that masked slots count"
+            if needed is None:
+                parts, how = _least_difference(model, text, plain, decode, is_batch)
+                if parts is None:
+                    return ModelCheck(row_by_row=how)
+                uneven = parts
+            even, how = _least_difference(model, text, plain, decode, is_batch, needed, in_step=True)
+            return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven, row_by_row=how)
         forbid_capture(model, None)
-        captured = _difference(model, text, plain, decode) if why_not_captured(model) is None else None
+        captured, how = _difference(model, text, plain, decode) if why_not_captured(model) is None else None, None
         if captured is not None or why_not_captured(model) is not None:
             forbid_capture(model, captured)
-            own = _difference(model, text, plain, decode)
+            own, how = _least_difference(model, text, plain, decode, is_batch, least_needed(model))
             if own is not None:
                 return ModelCheck(refusal=own)
         behind = _behind_a_window(model, text, output.past_key_values)
@@ -268,7 +276,36 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
                 far = _difference(model, behind, output.logits, decode)
                 if far is not None:
                     return ModelCheck(refusal=f"behind a text that is longer than its window, {far}")
-        return ModelCheck(capture_refusal=captured)
+        return ModelCheck(capture_refusal=captured, row_by_row=how)
+
+
+def _least_difference(
+    model: PreTrainedModel,
+    text: ForcedText,
+    plain: Sequence[torch.Tensor],
+    decode: _DecodeText,
+    is_batch: bool,
+    needed: str | None = None,
+    in_step: bool = False,
+) -> tuple[str | None, str | None]:
+    """`_difference` with as little done for each token by itself as will do, and what that is.
+
+    Args:
+        needed: the least to try.
+
+    Returns:
+        `(None, what is done)`, or the difference with the least and `None`.
+    """
+    ways = [None, ATTENTION, EVERYTHING]
+    first = None
+    for way in ways[ways.index(needed) :]:
+        run_row_by_row(model, is_batch, way)
+        parts = _difference(model, text, plain, decode, in_step)
+        if parts is None:
+            return None, way
+        first = first or parts
+    run_row_by_row(model, is_batch, None)
+    return first, None
 
 
 def _difference(

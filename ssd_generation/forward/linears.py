@@ -1,0 +1,241 @@
+"""Linear layers of any make: what they are recognised by, and which weights they compute with.
+
+A quantiser puts a class of its own in a linear layer's place, or a weight of its own class inside; an adapter wraps
+one. None of them is known here by name. A linear layer says how many features go in and come out, and its weights are
+what it makes of unit vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..support.tensors import address_of
+
+__all__ = [
+    "CannotRead",
+    "dense",
+    "features",
+    "identity",
+    "is_plain",
+    "is_plain_linear",
+    "linears",
+    "mixes_rows",
+    "rounds_activations",
+    "sample",
+]
+
+_ROWS = 1024
+"""Unit vectors that go through a layer at a time."""
+
+_TOLERANCE = 0.1
+"""Of weights that were read: how far their products may lie from the layer's, as a share. Activations may be rounded to
+8 bits on their way; drafts are verified."""
+
+
+class CannotRead(Exception):
+    """The weights that a layer computes with cannot be had; the message says why."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a weight is what it seems: numbers at an address, of no class of its own (torchao, DTensor)."""
+    return (type(tensor) is nn.Parameter or type(tensor) is torch.Tensor) and tensor.device.type != "meta"
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it is torch's own layer, with weights that are floating point numbers at an address."""
+    weight = getattr(module, "weight", None) if type(module) is nn.Linear else None  # some bring it later
+    return weight is not None and is_plain(weight) and weight.is_floating_point()
+
+
+def features(module: nn.Module) -> tuple[int, int] | None:
+    """Channels that a linear layer takes and gives, `(K, N)`; `None` where a module does not say that it is one."""
+    found = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if all(type(count) is int and count > 0 for count in found):
+        return found  # type: ignore[return-value]
+    return None
+
+
+def linears(top: nn.Module, wrapped: bool = True) -> Iterator[nn.Module]:
+    """The linear layers of a module, of any make, in its order.
+
+    Args:
+        top: the module; it may be one itself.
+        wrapped: of a layer with another one of its shape inside, an adapter's, give the inner one. The adapter's own
+            small ones are not given in any case.
+    """
+    shape = features(top)
+    if shape is None:
+        for child in top.children():
+            yield from linears(child, wrapped)
+        return
+    inside = next((module for module in top.modules() if module is not top and features(module) == shape), None)
+    if inside is None or not wrapped:
+        yield top
+    else:
+        yield from linears(inside)
+
+
+def identity(module: nn.Module) -> tuple[Any, ...]:
+    """Changes when a layer's weights do, so that what was made of old ones is not used for new ones."""
+    found: list[Any] = [id(module)]
+    for tensor in _tensors(module):
+        found += (id(tensor), address_of(tensor), -1 if tensor.is_inference() else tensor._version)
+    return tuple(found)
+
+
+def sample(modules: list[nn.Module]) -> torch.Tensor:
+    """A few numbers of the weights of each layer.
+
+    They change with weights that are written over in a way that torch does not count, as by an adapter that is merged
+    into them (`weight.data += …`).
+    """
+    few = []
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.numel():
+            # Of weights with gaps, or that only stand for others, no whole copy is made.
+            flat = weight.detach().view(-1) if weight.is_contiguous() else weight.detach()[..., 0].reshape(-1)
+            few.append(flat[:: max(len(flat) // 8, 1)][:8])
+    return torch.cat(few) if few else torch.zeros(0)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weights that a linear layer computes with, and its bias.
+
+    A class that can give them itself (`dequantize`) is asked, and believed where its layer says the same of random
+    inputs. What others compute with is what they make of unit vectors: two times K²·N operations.
+
+    Args:
+        module: a linear layer of any make.
+        dtype: of the activations that it takes.
+
+    Returns:
+        Weights `(N, K)`, floating point numbers, and the bias `(N,)` or `None`.
+
+    Raises:
+        CannotRead: it is not linear, or fails.
+    """
+    if is_plain_linear(module):
+        return module.weight, module.bias  # type: ignore[return-value]
+    shape = features(module)
+    name = _name(module)
+    if shape is None:
+        raise CannotRead(f"{name} is not known for a linear layer: it has no in_features and out_features")
+    columns, rows = shape
+    with torch.inference_mode():
+        bias = getattr(module, "bias", None)
+        bias = bias.detach() if isinstance(bias, torch.Tensor) and is_plain(bias) and bias.numel() == rows else None
+        generator = torch.Generator().manual_seed(0)
+        # Small numbers, as behind a norm: greater ones may be taken for outliers.
+        probe = torch.randn((8, columns), generator=generator).to(dtype)
+        try:
+            expected = module(probe).float()
+        except Exception as error:
+            raise CannotRead(f"{name} fails for random inputs ({type(error).__name__}: {error})") from error
+        for weight in _said_by_itself(module, rows, columns):
+            if _agrees(weight, bias, probe, expected):
+                return weight, bias
+        try:
+            weight = _of_unit_vectors(module, rows, columns, dtype, bias)
+        except Exception as error:
+            raise CannotRead(f"{name} fails for unit vectors ({type(error).__name__}: {error})") from error
+        if not _agrees(weight, bias, probe, expected):
+            raise CannotRead(f"{name} is not linear: what it makes of unit vectors does not add up")
+    return weight, bias
+
+
+def rounds_activations(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a layer rounds what comes in to fewer bits than it has.
+
+    To a smaller type of floating point numbers, in which the last bits of float32 are lost, or to integers, in which
+    the small beside the large is.
+
+    Args:
+        module: a linear layer of any make.
+        dtype: of the activations that it takes.
+
+    Raises:
+        Exception: whatever the layer raises.
+    """
+    columns, _ = features(module) or (0, 0)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand((1, columns), generator=generator) - 0.5
+    even = noise.sign() * 1.5  # a number of all types
+    large, small = torch.zeros_like(noise), noise * 0.005
+    large[0, 0], small[0, 0] = 1, 1
+    pairs = [(large, small)]
+    if dtype is torch.float32:
+        pairs.append((even, even * (1 + 1e-5 * noise)))
+    with torch.inference_mode():
+        return any(torch.equal(module(one.to(dtype)), module(other.to(dtype))) for one, other in pairs)
+
+
+def mixes_rows(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether what a layer makes of a row hangs on the other rows: on a large number in one of them.
+
+    Args:
+        module: a linear layer of any make.
+        dtype: of the activations that it takes.
+
+    Raises:
+        Exception: whatever the layer raises.
+    """
+    columns, _ = features(module) or (0, 0)
+    rows = torch.randn((2, columns), generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    rows[0, 0] = 5
+    with torch.inference_mode():
+        before = module(rows.to(dtype)[None])[:, 0].clone()  # kernels are chosen by shapes, which are the same here
+        rows[1, 0] = 60
+        return not torch.equal(before, module(rows.to(dtype)[None])[:, 0])
+
+
+def _name(module: nn.Module) -> str:
+    weight = getattr(module, "weight", None)
+    kind = type(module).__name__
+    if isinstance(weight, torch.Tensor) and not is_plain(weight):
+        kind += f" with {type(weight).__name__}"
+    return kind
+
+
+def _said_by_itself(module: nn.Module, rows: int, columns: int) -> Iterator[torch.Tensor]:
+    for owner in (getattr(module, "weight", None), module):
+        method = getattr(type(owner), "dequantize", None)
+        if method is None or method is torch.Tensor.dequantize:
+            continue
+        try:
+            weight = method(owner)
+        except Exception:  # of whatever make
+            continue
+        if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.is_floating_point():
+            if tuple(weight.shape) == (rows, columns):
+                yield weight
+            if tuple(weight.shape) == (columns, rows):
+                yield weight.T
+
+
+def _of_unit_vectors(
+    module: nn.Module, rows: int, columns: int, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    weight = torch.empty((rows, columns))
+    for start in range(0, columns, _ROWS):
+        count = min(_ROWS, columns - start)
+        units = torch.zeros((count, columns), dtype=dtype)
+        units[torch.arange(count), torch.arange(start, start + count)] = 1
+        products = module(units).float()
+        weight[:, start : start + count] = (products if bias is None else products - bias.float()).T
+    return weight
+
+
+def _agrees(weight: torch.Tensor, bias: torch.Tensor | None, probe: torch.Tensor, expected: torch.Tensor) -> bool:
+    found = functional.linear(probe.float(), weight.float(), None if bias is None else bias.float())
+    return bool((found - expected).norm() <= _TOLERANCE * expected.norm())

@@ -1,0 +1,138 @@
+"""Passes of a model's own code over several tokens that give each token what a pass over it alone gives.
+
+Where activations are rounded to a few bits on their way (quantised models), rounding of another order of sums is no
+small thing: a number falls to the other side, and the logits of a whole model part by a tenth of their spread. What
+sums in another order for another number of tokens is attention, which costs little to do for each token by itself,
+with the very call that a pass over that token makes. Linear layers of some makes are another function of a token for
+the tokens beside it (outliers are looked for in all of them): then they, too, run for each token by itself, which takes
+as long as so many steps, but for what comes between.
+
+Which of it a model needs, its check finds out (tuning/model_check.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..config import SkipConfig
+from ..support.model_state import state_of
+from .capture import own_attention
+from .linears import is_plain_linear, linears, mixes_rows, rounds_activations
+from .skip_mode import SkipMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ATTENTION", "EVERYTHING", "least_needed", "row_by_row", "run_row_by_row"]
+
+ATTENTION, EVERYTHING = "attention", "attention and linear layers"
+"""What is done for each token by itself."""
+
+
+def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> None:
+    """Have passes of a model's own code over several tokens run like this from now on.
+
+    Args:
+        model: the target model.
+        is_batch: those of several texts, or those of a single one.
+        what: `ATTENTION` or `EVERYTHING`; `None`: nothing.
+    """
+    state_of(model).row_by_row[is_batch] = what
+
+
+def least_needed(model: PreTrainedModel) -> str | None:
+    """What has to be done for each token by itself, as far as the linear layers show it, whatever a short text says.
+
+    One layer of each class is looked at. Where there are other classes than torch's, in half precision, no pass is
+    captured, and attention is all that would round otherwise.
+    """
+    classes = {(type(m), type(getattr(m, "weight", None))): m for m in linears(model) if not is_plain_linear(m)}
+    needed = ATTENTION if classes and model.dtype in (torch.bfloat16, torch.float16) else None
+    for module in classes.values():
+        try:
+            if mixes_rows(module, model.dtype):
+                return EVERYTHING
+            if rounds_activations(module, model.dtype):
+                needed = ATTENTION
+        except Exception:  # not a layer like others: the check tells
+            continue
+    return needed
+
+
+@contextmanager
+def row_by_row(model: PreTrainedModel, texts: int) -> Iterator[None]:
+    """For a pass over several tokens of each of so many texts: what was found to be needed, token by token."""
+    what = state_of(model).row_by_row.get(texts > 1)
+    if what is None:
+        yield
+        return
+    with own_attention(_token_by_token, has_masks=True):
+        if what == ATTENTION:
+            yield
+            return
+        tops = list(linears(model, wrapped=False))
+        with SkipMode(model, SkipConfig(), [(module, _each_row(module)) for module in tops]):
+            yield
+
+
+def _each_row(module: nn.Module) -> Callable[..., Any]:
+    forward = module.__dict__.get("forward") or type(module).forward.__get__(module)
+
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        place = 1 if x.ndim > 2 else 0
+        if x.ndim < 2 or x.shape[place] == 1:
+            return forward(x, *args, **kwargs)
+        rows = torch.split(x, 1, dim=place)
+        return torch.cat([forward(row.contiguous(), *args, **kwargs) for row in rows], dim=place)
+
+    return run
+
+
+def _token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function that calls another one for each token, with the keys that the token sees."""
+    seen: list[Any] = [None, []]  # the last mask, and what was found of it: layers share one
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        count, slots = query.shape[2], key.shape[2]
+        if attention_mask is None or count == 1 or attention_mask.shape[-2:] != (count, slots):
+            return original(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        if seen[0] is not attention_mask:
+            seen[:] = attention_mask, _visible(attention_mask)
+        parts = []
+        for token, (start, end, mask) in enumerate(seen[1]):
+            one, keys, values = query[:, :, token : token + 1], key[:, :, start:end], value[:, :, start:end]
+            parts.append(original(module, one, keys, values, mask, **kwargs)[0])
+        return torch.cat(parts, dim=1), None
+
+    return attention
+
+
+def _visible(mask: torch.Tensor) -> list[tuple[int, int, torch.Tensor | None]]:
+    """For each token, where the keys that it sees begin and end, and the mask over these, if it hides any of them.
+
+    Args:
+        mask (`torch.BoolTensor` or `torch.FloatTensor` of shape `(B, 1 or H, tokens, keys)`): added to scores, where it
+            has numbers.
+    """
+    is_seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    by_anyone = is_seen.flatten(0, 1).any(dim=0).int()  # of several texts, one may see more than another
+    starts = by_anyone.argmax(dim=1).tolist()
+    ends = (by_anyone.shape[1] - by_anyone.flip(1).argmax(dim=1)).tolist()
+    found = []
+    for token, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        own = mask[:, :, token : token + 1, start:end]
+        says_nothing = bool(own.all()) if mask.dtype is torch.bool else not bool(own.any())
+        found.append((start, end, None if says_nothing else own))
+    return found

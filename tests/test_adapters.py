@@ -1,0 +1,259 @@
+"""Adapters (PEFT): drafts follow those in use, and nothing of others is used, whatever was switched when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward.adapters import AdapterWatch, numbers_of, weights_in_use
+from ssd_generation.support.model_state import state_of
+from tiny_models import prompt, tiny_model
+
+peft = pytest.importorskip("peft")
+# peft's own use of a renamed transformers property, and what it says of merging and adding
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
+REQUESTS: dict[str, Any] = {
+    "lookup": SelfSpeculativeConfig(lookup=True, drafting=FIXED),
+    "skip": SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[2]), FIXED),
+    "int8": SelfSpeculativeConfig(precision="int8", drafting=FIXED),
+}
+NEW = 24
+
+
+def lora(*modules: str, rank: int = 4) -> Any:
+    return peft.LoraConfig(task_type="CAUSAL_LM", target_modules=list(modules), r=rank, lora_alpha=16)
+
+
+def randomise(model: Any, seed: int = 0) -> None:
+    """Let every adapter that does nothing yet do something of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name and not parameter.any():
+                parameter.normal_(0, 0.6, generator=generator)
+
+
+@pytest.fixture
+def model() -> Any:
+    """A llama with two adapters, of which the first is in use."""
+    base = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    base.generation_config.eos_token_id = None
+    wrapped = peft.get_peft_model(base, lora("q_proj", "down_proj"), adapter_name="first")
+    wrapped.add_adapter("second", lora("v_proj", "up_proj", rank=8))
+    randomise(wrapped)
+    return enable_self_speculative(wrapped.eval())
+
+
+def texts(model: Any, request: Any = None, **extra: Any) -> torch.Tensor:
+    torch.manual_seed(3)
+    keys = {} if request is None else {"self_speculative": request}
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **extra, **keys}
+    return model.generate(input_ids=prompt(8), **options)  # type: ignore[no-any-return]
+
+
+def merge_and_unload(model: Any) -> Any:
+    return model.merge_and_unload()
+
+
+def changes(model: Any) -> Iterator[tuple[str, Any]]:
+    """States that a model is brought to, one after the other, and the model to call then."""
+    yield "first", model
+    with model.disable_adapter():
+        yield "disabled", model
+    model.set_adapter("second")
+    yield "second", model
+    model.base_model.set_adapter(["first", "second"])
+    yield "both", model
+    model.add_adapter("third", lora("o_proj"))
+    randomise(model, seed=1)
+    model.set_adapter("third")
+    yield "third, added in between", model
+    model.delete_adapter("third")
+    model.set_adapter("first")
+    yield "third, deleted", model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A.first" in name:
+                parameter.mul_(-1)
+    yield "first, other weights", model
+    model.merge_adapter(["first"])
+    yield "merged", model
+    model.unmerge_adapter()
+    yield "unmerged", model
+    model.set_adapter("second")
+    yield "merged for good", merge_and_unload(model)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_text_of_plain_in_every_state(model: Any, name: str) -> None:
+    seen = set()
+    for state, caller in changes(model):
+        plain = texts(caller)
+        seen.add(tuple(plain[0].tolist()))
+        assert torch.equal(plain, texts(caller, REQUESTS[name])), state
+        inner = caller if caller is not model else model.get_base_model()
+        assert inner.last_speculation.refusal is None and inner.last_speculation.drafted_tokens > 0, state
+    assert len(seen) == 6  # the adapters matter
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_drafts_are_of_the_adapter_in_use(model: Any, name: str) -> None:
+    # With nothing left out and copies in int8, drafts are nearly always right: of other adapters, they would not be.
+    config = SelfSpeculativeConfig(SkipConfig(), FIXED, precision="int8" if name == "int8" else None)
+    if name == "lookup":
+        pytest.skip("lookup has no weights")
+    for state, caller in changes(model):
+        texts(caller, config)
+        inner = caller if caller is not model else model.get_base_model()
+        accepted = inner.last_speculation.accepted_tokens / inner.last_speculation.drafted_tokens
+        assert accepted > (0.6 if name == "int8" else 0.99), state
+
+
+def test_copies_are_of_merged_weights(model: Any) -> None:
+    base = model.get_base_model()
+    texts(model, REQUESTS["int8"])
+    (before,) = state_of(base).low_bit_drafts.values()
+    model.set_adapter("second")
+    texts(model, REQUESTS["int8"])
+    (switched,) = state_of(base).low_bit_drafts.values()
+    assert switched is before  # adapters compute beside the copies
+    model.merge_adapter(["second"])  # writes into the same weights, which torch does not count
+    texts(model, REQUESTS["int8"])
+    (merged,) = state_of(base).low_bit_drafts.values()
+    assert merged is not before
+    model.unmerge_adapter()
+    model.unload()
+    plain = base
+    assert not merged.is_current(plain)
+
+
+def test_what_was_learnt_is_of_the_adapter_in_use(model: Any) -> None:
+    base = model.get_base_model()
+    config = SelfSpeculativeConfig(lookup=True, precision="int8", adapt=True)
+    texts(model, config)
+    first, refined = state_of(base).policies, state_of(base).refinements
+    assert first and refined
+    model.set_adapter("second")
+    texts(model, config)
+    assert state_of(base).policies is not first and state_of(base).refinements is not refined
+    model.set_adapter("first")
+    texts(model, config)
+    assert state_of(base).policies is first and state_of(base).refinements is refined
+
+
+def test_weights_are_told_apart(model: Any) -> None:
+    base = model.get_base_model()
+    known, numbers = {weights_in_use(base)}, {numbers_of(base)}
+    model.set_adapter("second")
+    known.add(weights_in_use(base))
+    with model.disable_adapter():
+        known.add(weights_in_use(base))
+    assert len(known) == 3
+    model.merge_adapter(["second"])
+    assert weights_in_use(base) not in known and numbers_of(base) not in numbers
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "lora_A.first" in name).add_(1)
+    assert len(numbers | {numbers_of(base)}) == 2
+
+
+# --- in the middle of a text
+
+
+class Switches(BaseStreamer):
+    """Does something to the model behind the given number of new tokens."""
+
+    def __init__(self, after: int, action: Any) -> None:
+        self.after, self.action = after, action
+        self.tokens = -1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += 1
+        if self.tokens == self.after:
+            self.action()
+
+    def end(self) -> None: ...
+
+
+ACTIONS = {
+    "switch": lambda model: model.set_adapter("second"),
+    "both": lambda model: model.base_model.set_adapter(["first", "second"]),
+    "off": lambda model: model.base_model.disable_adapter_layers(),
+    "merge": lambda model: model.merge_adapter(["first"]),
+    "write": lambda model: [p.data.mul_(-2) for n, p in model.named_parameters() if "lora_B.first" in n],
+    "unload": lambda model: model.unload(),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_changed_by_a_streamer(name: str, action: str, sampled: bool) -> None:
+    found = []
+    for request in (None, REQUESTS[name]):
+        base = tiny_model("llama", hidden_size=64, intermediate_size=128)
+        base.generation_config.eos_token_id = None
+        model = peft.get_peft_model(base, lora("q_proj", "down_proj"), adapter_name="first")
+        model.add_adapter("second", lora("v_proj", "up_proj", rank=8))
+        randomise(model)
+        enable_self_speculative(model.eval())
+        for after in (1, 6, 11):
+            if action == "unload" and after > 1:
+                break
+            streamer = Switches(after, lambda model=model: ACTIONS[action](model))
+            options: dict[str, Any] = {"do_sample": True, "top_k": 0} if sampled else {}
+            found.append(texts(model, request, streamer=streamer, output_scores=True, **options).tolist())
+            if action == "merge":
+                model.unmerge_adapter()
+            elif action != "unload":
+                model.base_model.enable_adapter_layers()
+                model.set_adapter("first")
+    half = len(found) // 2
+    assert found[:half] == found[half:]
+
+
+def test_a_batch_that_is_changed_in_the_middle_is_an_error(model: Any) -> None:
+    ids = prompt(8, rows=2)
+    mask = torch.ones_like(ids)
+    request = SelfSpeculativeConfig(drafting=FIXED)  # drafts what is right
+    with pytest.raises(RuntimeError, match=r"adapters of the model.*change adapters between calls"):
+        model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+            self_speculative=request,
+            stopping_criteria=[_switching(model, 10)],
+        )
+
+
+def _switching(model: Any, columns: int) -> Any:
+    def criterion(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if input_ids.shape[1] == columns:
+            model.set_adapter("second")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    return criterion
+
+
+def test_changed_while_tokens_are_verified_is_an_error(model: Any) -> None:
+    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == 12:
+            model.set_adapter("second")
+        return scores
+
+    request = SelfSpeculativeConfig(drafting=FIXED)
+    with pytest.raises(RuntimeError, match="by a logits processor or another thread"):
+        texts(model, request, logits_processor=[processor])
+
+
+def test_looking_is_for_models_with_adapters() -> None:
+    watch = AdapterWatch(tiny_model("llama"))
+    assert watch.state == () and not watch.has_changed()
