@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.capturable import why_not_captured
+from ssd_generation.forward.linears import CannotRead, dense
 from ssd_generation.forward.low_bit import check_precision
+from ssd_generation.forward.row_by_row import ATTENTION, EVERYTHING, least_needed, row_by_row, run_row_by_row
 from ssd_generation.forward.sublayers import input_device
 from ssd_generation.tuning.measuring import describe_model
 from test_models import write_gguf
@@ -113,7 +116,6 @@ def test_no_low_bit_copies_of_foreign_weights(kinds: dict[str, Callable[[], PreT
     for kind, reason in (
         ("cpu offload", "are offloaded.*Leave `precision` out"),
         ("disk offload", "are offloaded"),
-        ("packed", r"are quantised already \(Packed\)"),
     ):
         model = enable_self_speculative(kinds[kind]())
         with pytest.raises(ValueError, match=reason):
@@ -124,17 +126,15 @@ def test_no_low_bit_copies_of_foreign_weights(kinds: dict[str, Callable[[], PreT
 
 def test_activations_that_are_quantised_by_the_pass() -> None:
     model = enable_self_speculative(dynamic(wide()))
-    plain = model.generate(prompt(), max_new_tokens=16, do_sample=False)
-    with pytest.warns(
-        UserWarning, match=r"its activations are quantised anew for each pass, all tokens alike \(torch.ao"
-    ):
-        drafted = model.generate(prompt(), max_new_tokens=16, do_sample=False, self_speculative=REQUESTS["skip"])
-    assert torch.equal(plain, drafted)
-    for name in ("refined", "auto", "lookup"):
-        again = model.generate(prompt(), max_new_tokens=16, do_sample=False, self_speculative=REQUESTS[name])
+    # One scale for all rows of a pass: each token is given its own.
+    assert least_needed(model) == EVERYTHING
+    plain = model.generate(prompt(), max_new_tokens=32, do_sample=False)
+    requests = {**REQUESTS, "int8": SelfSpeculativeConfig(precision="int8", drafting=FIXED)}
+    for name in ("skip", "refined", "auto", "lookup", "int8"):
+        again = model.generate(prompt(), max_new_tokens=32, do_sample=False, self_speculative=requests[name])
         assert torch.equal(plain, again)
-    with pytest.raises(ValueError, match="quantised already"):
-        check_precision(model)
+        assert model.last_speculation.refusal is None
+    assert model.last_speculation.accepted_tokens > 0.5 * model.last_speculation.drafted_tokens > 0
 
 
 def test_a_gguf_file_that_transformers_dequantised_is_copied(tmp_path: Path) -> None:
@@ -164,8 +164,118 @@ def test_packed_buffers_are_quantised_weights() -> None:
     model = wide()
     check_precision(model)
     model.model.layers[0].mlp.up_proj = QuantLinear(model.model.layers[0].mlp.up_proj)
-    with pytest.raises(ValueError, match=r"quantised already \(int32 in QuantLinear\)"):
+    check_precision(model)  # of all others
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, QuantLinear(child))
+    with pytest.raises(ValueError, match=r"they are in QuantLinear, not known.*Draft by skipping"):
         check_precision(model)
+
+
+def test_copies_are_made_of_what_a_packed_layer_computes_with() -> None:
+    model = packed(wide())
+    weight = model.model.layers[0].mlp.up_proj.weight
+    found, bias = dense(model.model.layers[0].mlp.up_proj, torch.float32)
+    assert bias is None
+    torch.testing.assert_close(found, weight.numbers * weight.scale, rtol=1e-6, atol=1e-6)
+    enable_self_speculative(model)
+    ids = prompt()
+    plain = model.generate(ids, max_new_tokens=24, do_sample=False)
+    for precision in ("int8", "int4"):
+        config = SelfSpeculativeConfig(precision=precision, drafting=FIXED)
+        assert torch.equal(plain, model.generate(ids, max_new_tokens=24, do_sample=False, self_speculative=config))
+        assert model.last_speculation.accepted_tokens > 0.4 * model.last_speculation.drafted_tokens > 0
+
+
+class Halved(nn.Linear):
+    """Rounds to integers of 8 bits; `mixes` says by a scale of its own for each row, or by one for all."""
+
+    mixes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        top = x.abs().amax() if self.mixes else x.abs().amax(dim=-1, keepdim=True)
+        scale = top.clamp(min=1e-9) / 127
+        return nn.functional.linear((x / scale).round() * scale, self.weight)
+
+
+class Cast(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
+
+
+def exchanged(kind: type[nn.Linear]) -> PreTrainedModel:
+    model = wide()
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not model.lm_head:
+            module.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        (Halved, ATTENTION),
+        (Cast, ATTENTION),
+        (type("Mixed", (Halved,), {"mixes": True, "__module__": __name__}), EVERYTHING),
+        (type("Own", (nn.Linear,), {"__module__": __name__}), None),
+    ],
+)
+def test_what_is_done_token_by_token(kind: type[nn.Linear], needed: str | None) -> None:
+    model = exchanged(kind)
+    assert least_needed(model) == needed
+    enable_self_speculative(model)
+    model.generation_config.eos_token_id = None
+    config = SelfSpeculativeConfig(precision="int8", lookup=True, drafting=FIXED)
+    for rows in (1, 2):
+        inputs: dict[str, Any] = {"input_ids": prompt(8, rows), "attention_mask": torch.ones(rows, 8, dtype=torch.long)}
+        inputs["attention_mask"][1:, :3] = 0
+        for sampled in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+            texts = []
+            for request in ({}, {"self_speculative": config}):
+                torch.manual_seed(1)
+                texts.append(model.generate(**inputs, max_new_tokens=60, pad_token_id=0, **sampled, **request))
+            assert torch.equal(*texts)
+            assert model.last_speculation.refusal is None
+            assert model.last_speculation.accepted_tokens > 0
+
+
+def test_attention_token_by_token_has_the_bits_of_single_tokens() -> None:
+    model = wide()
+    ids = prompt(20)
+
+    def behind(width: int) -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :4], past_key_values=cache)
+        parts = []
+        for start in range(4, 20, width):
+            with row_by_row(model, 1) if width > 1 else nullcontext():
+                parts.append(model(input_ids=ids[:, start : start + width], past_key_values=cache).logits)
+        return torch.cat(parts, dim=1)
+
+    run_row_by_row(model, False, EVERYTHING)
+    with torch.inference_mode():
+        assert torch.equal(behind(1), behind(8))
+
+
+def test_a_layer_that_is_not_linear_is_named() -> None:
+    class Bent(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).abs()
+
+    with pytest.raises(CannotRead, match="Bent is not linear"):
+        dense(Bent(16, 16), torch.float32)
+    model = exchanged(Bent)
+    model.lm_head.__class__ = Bent
+    with pytest.raises(ValueError, match=r"Low-bit copies cannot be made.*Bent is not linear.*Draft by skipping"):
+        check_precision(model)
+
+
+def test_measurements_hold_for_one_quantisation() -> None:
+    one, other = packed(wide()), packed(wide())
+    one.config.quantization_config = {"quant_method": "some", "activations": 8}
+    other.config.quantization_config = {"quant_method": "some", "activations": None}
+    assert key(one) != key(other)
 
 
 def test_where_token_ids_go() -> None:

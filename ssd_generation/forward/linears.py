@@ -21,6 +21,7 @@ __all__ = [
     "dense",
     "features",
     "identity",
+    "is_foreign",
     "is_plain",
     "is_plain_linear",
     "linears",
@@ -50,6 +51,13 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Whether it is torch's own layer, with weights that are floating point numbers at an address."""
     weight = getattr(module, "weight", None) if type(module) is nn.Linear else None  # some bring it later
     return weight is not None and is_plain(weight) and weight.is_floating_point()
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether a linear layer is of a quantiser's or someone else's make: not torch's, nor one of a model's own code."""
+    weight = getattr(module, "weight", None)
+    is_usual = isinstance(weight, torch.Tensor) and is_plain(weight) and weight.is_floating_point()
+    return not (is_usual and type(module).__module__.startswith(("torch.nn.", "transformers.models.")))
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
@@ -208,7 +216,10 @@ def _name(module: nn.Module) -> str:
 
 
 def _said_by_itself(module: nn.Module, rows: int, columns: int) -> Iterator[torch.Tensor]:
-    for owner in (getattr(module, "weight", None), module):
+    own = getattr(module, "weight", None)
+    if isinstance(own, torch.Tensor) and is_plain(own) and own.is_floating_point() and own.shape == (rows, columns):
+        yield own
+    for owner in (own, module):
         method = getattr(type(owner), "dequantize", None)
         if method is None or method is torch.Tensor.dequantize:
             continue

@@ -333,11 +333,22 @@ def check_precision(model: PreTrainedModel) -> None:
         )
     unread = [(module, _why_not_read(model, module)) for module in linears(model)]
     if all(reason is not None for _, reason in unread):
-        reasons = sorted({reason for _, reason in unread if reason is not None}) or ["it has no linear layers"]
+        reasons = sorted({reason for _, reason in unread if reason is not None}) or [_what_holds_weights(model)]
         raise ValueError(
             f"Low-bit copies cannot be made of the weights of {type(model).__name__}: {'; '.join(reasons)}. Draft by "
             "skipping sub-layers or prompt lookup, without `precision`."
         )
+
+
+def _what_holds_weights(model: nn.Module) -> str:
+    """Of a model without a linear layer that is known for one."""
+    kinds = {
+        type(module).__name__
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and tensor.ndim > 1 and not isinstance(module, nn.Embedding)
+    }
+    return f"they are in {', '.join(sorted(kinds)) or 'none'}, not known for linear layers (in_features, out_features)"
 
 
 def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:

@@ -22,7 +22,7 @@ from torch import nn
 from ..config import SkipConfig
 from ..support.model_state import state_of
 from .capture import own_attention
-from .linears import is_plain_linear, linears, mixes_rows, rounds_activations
+from .linears import is_foreign, linears, mixes_rows, rounds_activations
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> 
 def least_needed(model: PreTrainedModel) -> str | None:
     """What has to be done for each token by itself, as far as the linear layers show it, whatever a short text says.
 
-    One layer of each class is looked at. Where there are other classes than torch's, in half precision, no pass is
+    One layer of each class is looked at. Where there are foreign ones, in half precision, no pass is
     captured, and attention is all that would round otherwise.
     """
-    classes = {(type(m), type(getattr(m, "weight", None))): m for m in linears(model) if not is_plain_linear(m)}
+    classes = {(type(m), type(getattr(m, "weight", None))): m for m in linears(model) if is_foreign(m)}
     needed = ATTENTION if classes and model.dtype in (torch.bfloat16, torch.float16) else None
     for module in classes.values():
         try:

@@ -13,7 +13,7 @@ from transformers.utils import logging as hf_logging
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.cost_aware import CostAwarePolicy
 from ..forward.adapters import numbers_of
-from ..forward.linears import is_plain_linear, linears
+from ..forward.linears import is_foreign, linears
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.offloaded import is_offloaded
 from ..forward.passes import skip_mode_of
@@ -110,7 +110,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 def usual_budget(model: torch.nn.Module) -> float:
     """The share of a model's weights' bytes that low-bit copies may take unless something else is asked for."""
-    if any(not is_plain_linear(module) for module in linears(model)):
+    if any(map(is_foreign, linears(model))):
         return DRAFT_MEMORY_OF_QUANTISED
     bits = [p.element_size() for p in model.parameters() if p.is_floating_point()]
     return DRAFT_MEMORY_OF_HALF if bits and max(bits) <= 2 else DRAFT_MEMORY
