@@ -374,7 +374,8 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
     known: dict[SkipConfig, CapturedPasses] = state_of(model).captured_drafts
     passes: CapturedPasses | None = known.get(skip) if copies is None else copies.passes
     if passes is None or not passes.is_current(model):
-        passes = CapturedPasses(model, SkipMode(model, skip), frozenset(skip.attention), copies)
+        others = () if copies is None else copies.others
+        passes = CapturedPasses(model, SkipMode(model, skip, others), frozenset(skip.attention), copies)
         if copies is None:
             known[skip] = passes
         else:
