@@ -4,9 +4,10 @@
 
 Prompts take turns, plain decoding and `self_speculative="auto"` of each, and the texts are compared. The memory is held
 back by a control group (version 1 or 2, Linux, root), in which the page cache counts: otherwise the disk would be
-memory. So that no other process's page cache is read, the run has a copy of the model's files of its own. Where no group
-can be made, they are dropped from the page cache before each pass of the model (`posix_fadvise`). Before the run a process that makes the low-bit copies is killed in
-the middle (SIGKILL), so that what is measured begins with what it left behind.
+memory. The run has a copy of the model's files of its own, so that it does not read what another process has in the
+page cache. Where no group can be made, these files are dropped from the page cache before each pass of the model
+(`posix_fadvise`). Before the run, a process that makes the low-bit copies is killed in the middle (SIGKILL): what is
+measured begins with what it left behind.
 """
 
 from __future__ import annotations
@@ -287,7 +288,7 @@ def main() -> None:
     parser.add_argument("--sample", action="store_true", help="sample, by the same seed, instead of greedy search")
     parser.add_argument(
         "--folder",
-        help="where the files of the run go for its time, on the disk to be measured; by default the temporary folder",
+        help="a folder on the disk to be measured, for the files of the run",
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", choices=("copy", "measure"), help=argparse.SUPPRESS)
