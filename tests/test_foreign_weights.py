@@ -1,6 +1,7 @@
-"""Weights that are not plain tensors on a real device: offloaded, of a class of their own, packed.
+"""Weights that are not plain tensors on a real device: offloaded (more in test_offloaded.py), of a class of their own,
+packed.
 
-They are decoded by the model's own forward, and never captured, cast or copied. And what measurements are stored by.
+They are decoded by the model's own forward, and never captured or cast. And what measurements are stored by.
 """
 
 from __future__ import annotations
@@ -109,19 +110,6 @@ def test_text_of_plain(kinds: dict[str, Callable[[], PreTrainedModel]], kind: st
         assert model.last_speculation.refusal is None
         if request_name == "skip":
             assert model.last_speculation.drafted_tokens > 0
-
-
-def test_no_low_bit_copies_of_foreign_weights(kinds: dict[str, Callable[[], PreTrainedModel]]) -> None:
-    config = SelfSpeculativeConfig(precision="int8", drafting=FIXED)
-    for kind, reason in (
-        ("cpu offload", "are offloaded.*Leave `precision` out"),
-        ("disk offload", "are offloaded"),
-    ):
-        model = enable_self_speculative(kinds[kind]())
-        with pytest.raises(ValueError, match=reason):
-            model.generate(prompt(), max_new_tokens=4, self_speculative=config)
-        # "auto" does without.
-        model.generate(prompt(), max_new_tokens=4, do_sample=False, self_speculative="auto")
 
 
 def test_activations_that_are_quantised_by_the_pass() -> None:

@@ -4,9 +4,10 @@
 
 Prompts take turns, plain decoding and `self_speculative="auto"` of each, and the texts are compared. The memory is held
 back by a control group (version 1 or 2, Linux, root), in which the page cache counts: otherwise the disk would be
-memory. Where no group can be made, the weights' files are dropped from the page cache before each pass of the model
-(`posix_fadvise`). The offload folder is a new one. Before the run a process that makes the low-bit copies is killed in
-the middle (SIGKILL), so that what is measured begins with what it left behind.
+memory. The run has a copy of the model's files of its own, so that it does not read what another process has in the
+page cache. Where no group can be made, these files are dropped from the page cache before each pass of the model
+(`posix_fadvise`). Before the run, a process that makes the low-bit copies is killed in the middle (SIGKILL): what is
+measured begins with what it left behind.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..config import SkipConfig
@@ -80,19 +83,28 @@ def memory_group(limit: int) -> Iterator[Path | None]:
     yield None
 
 
-def _drop_from_page_cache(model: Any) -> None:
-    """Before each pass of a model."""
-    files = sorted({str(path) for source in sources_of(model).values() if (path := source.file()) is not None})
+def _drop(files: Iterable[Path]) -> None:
+    """Have files read from the disk when they are read next."""
+    for name in files:
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
-    def drop(*_: Any) -> None:
-        for name in files:
-            descriptor = os.open(name, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
-    model.register_forward_pre_hook(drop)
+def _drop_before_passes(model: Any) -> None:
+    files = {path for source in sources_of(model).values() if (path := source.file()) is not None}
+    model.register_forward_pre_hook(lambda *_: _drop(files))
+
+
+def _own_copy(model: str, folder: str) -> str:
+    """The model's files in a folder of the run's own, none of them in memory."""
+    source = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
+    copied = Path(shutil.copytree(source, Path(folder) / "model"))
+    _drop(path for path in copied.iterdir() if path.is_file())
+    return str(copied)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -138,7 +150,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     loads = _Loads()
     tokenizer, model = _load(options)
     if options.drops:
-        _drop_from_page_cache(model)
+        _drop_before_passes(model)
     about = {"seconds_to_load": time.perf_counter() - started, "streamed_bytes": streamed_bytes(model)}
     calls: list[dict[str, Any]] = []
 
@@ -274,7 +286,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--sample", action="store_true", help="sample, by the same seed, instead of greedy search")
-    parser.add_argument("--folder", help="offload folder; by default a new one, which is taken away again")
+    parser.add_argument(
+        "--folder",
+        help="a folder on the disk to be measured, for the files of the run",
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", choices=("copy", "measure"), help=argparse.SUPPRESS)
     parser.add_argument("--drops", action="store_true", help=argparse.SUPPRESS)
@@ -283,8 +298,9 @@ def main() -> None:
         return _copy(options)
     if options.child == "measure":
         return print(json.dumps(_measured(options)))
-    with tempfile.TemporaryDirectory() as folder:
-        options.folder = options.folder or folder
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        options.folder = str(Path(folder) / "offloaded")
+        options.model = _own_copy(options.model, folder)
         found = run(options)
     print(json.dumps(found, indent=1) if options.json else _said(found))
 

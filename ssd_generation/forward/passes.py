@@ -394,8 +394,8 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
     known: dict[SkipConfig, CapturedPasses] = state_of(model).captured_drafts
     passes: CapturedPasses | None = known.get(skip) if copies is None else copies.passes
     if passes is None or not passes.is_current(model):
-        mode = SkipMode(model, skip, () if copies is None else copies.stand_ins())
-        passes = CapturedPasses(model, mode, frozenset(skip.attention), copies)
+        others = () if copies is None else (*copies.others, *copies.stand_ins())
+        passes = CapturedPasses(model, SkipMode(model, skip, others), frozenset(skip.attention), copies)
         if copies is None:
             known[skip] = passes
         else:

@@ -145,10 +145,10 @@ def check_memory(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionC
         return None
     available = available_bytes()
     largest = max(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "meta")
-    # A layer is read, and packed.
-    needed = resident_bytes(model, skip, precision) + 2 * largest
+    needed = resident_bytes(model, skip, precision) + largest
     if available is not None and needed > available:
-        return f"they take {needed / 1e9:.2f} GB while they are made, and {available / 1e9:.2f} GB of memory are left"
+        needs, left = f"{needed / 1e9:.2f} GB", f"{available / 1e9:.2f} GB"
+        return f"beside the largest layer of a pass they take {needs}, and {left} of memory are left"
     return None
 
 

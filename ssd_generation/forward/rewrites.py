@@ -405,10 +405,11 @@ def use_bfloat16(captured: CapturedPass) -> None:
     def follows(node: Node) -> bool:
         return node.target is not functional.embedding and linear_weight(captured, node) is None
 
-    for node in captured.nodes:
-        if node.target is functional.embedding and node.meta["dtype"] is torch.bfloat16:  # its rows are held as such
-            for user in [user for user in node.users if user.target == "to" and user.meta["dtype"] in wide]:
-                user.replace_all_uses_with(node)
+    def is_embedded(node: Any) -> bool:
+        if node.target == "to" and isinstance(node.args[0], Node):  # of an embedding whose rows are held in bfloat16
+            return node.args[0].target is functional.embedding
+        return node.target is functional.embedding
+
     for node in captured.nodes:
         constant = captured.constant(node)
         if constant is not None and constant.ndim == 1 and constant.dtype in wide and constant.numel() > 64:
@@ -416,7 +417,7 @@ def use_bfloat16(captured: CapturedPass) -> None:
                 captured.copied_weights.append(constant)
                 narrow = captured.add_constant(f"{node.target}_bfloat16", constant.to(torch.bfloat16), node)
                 node.replace_all_uses_with(narrow, follows)
-        elif node.target is functional.embedding and node.meta["dtype"] in wide:
+        elif is_embedded(node) and node.meta["dtype"] in wide:
             with captured.graph.inserting_after(node):
                 cast = captured.graph.call_method("to", (node, torch.bfloat16))
             cast.meta = {**node.meta, "dtype": torch.bfloat16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -240,6 +241,14 @@ def _choice_of_offloaded(model: PreTrainedModel, draft_memory: float) -> Automat
             return AutomaticChoice(config, draft_memory, name, expected, ruled_out)
         break
     drop_copies(model)
+    if not expected and reason is None:
+        message = (
+            f"{type(model).__name__}, whose weights are offloaded, drafts by prompt lookup alone: no low-bit copies "
+            "fit. " + " ".join(f"{name}: {why}." for name, why in ruled_out.items())
+        )
+        if message not in (given := state_of(model).warnings):
+            given.add(message)
+            warnings.warn(message, stacklevel=2)
     lookup = dataclasses.replace(_candidate(None, 0.0), adapt=False)
     lookup = dataclasses.replace(lookup, costs=costs_of(model, lookup))
     return AutomaticChoice(lookup, draft_memory, expected=expected, ruled_out=ruled_out)
