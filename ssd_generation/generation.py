@@ -448,8 +448,8 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
 
     Raises:
         TypeError: `model` is not a transformers model.
-        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model), or `default` does not
-            fit it.
+        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, one that hands decoding on
+            to a model inside of it), or `default` does not fit it.
     """
     target = _target_of(model)
     if not isinstance(target, SelfSpeculativeMixin):

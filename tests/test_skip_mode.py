@@ -314,3 +314,28 @@ def test_another_thread_may_run_the_model_while_it_is_looked_at() -> None:
         del model.forward
     attention = layout.sublayer("attention", 0)
     assert attention.private_norms == (model.model.layers[0].input_layernorm,)
+
+
+@pytest.mark.parametrize("family", ["bert", "megatron-bert", "roberta-prelayernorm"])
+def test_sub_layers_that_end_in_adding_the_residual_hand_it_on(family: str) -> None:
+    """BERT and its kind: what is left out gives its own input, whichever norm stands where."""
+    from ssd_generation.benchmark.families import build
+
+    model: Any = build(family)
+    ids = torch.tensor([[5, 17, 29, 31, 8, 44]])
+    layers = locate_sublayers(model).layers
+    handles = [
+        layers[1].module.attention.register_forward_hook(lambda module, args, output: (args[0], *output[1:])),
+        layers[2].module.output.register_forward_hook(lambda module, args, output: args[1]),
+    ]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        for handle in handles:
+            handle.remove()
+        whole = model(input_ids=ids).logits
+        with draft_mode(model, SkipConfig(attention=[1], mlp=[2])):
+            drafted = model(input_ids=ids).logits
+        with draft_mode(model, SkipConfig(attention=[0], mlp=[0])):
+            bypassed = model(input_ids=ids).logits
+    torch.testing.assert_close(drafted, expected)
+    assert not torch.allclose(drafted, whole) and not torch.allclose(bypassed, whole)

@@ -73,7 +73,7 @@ def _decodes_inside(model: PreTrainedModel) -> str | None:
     """The attribute of a model inside that generates in this one's place, as `generate`'s code has it; or `None`."""
     code = getattr(inspect.unwrap(type(model).generate), "__code__", None)
     names = code.co_names if code is not None else ()
-    if "super" in names:
+    if "super" in names or "generate" not in names:
         return None
     for name in names:
         inside = model._modules.get(name)

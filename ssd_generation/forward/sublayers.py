@@ -34,7 +34,7 @@ Stub = Callable[..., Any]
 _ATTENTION_NAMES = ("self_attn", "attn", "self_attention", "attention")
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 # The MLP of a layer without an MLP module: (first linear, last linear).
-_MLP_PAIRS = (("fc1", "fc2"),)
+_MLP_PAIRS = (("fc1", "fc2"), ("intermediate", "output"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class SubLayer:
         modules: the modules that make the sub-layer up; the last one gives its output.
         private_norms: norms that serve this sub-layer only, so that they can be left out with it.
         output_length: `None` where the sub-layer returns a tensor, else the length of the tuple it returns.
-        residual_index: position of the argument `residual` where the sub-layer adds the residual itself, else `None`.
+        residual_index: position of the argument that is the residual, where the sub-layer adds it itself, else `None`.
     """
 
     kind: Kind
@@ -386,21 +386,23 @@ class _Call:
 @dataclass
 class _LayerTrace:
     calls: list[_Call]
+    inner: list[_Call]
+    """Of the children of direct children."""
     output: Any = None
     ran: bool = False
 
 
 def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]:
-    traces = [_LayerTrace([]) for _ in layers]
+    traces = [_LayerTrace([], []) for _ in layers]
     handles = []
     here = threading.get_ident()  # another thread may be running the model just now
 
-    def watch_child(trace: _LayerTrace, name: str) -> Callable[..., None]:
+    def watch_child(calls: list[_Call], name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if threading.get_ident() != here:
                 return
             inputs = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-            trace.calls.append(_Call(name, module, inputs, output))
+            calls.append(_Call(name, module, inputs, output))
 
         return hook
 
@@ -416,7 +418,9 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
         for layer, trace in zip(layers, traces, strict=True):
             handles.append(layer.register_forward_hook(watch_layer(trace)))
             for name, child in layer.named_children():
-                handles.append(child.register_forward_hook(watch_child(trace, name), with_kwargs=True))
+                handles.append(child.register_forward_hook(watch_child(trace.calls, name), with_kwargs=True))
+                for inside, grandchild in child.named_children():
+                    handles.append(grandchild.register_forward_hook(watch_child(trace.inner, inside), with_kwargs=True))
         # `forward` and not `__call__`: a compiled model need not be compiled for one token with hooks. The random state
         # is put back, so that a dropout in training mode changes no sampled text.
         with torch.no_grad(), torch.random.fork_rng(devices=[], enabled=True):
@@ -458,8 +462,16 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
             )
         output = calls[0].output
         first = next(call for call in trace.calls if call.module is modules[0])
-        residual_index = _residual_index(modules[-1])
         private = [norm for norm in norms if _stands_before(norm, first, trace.calls)]
+        residual_index = _residual_index(modules[-1])
+        if residual_index is None:
+            own_inputs = [call.inputs[0] for call in (first, *private) if call.inputs]
+            residual_index = _given_again(calls[0], own_inputs, trace.inner)
+        if name.startswith("intermediate") and residual_index is None:
+            raise _CannotSkip(
+                f"The {kind} of layer {index} ({name}) is not given what it is to add its output to: skipping it would "
+                "not be safe, so this model cannot be skipped in."
+            )
         if residual_index is None:  # otherwise what follows is the residual stream
             private += [norm for norm in norms if _stands_behind(norm, output, trace.calls)]
         owned |= {id(norm) for norm in private}
@@ -523,6 +535,28 @@ def _residual_index(module: nn.Module) -> int | None:
     return parameters.index("residual") if "residual" in parameters else None
 
 
+def _given_again(call: _Call, own_inputs: list[torch.Tensor], inner: list[_Call]) -> int | None:
+    """Position of the residual in the call that gives a sub-layer's output, where it is the sub-layer's own input.
+
+    BERT and its kind add the residual in the last part of a sub-layer: the part is given the sub-layer's input beside
+    what was made of it. That part may be the call itself, or stand at the end of what it calls.
+    """
+
+    def place(part: _Call, own: list[torch.Tensor]) -> int | None:
+        first, *others = part.inputs or (None,)
+        if any(first is value for value in own):  # queries, keys and values of one source, say
+            return None
+        return next((place for place, value in enumerate(others, 1) if any(value is one for one in own)), None)
+
+    if (found := place(call, own_inputs)) is not None:
+        return found
+    output = call.output[0] if isinstance(call.output, tuple) else call.output
+    for part in inner:
+        if part.output is output and place(part, list(call.inputs[:1])) is not None:
+            return 0
+    return None
+
+
 def _layers_read_by_others(config: Any, num_layers: int) -> frozenset[int]:
     """Layers whose attention stores keys and values for later layers (KV sharing, as in gemma3n and gemma4)."""
     modes = getattr(config, "kv_sharing_modes", None)
@@ -570,6 +604,8 @@ def _contribution_stub(output_length: int | None, residual_index: int | None) ->
     def contribution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if residual_index is None:
             return torch.zeros_like(_hidden_states(args, kwargs))
+        if residual_index == 0:
+            return _hidden_states(args, kwargs)
         return kwargs["residual"] if "residual" in kwargs else args[residual_index]  # type: ignore[no-any-return]
 
     if output_length is None:
