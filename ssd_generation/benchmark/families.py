@@ -14,7 +14,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import platform
 import re
 import sys
 import tempfile
@@ -23,7 +22,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
 from ..support.files import write_whole
+from .tables import CRASHED, WRONG, YES, Notes, counted, escaped, judged, kind_of, short, versions
 
 __all__ = ["COLUMNS", "Row", "build", "known_families", "page", "prompts", "tiny_config", "try_families", "try_family"]
 
@@ -50,12 +49,6 @@ PROMPT, NEW_TOKENS = 12, 28
 
 SECONDS = 150.0
 """A family that takes longer hangs."""
-
-# The name of this module is another one where it is run by `python -m`.
-_PACKAGE = SkipConfig.__module__.partition(".")[0]
-
-YES, WRONG = "yes", "WRONG"
-CRASHED = "crashed: "
 
 COLUMNS = {
     "nothing": "nothing drafted",
@@ -321,31 +314,7 @@ class Row:
 
     def count(self, kind: str) -> int:
         """How many cells are of a kind: "yes", "refused", "WRONG" or "crashed"."""
-        return sum(_kind(cell) == kind for cell in self.cells.values())
-
-
-KINDS = ("yes", "refused", "WRONG", "crashed")
-
-
-def _kind(cell: str) -> str:
-    if cell in (YES, WRONG):
-        return cell
-    return "crashed" if cell.startswith(CRASHED) else "refused"
-
-
-def _short(error: BaseException | str) -> str:
-    """A message in one line, cut off where it is long."""
-    text = " ".join(str(error).split()) or "no message"
-    return text if len(text) <= 500 else text[:499] + "…"
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether this library says that it cannot: not a ValueError that a model raised on its way."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next
-    module = "" if frames is None else frames.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError) and module.partition(".")[0] == _PACKAGE
+        return sum(kind_of(cell) == kind for cell in self.cells.values())
 
 
 def _requests(low_bits: bool) -> dict[str, tuple[SelfSpeculativeConfig, dict[str, Any]]]:
@@ -405,28 +374,21 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS)) -> Row:
     except Exception as error:
         # What a validator was told is of interest, not its name.
         said = re.sub(r"^.*ValueError: ", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
-        row.untried = f"{problem}: {_short(said)}"
+        row.untried = f"{problem}: {short(said)}"
         return row
     for column in columns:
         request, extra = _requests(low_bits=row.cells.get("low bits", YES) == YES)[column]
         try:
             plain[column] = text(column, **extra)
         except Exception as error:  # padding is beyond some models
-            row.cells[column] = "plain `generate` fails: " + _short(f"{type(error).__name__}: {error}")
+            row.cells[column] = "plain `generate` fails: " + short(f"{type(error).__name__}: {error}")
             continue
-        try:
+
+        def decode(extra: dict[str, Any] = extra, column: str = column, request: Any = request) -> torch.Tensor:
             enable_self_speculative(model)
-            drafted = text(column, **extra, self_speculative=request)
-        except Exception as error:
-            crash = f"{CRASHED}{type(error).__name__}: {error}"
-            row.cells[column] = _short(error if _is_refusal(error) else crash)
-            continue
-        statistics = model.last_speculation
-        row.drafted[column] = statistics.drafted_tokens
-        if not torch.equal(drafted, plain[column]):
-            row.cells[column] = WRONG
-        else:
-            row.cells[column] = YES if statistics.refusal is None else _short(statistics.refusal)
+            return text(column, **extra, self_speculative=request)
+
+        row.cells[column], row.drafted[column] = judged(model, plain[column], decode)
     return row
 
 
@@ -568,13 +530,6 @@ def _first_sentence(text: str) -> str:
     return (sentence if len(sentence) <= 200 else sentence[:199] + "…").rstrip(".")
 
 
-def _versions() -> str:
-    return (
-        f"ssd_generation {version('ssd_generation')}, transformers {transformers.__version__}, "
-        f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
-    )
-
-
 def page(rows: Sequence[Row]) -> str:
     """All that was found, as a page of Markdown.
 
@@ -586,29 +541,16 @@ def page(rows: Sequence[Row]) -> str:
     """
     rows = sorted(rows, key=lambda row: row.family)
     tried = [row for row in rows if row.untried is None]
-    notes: dict[str, list[str]] = {}
+    notes = Notes()
     table = [
         f"| family | class | {' | '.join(COLUMNS.values())} |",
         "|---|---|" + "---|" * len(COLUMNS),
     ]
     for row in tried:
-        shown = []
-        for column in COLUMNS:
-            cell = row.cells.get(column, "")
-            kind = _kind(cell)
-            if cell and kind in ("refused", "crashed"):
-                families = notes.setdefault(_reason(row, cell), [])
-                if row.family not in families:
-                    families.append(row.family)
-                number = list(notes).index(_reason(row, cell)) + 1
-                cell = f"{'crashed' if kind == 'crashed' else 'no'} ({number})"
-            shown.append(f"**{cell}**" if kind == WRONG else cell)
+        cells = [row.cells.get(column, "") for column in COLUMNS]
+        shown = [notes.shown(cell, _reason(row, cell), row.family) for cell in cells]
         table.append(f"| {row.family} | {row.name} | {' | '.join(shown)} |")
-
-    counts = [f"| | {' | '.join(COLUMNS.values())} |", "|---|" + "---|" * len(COLUMNS)]
-    for kind, heading in zip(KINDS, ("yes", "no (refused)", "WRONG", "crashed"), strict=True):
-        numbers = [sum(_kind(row.cells[c]) == kind for row in tried if c in row.cells) for c in COLUMNS]
-        counts.append(f"| {heading} | {' | '.join(map(str, numbers))} |")
+    counts = counted(COLUMNS, [row.cells for row in tried])
 
     def number_of(*columns: str) -> int:
         return sum(all(row.cells.get(column) == YES for column in columns) for row in tried)
@@ -620,7 +562,7 @@ def page(rows: Sequence[Row]) -> str:
         _INTRODUCTION.format(layers=LAYERS, tokens=NEW_TOKENS),
         "## Counts",
         "",
-        f"{_versions()}. This transformers knows {known} families.{asked}",
+        f"{versions()}. This transformers knows {known} families.{asked}",
         "",
         f"- Tried: {len(tried)}. Not tried, since there is no tiny model of it or plain `generate` fails: "
         f"{len(rows) - len(tried)}.",
@@ -637,20 +579,13 @@ def page(rows: Sequence[Row]) -> str:
         "",
         *table,
     ]
-    if notes:
-        lines += ["", "## Notes", ""]
-        for number, (reason, families) in enumerate(notes.items(), 1):
-            lines.append(f"{number}. {_escaped(reason)}. Families: {', '.join(families)}.")
+    if lines_of_notes := notes.lines("Families"):
+        lines += ["", "## Notes", "", *lines_of_notes]
     untried = [row for row in rows if row.untried is not None]
     if untried:
         lines += ["", "## Not tried", ""]
-        lines += [f"- {row.family}: {_escaped(_first_sentence(row.untried or ''))}." for row in untried]
+        lines += [f"- {row.family}: {escaped(_first_sentence(row.untried or ''))}." for row in untried]
     return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    """Text of an error, with nothing in it that Markdown would take for its own."""
-    return re.sub(r"([\[\]*|<>])", r"\\\1", text)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -681,7 +616,7 @@ def main(words: Sequence[str] | None = None) -> None:
         os.environ.update(HF_HUB_OFFLINE="1", SSD_GENERATION_CACHE=folder, OMP_NUM_THREADS="1")
         for row in try_families(families):
             rows.append(row)
-            wrong = " ".join(f"{key}: {cell}" for key, cell in row.cells.items() if _kind(cell) in (WRONG, "crashed"))
+            wrong = " ".join(f"{key}: {cell}" for key, cell in row.cells.items() if kind_of(cell) in (WRONG, "crashed"))
             print(f"{len(rows)}/{len(families)} {row.family} {wrong}".rstrip(), file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row.family)
     text = json.dumps([asdict(row) for row in rows], indent=2) + "\n" if arguments.json else page(rows)
