@@ -14,7 +14,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import platform
 import re
 import sys
 import tempfile
@@ -23,7 +22,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +42,7 @@ from ..support.display import for_markdown
 from ..support.files import write_whole
 from ..support.messages import clipped
 from .pictures import Picture, find_picture
+from .tables import CRASHED, WRONG, YES, Notes, counted, is_refusal, judged, kind_of, short, versions
 
 __all__ = ["COLUMNS", "Row", "build", "known_families", "page", "prompts", "tiny_config", "try_families", "try_family"]
 
@@ -71,12 +70,7 @@ KINDS_OF_MODELS: tuple[Kind, ...] = ("causal", "image-text")
 _MAKERS = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}
 _CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "image-text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
-# The name of this module is another one where it is run by `python -m`.
-_PACKAGE = SkipConfig.__module__.partition(".")[0]
-
-YES, WRONG = "yes", "WRONG"
 PICTURES = (YES, "in both")
-CRASHED = "crashed: "
 
 COLUMNS = {
     "nothing": "nothing drafted",
@@ -432,30 +426,7 @@ class Row:
 
     def count(self, kind: str) -> int:
         """How many cells are of a kind: "yes", "refused", "WRONG" or "crashed"."""
-        return sum(_kind(cell) == kind for cell in self.cells.values())
-
-
-KINDS = ("yes", "refused", "WRONG", "crashed")
-
-
-def _kind(cell: str) -> str:
-    if cell in (YES, WRONG):
-        return cell
-    return "crashed" if cell.startswith(CRASHED) else "refused"
-
-
-def _short(error: BaseException | str) -> str:
-    """A message in one line, cut off where it is long."""
-    return clipped(" ".join(str(error).split()) or "no message", 500)
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether this library says that it cannot: not a ValueError that a model raised on its way."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next
-    module = "" if frames is None else frames.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError) and module.partition(".")[0] == _PACKAGE
+        return sum(kind_of(cell) == kind for cell in self.cells.values())
 
 
 def _requests(low_bits: bool) -> dict[str, tuple[SelfSpeculativeConfig, dict[str, Any]]]:
@@ -518,28 +489,21 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
     except Exception as error:
         # What a validator was told is of interest, not its name.
         said = re.sub(r"^.*ValueError: ", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
-        row.untried = f"{problem}: {_short(said)}"
+        row.untried = f"{problem}: {short(said)}"
         return row
     for column in columns:
         request, extra = _requests(low_bits=row.cells.get("low bits", YES) == YES)[column]
         try:
             plain[column] = text(column, **extra)
         except Exception as error:  # padding is beyond some models
-            row.cells[column] = "plain `generate` fails: " + _short(f"{type(error).__name__}: {error}")
+            row.cells[column] = "plain `generate` fails: " + short(f"{type(error).__name__}: {error}")
             continue
-        try:
+
+        def decode(extra: dict[str, Any] = extra, column: str = column, request: Any = request) -> torch.Tensor:
             enable_self_speculative(model)
-            drafted = text(column, **extra, self_speculative=request)
-        except Exception as error:
-            crash = f"{CRASHED}{type(error).__name__}: {error}"
-            row.cells[column] = _short(error if _is_refusal(error) else crash)
-            continue
-        statistics = model.last_speculation
-        row.drafted[column] = statistics.drafted_tokens
-        if not torch.equal(drafted, plain[column]):
-            row.cells[column] = WRONG
-        else:
-            row.cells[column] = YES if statistics.refusal is None else _short(statistics.refusal)
+            return text(column, **extra, self_speculative=request)
+
+        row.cells[column], row.drafted[column] = judged(model, plain[column], decode)
     return row
 
 
@@ -553,7 +517,7 @@ def _refusal_of_class(family: str, kind: Kind) -> str | None:
         with torch.device("meta"):
             enable_self_speculative(maker.from_config(config))
     except ValueError as error:
-        return _short(error) if _is_refusal(error) else None
+        return short(error) if is_refusal(error) else None
     return None
 
 
@@ -564,7 +528,7 @@ def _inputs(model: Any, row: Row) -> tuple[dict[str, torch.Tensor], dict[str, to
         try:
             picture = find_picture(model)
         except ValueError as error:
-            row.picture = _short(error)
+            row.picture = short(error)
     both = prompts(picture)
     if picture is None:
         return {key: value[:1] for key, value in both.items()}, both
@@ -721,13 +685,6 @@ def _first_sentence(text: str) -> str:
     return clipped(sentence).rstrip(".")
 
 
-def _versions() -> str:
-    return (
-        f"ssd_generation {version('ssd_generation')}, transformers {transformers.__version__}, "
-        f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
-    )
-
-
 def page(rows: Sequence[Row]) -> str:
     """All that was found, as a page of Markdown.
 
@@ -740,11 +697,7 @@ def page(rows: Sequence[Row]) -> str:
     """
     rows = sorted(rows, key=lambda row: (row.kind, row.family))
     tried = [row for row in rows if row.untried is None]
-    notes: dict[str, list[str]] = {}
-    counts = [f"| | {' | '.join(COLUMNS.values())} |", "|---|" + "---|" * len(COLUMNS)]
-    for kind, heading in zip(KINDS, ("yes", "no (refused)", "WRONG", "crashed"), strict=True):
-        numbers = [sum(_kind(row.cells[c]) == kind for row in tried if c in row.cells) for c in COLUMNS]
-        counts.append(f"| {heading} | {' | '.join(map(str, numbers))} |")
+    notes = Notes()
 
     def number_of(*columns: str, of: Sequence[Row] = tried) -> int:
         return sum(all(row.cells.get(column) == YES for column in columns) for row in of)
@@ -758,7 +711,7 @@ def page(rows: Sequence[Row]) -> str:
         _INTRODUCTION.format(layers=LAYERS, tokens=NEW_TOKENS),
         "## Counts",
         "",
-        f"{_versions()}. This transformers knows {known['causal']} families of causal and {known['image-text']} of "
+        f"{versions()}. This transformers knows {known['causal']} families of causal and {known['image-text']} of "
         f"image-text models.{asked}",
         "",
         f"- Tried: {len(tried)}. Not tried, since there is no tiny model of it or plain `generate` fails: "
@@ -773,7 +726,7 @@ def page(rows: Sequence[Row]) -> str:
         f"- Families with another text (`WRONG`): {sum(row.count(WRONG) > 0 for row in tried)}; with a crash: "
         f"{sum(row.count('crashed') > 0 for row in tried)}.",
         "",
-        *counts,
+        *counted(COLUMNS, [row.cells for row in tried]),
         "",
         "## Families",
         "",
@@ -786,10 +739,8 @@ def page(rows: Sequence[Row]) -> str:
         "",
         *_table([row for row in tried if row.kind == "image-text"], notes),
     ]
-    if notes:
-        lines += ["", "## Notes", ""]
-        for number, (reason, families) in enumerate(notes.items(), 1):
-            lines.append(f"{number}. {for_markdown(reason)}. Families: {', '.join(families)}.")
+    if lines_of_notes := notes.lines("Families"):
+        lines += ["", "## Notes", "", *lines_of_notes]
     without = [row for row in tried if row.kind == "image-text" and row.picture not in (*PICTURES, None)]
     if without:
         lines += ["", "## Without a picture", ""]
@@ -805,7 +756,7 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: Sequence[Row], notes: dict[str, list[str]]) -> list[str]:
+def _table(rows: Sequence[Row], notes: Notes) -> list[str]:
     """The lines of a table. Reasons are added to the notes, with the families that they hold for."""
     with_picture = any(row.kind == "image-text" for row in rows)
     headings = ["family", "class", *(["picture"] if with_picture else []), *COLUMNS.values()]
@@ -814,16 +765,8 @@ def _table(rows: Sequence[Row], notes: dict[str, list[str]]) -> list[str]:
         shown = [row.family, row.name]
         if with_picture:
             shown.append(row.picture or "" if row.picture in (*PICTURES, None) else "no")
-        for column in COLUMNS:
-            cell = row.cells.get(column, "")
-            kind = _kind(cell)
-            if cell and kind in ("refused", "crashed"):
-                families = notes.setdefault(_reason(row, cell), [])
-                if row.family not in families:
-                    families.append(row.family)
-                number = list(notes).index(_reason(row, cell)) + 1
-                cell = f"{'crashed' if kind == 'crashed' else 'no'} ({number})"
-            shown.append(f"**{cell}**" if kind == WRONG else cell)
+        cells = [row.cells.get(column, "") for column in COLUMNS]
+        shown += [notes.shown(cell, _reason(row, cell), row.family) for cell in cells]
         table.append(f"| {' | '.join(shown)} |")
     return table
 
@@ -858,7 +801,7 @@ def main(words: Sequence[str] | None = None) -> None:
         os.environ.update(HF_HUB_OFFLINE="1", SSD_GENERATION_CACHE=folder, OMP_NUM_THREADS="1")
         for row in try_families(families):
             rows.append(row)
-            wrong = " ".join(f"{key}: {cell}" for key, cell in row.cells.items() if _kind(cell) in (WRONG, "crashed"))
+            wrong = " ".join(f"{key}: {cell}" for key, cell in row.cells.items() if kind_of(cell) in (WRONG, "crashed"))
             print(f"{len(rows)}/{len(families)} {row.family} {wrong}".rstrip(), file=sys.stderr, flush=True)
     rows.sort(key=lambda row: (row.kind, row.family))
     text = json.dumps([asdict(row) for row in rows], indent=2) + "\n" if arguments.json else page(rows)
