@@ -323,10 +323,10 @@ def test_sub_layers_that_end_in_adding_the_residual_hand_it_on(family: str) -> N
 
     model: Any = build(family)
     ids = torch.tensor([[5, 17, 29, 31, 8, 44]])
-    layers = locate_sublayers(model).layers
+    layers: list[Any] = [layer.module for layer in locate_sublayers(model).layers]
     handles = [
-        layers[1].module.attention.register_forward_hook(lambda module, args, output: (args[0], *output[1:])),
-        layers[2].module.output.register_forward_hook(lambda module, args, output: args[1]),
+        layers[1].attention.register_forward_hook(lambda module, args, output: (args[0], *output[1:])),
+        layers[2].output.register_forward_hook(lambda module, args, output: args[1]),
     ]
     with torch.no_grad():
         expected = model(input_ids=ids).logits
