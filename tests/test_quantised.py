@@ -6,11 +6,13 @@ What needs a library that is not installed is left out.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
 from ssd_generation.benchmark import targets
@@ -129,10 +131,10 @@ def test_the_page() -> None:
 def test_the_command(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     found = [Row("float32", dict.fromkeys(COLUMNS, "yes"))]
     monkeypatch.setattr(targets, "try_target", lambda *_: iter(found))
-    monkeypatch.setattr(targets.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer())
-    monkeypatch.setattr(targets.logging, "disable", lambda level: None)
-    monkeypatch.setattr(targets.transformers.utils.logging, "set_verbosity", lambda level: None)
-    monkeypatch.setattr(targets.transformers.utils.logging, "disable_progress_bar", lambda: None)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer())
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    monkeypatch.setattr(transformers.utils.logging, "set_verbosity", lambda level: None)
+    monkeypatch.setattr(transformers.utils.logging, "disable_progress_bar", lambda: None)
     options = ["--model", folder, "--only", "float32"]
     targets.main([*options, "-o", str(tmp_path / "page.md")])
     assert "| float32 | yes |" in (tmp_path / "page.md").read_text(encoding="utf-8")

@@ -104,7 +104,9 @@ def _torchao(kind: str, **options: Any) -> Callable[[], Any]:
 def _torchao_int4() -> Any:
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 
-    return transformers.TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    return transformers.TorchAoConfig(
+        IntxWeightOnlyConfig(weight_dtype=getattr(torch, "int4"), granularity=PerGroup(32))
+    )
 
 
 def _compressed(bits: int) -> Callable[[str], Any]:
