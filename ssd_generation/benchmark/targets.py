@@ -81,10 +81,9 @@ def _load(folder: str, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
-def _quantised(dtype: torch.dtype, config: Callable[[], Any], on_cpu: bool = True) -> Callable[[str], Any]:
+def _quantised(dtype: torch.dtype, config: Callable[[], Any]) -> Callable[[str], Any]:
     def make(folder: str) -> Any:
-        place = {"device_map": {"": "cpu"}} if on_cpu else {}
-        return _load(folder, dtype=dtype, quantization_config=config(), **place)
+        return _load(folder, dtype=dtype, quantization_config=config(), device_map={"": "cpu"})
 
     return make
 
@@ -102,18 +101,12 @@ def _torchao(kind: str, **options: Any) -> Callable[[], Any]:
     return config
 
 
-def _torchao_int4(folder: str) -> Any:
-    """Its layers by torchao's own function: for the CPU, this form can be made once weights are loaded."""
-    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+def _torchao_int4() -> Any:
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 
-    model = _load(folder, dtype=torch.bfloat16)
-    head = model.get_output_embeddings()
-    quantize_(
-        model,
-        Int4WeightOnlyConfig(group_size=32, int4_packing_format="opaque"),
-        filter_fn=lambda module, name: type(module) is torch.nn.Linear and module is not head,
+    return transformers.TorchAoConfig(
+        IntxWeightOnlyConfig(weight_dtype=getattr(torch, "int4"), granularity=PerGroup(32))
     )
-    return model
 
 
 def _compressed(bits: int) -> Callable[[str], Any]:
@@ -238,7 +231,7 @@ TARGETS = [
     Target(
         "torchao int8 weights and activations", _quantised(_F32, _torchao("Int8DynamicActivationInt8WeightConfig")), _AO
     ),
-    Target("torchao int4 weights, bfloat16", _torchao_int4, _AO),
+    Target("torchao int4 weights", _quantised(_F32, _torchao_int4), _AO),
     Target("compressed-tensors, 8 bits packed", _compressed(8), _CT),
     Target("compressed-tensors, 4 bits packed", _compressed(4), _CT),
     Target("quanto int8", _quantised(_F32, lambda: transformers.QuantoConfig(weights="int8")), ("optimum-quanto",)),
@@ -376,9 +369,9 @@ def _apart(model: Any, width: int = 8, tokens: int = 40) -> tuple[float, float]:
         found = [model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits[0] for at in range(width, tokens)]
         return torch.cat(found).double()
 
-    with torch.inference_mode(), _as_is(model):
+    with torch.no_grad(), _as_is(model):
         one, as_is = single(), logits()
-    with torch.inference_mode():
+    with torch.no_grad():
         as_run = logits()
     spread = one.std(dim=-1)
     first, second = (float(((other - one).square().mean(dim=-1).sqrt() / spread).max()) for other in (as_is, as_run))
