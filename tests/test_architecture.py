@@ -360,7 +360,7 @@ def test_every_dependency_has_a_lower_bound(project: dict[str, Any]) -> None:
 
 # Imported and not declared: what a declared package cannot be used without, and takes or gives itself.
 PART_OF_ANOTHER = {
-    **dict.fromkeys(("huggingface_hub", "numpy", "packaging", "tokenizers", "tqdm"), "transformers"),
+    **dict.fromkeys(("huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "tqdm"), "transformers"),
     "datasets": "evaluate",
     "sqlalchemy": "optuna",
 }

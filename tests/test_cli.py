@@ -486,6 +486,7 @@ def test_inspect_needs_no_weights(ssd: Callable[..., Run], family: str, tmp_path
     model = tiny_model(family)
     CONFIGS[family]().save_pretrained(tmp_path)  # nothing but config.json
     document = ssd("inspect", str(tmp_path), "--skip-attention", "1", "--skip-mlp", "2,3", "--json").json
+    assert document["copies"]["offloaded"] >= document["copies"]["int4"] >= 0
     layout = locate_sublayers(model)
     assert [layer["attention"]["parameters"] for layer in document["layers"]] == [
         layer.attention.num_parameters() for layer in layout.layers if layer.attention

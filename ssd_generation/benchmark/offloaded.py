@@ -240,7 +240,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         killed.wait()
         left = sorted(path.name for path in copies.iterdir()) if copies.is_dir() else []
         process = _child(options, group, "measure")
-        output, _ = process.communicate()
+        try:
+            output, _ = process.communicate()
+        finally:
+            process.kill()
+            process.wait()
         if process.returncode:
             raise SystemExit(f"The run ended with {process.returncode}.")
     measured: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -298,6 +302,7 @@ def main() -> None:
         return _copy(options)
     if options.child == "measure":
         return print(json.dumps(_measured(options)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was made is taken away
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         options.folder = str(Path(folder) / "offloaded")
         options.model = _own_copy(options.model, folder)

@@ -190,6 +190,20 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
         "sublayers": sum(layer[kind] is not None for layer in layers for kind in ("attention", "mlp")),
         "skipped_parameters": skipped_parameters,
         "skipped_share": skipped_parameters / max(layout.num_parameters, 1),
+        "copies": None if layout.keeps_states else _describe_copies(model),
+    }
+
+
+def _describe_copies(model: PreTrainedModel) -> dict[str, int]:
+    """Bytes of low-bit copies in int4, and of all that a draft keeps of a model whose weights are offloaded."""
+    from ..config import PrecisionConfig, SkipConfig
+    from ..forward.low_bit import estimated_bytes
+    from ..forward.resident import resident_bytes
+
+    int4 = PrecisionConfig.named("int4")
+    return {
+        "int4": estimated_bytes(model, SkipConfig(), int4),
+        "offloaded": resident_bytes(model, SkipConfig(), int4),
     }
 
 
@@ -266,9 +280,23 @@ def _view(document: dict[str, Any]) -> Any:
     if document["cannot_skip"] is not None:
         ways = "prompt lookup" if document["keeps_states"] else "prompt lookup and from low-bit copies"
         reason = f"{document['cannot_skip']} It drafts by {ways}."
-        return Group(title, styled(), styled(reason), styled(), _kernels(document))
+        return Group(title, styled(), styled(reason), *_copies(document), styled(), _kernels(document))
     tables: list[Any] = [styled(), _layer_table(document), styled(), _totals_table(document)]
-    return Group(title, *tables, styled(), _kernels(document), styled(), _draft(document))
+    return Group(title, *tables, *_copies(document), styled(), _kernels(document), styled(), _draft(document))
+
+
+def _copies(document: dict[str, Any]) -> list[Text]:
+    """What low-bit copies take."""
+    from .console import styled
+
+    found = document["copies"]
+    if found is None or not found["int4"]:
+        return []
+    text = (
+        f"Low-bit copies in int4 take {_size(found['int4'])}. Where weights are offloaded (accelerate), a draft keeps "
+        f"{_size(found['offloaded'])} in memory and reads none of them."
+    )
+    return [styled(), styled(text)]
 
 
 def _kernels(document: dict[str, Any]) -> Text:
@@ -358,6 +386,10 @@ def _cells(sub: dict[str, Any] | None, has_config: bool) -> list[Any]:
     if has_config:
         cells.append(styled(("left out", "bold yellow") if sub["skipped"] else ("·", "dim")))
     return cells
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
 
 
 def _count(number: int) -> str:
