@@ -105,7 +105,7 @@ def _torchao_int4() -> Any:
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 
     return transformers.TorchAoConfig(
-        IntxWeightOnlyConfig(weight_dtype=getattr(torch, "int4"), granularity=PerGroup(32))
+        IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
     )
 
 
