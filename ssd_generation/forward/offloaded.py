@@ -159,6 +159,8 @@ def streamed_bytes(model: nn.Module) -> int:
 
 def why_unreadable(model: nn.Module) -> str | None:
     """Which file of offloaded weights is not there any more; `None` where all are."""
+    if not is_offloaded(model):
+        return None
     for path in dict.fromkeys(source.file() for source in sources_of(model).values()):
         if path is not None and not os.access(path, os.R_OK):
             return (
