@@ -62,7 +62,7 @@ def test_every_family_gives_the_targets_text(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_single_row_run_as_it_is_gives_the_targets_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where passes are recorded, the test above plays them back.
-    monkeypatch.setattr(passes, "why_not_captured", lambda model: "a test says so")
+    monkeypatch.setattr(passes, "why_not_captured", lambda model, **_: "a test says so")
     model = enabled(family)
     inputs = {"input_ids": prompt(WINDOW * 3 + 2)}
     expected = generate(model, None, inputs)

@@ -291,20 +291,15 @@ def test_one_that_does_not_fit_is_not_taken_along() -> None:
 
 def test_targets_that_cannot_be_copied() -> None:
     model = wide()
-    config = SelfSpeculativeConfig(drafting=FIXED, precision=INT8)
     model.hf_quantizer = SimpleNamespace(is_compileable=False)
     check_precision(model)  # the weights decide, not who loaded them
-    model.model.layers[1].register_buffer("packed", torch.zeros(2, 2, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM are quantised already.*without `precision`"):
-        texts(model, config)
-    del model.model.layers[1].packed
     model.to("meta")
     with pytest.raises(
         ValueError, match=r"Weights of LlamaForCausalLM are offloaded.*load the model without offloading"
     ):
         check_precision(model)
     narrow = wide().to(torch.float64)
-    with pytest.raises(ValueError, match="has float64"):
+    with pytest.raises(ValueError, match="these are float64"):
         check_precision(narrow)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_precision(narrow.to(dtype))

@@ -70,7 +70,8 @@ class ModelState:
         self.arena: Any = None
         self.policies: dict[Any, Any] = {}
         self.refinements: dict[Any, Any] = {}
-        self._learnt: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+        self._learnt: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = {}  # of other weights than those in use
+        self._learnt_of: tuple[Any, ...] = ()  # the weights in use; empty before the first call
         self.warnings: set[str] = set()
 
     def learn_of(self, weights: Any) -> None:
@@ -79,12 +80,16 @@ class ModelState:
         Args:
             weights: what tells them apart.
         """
-        found = ({}, {}) if self._learnt else (self.policies, self.refinements)
-        found = self._learnt.pop(weights, found)
-        self._learnt[weights] = found
-        while len(self._learnt) > _MOST_WEIGHTS:
-            del self._learnt[next(iter(self._learnt))]
+        if self._learnt_of == (weights,):
+            return
+        found = self.policies, self.refinements
+        if self._learnt_of:
+            self._learnt[self._learnt_of[0]] = found
+            found = self._learnt.pop(weights, ({}, {}))
+            while len(self._learnt) >= _MOST_WEIGHTS:
+                del self._learnt[next(iter(self._learnt))]
         self.policies, self.refinements = found
+        self._learnt_of = (weights,)
 
     def drop_copies(self) -> None:
         """Free the low-bit copies."""
