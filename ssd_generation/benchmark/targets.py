@@ -104,9 +104,8 @@ def _torchao(kind: str, **options: Any) -> Callable[[], Any]:
 def _torchao_int4() -> Any:
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup
 
-    return transformers.TorchAoConfig(
-        IntxWeightOnlyConfig(weight_dtype=getattr(torch, "int4"), granularity=PerGroup(32))
-    )
+    int4: Any = torch.int4  # type: ignore[attr-defined]
+    return transformers.TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(32)))
 
 
 def _compressed(bits: int) -> Callable[[str], Any]:
