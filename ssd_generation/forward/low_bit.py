@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..cache.recurrent import has_states
 from ..native import linear as native
@@ -356,7 +357,8 @@ def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:
 
     Of a quantiser's classes, one layer of each is looked at.
     """
-    if is_plain_linear(module):
+    # `ssd inspect` looks at a model whose tensors have no values.
+    if is_plain_linear(module) or (isinstance(module, nn.Linear) and isinstance(module.weight, FakeTensor)):
         dtype: Any = module.weight.dtype
         if dtype in (torch.float32, torch.bfloat16, torch.float16):
             return None
