@@ -32,12 +32,12 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..config import SkipConfig
 from ..forward.offloaded import sources_of, streamed_bytes
 from ..forward.resident import FOLDER
 from ..generation import enable_self_speculative
 from ..support.machine import cpu_name
 from ..support.model_state import state_of
+from .tables import PACKAGE
 
 __all__ = ["memory_group", "run"]
 
@@ -50,9 +50,6 @@ PROMPTS = (
 
 _KILLED_AT = 12
 """Copies on the disk when the first process is killed."""
-
-# The name of this module is another one where it is run by `python -m`.
-_PACKAGE = SkipConfig.__module__.partition(".")[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -216,7 +213,7 @@ def _copy(options: argparse.Namespace) -> None:
 
 
 def _child(options: argparse.Namespace, group: Path | None, what: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", f"{_PACKAGE}.benchmark.offloaded", "--model", options.model]
+    arguments = [sys.executable, "-m", f"{PACKAGE}.benchmark.offloaded", "--model", options.model]
     arguments += ["--child", what, "--folder", options.folder, "--dtype", options.dtype]
     for name in ("tokens", "prompts", "threads"):
         arguments += [f"--{name}", str(getattr(options, name))]

@@ -17,6 +17,7 @@ from ..support.messages import clipped
 __all__ = [
     "CRASHED",
     "KINDS",
+    "PACKAGE",
     "WRONG",
     "YES",
     "Notes",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 # The name of a module is another one where it is run by `python -m`.
-_PACKAGE = SkipConfig.__module__.partition(".")[0]
+PACKAGE = SkipConfig.__module__.partition(".")[0]
 
 YES, WRONG = "yes", "WRONG"
 CRASHED = "crashed: "
@@ -55,7 +56,7 @@ def is_refusal(error: BaseException) -> bool:
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
     module = "" if frames is None else frames.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError) and module.partition(".")[0] == _PACKAGE
+    return isinstance(error, ValueError) and module.partition(".")[0] == PACKAGE
 
 
 def judged(model: Any, plain: torch.Tensor, decode: Callable[[], torch.Tensor]) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from ..support.display import byte_size
 from .console import styled
 from .layers import describe_skip
 
@@ -346,13 +347,13 @@ def _without_copies(comparison: Comparison) -> list[str]:
 
 def _memory(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
     share = comparison.extra_bytes / max(comparison.weight_bytes, 1)
-    memory = f"{_size(comparison.extra_bytes)}, {share:.1%} of the weights" if comparison.extra_bytes else "none"
+    memory = f"{byte_size(comparison.extra_bytes)}, {share:.1%} of the weights" if comparison.extra_bytes else "none"
     basis = "measured" if comparison.extra_bytes_measured else "computed"
     line = "No second model, no second KV cache."
     if config.precision:
         line += (
-            f" Low-bit copies: {_size(comparison.copy_bytes)}, {comparison.copy_share:.1%} of the weights' "
-            f"{_size(comparison.weight_bytes)}."
+            f" Low-bit copies: {byte_size(comparison.copy_bytes)}, {comparison.copy_share:.1%} of the weights' "
+            f"{byte_size(comparison.weight_bytes)}."
         )
     return f"{line} {'Other extra' if config.precision else 'Extra'} memory ({basis}): {memory}."
 
@@ -367,16 +368,7 @@ def drafts_from(draft: Draft) -> str:
         parts.append(f"leaving out {describe_skip(config.skip)}")
     if config.precision:
         share = draft.copy_bytes / max(draft.weight_bytes, 1)
-        parts.append(f"copies of the weights in {_bits(config)} ({_size(draft.copy_bytes)}, {share:.0%} of them)")
+        parts.append(f"copies of the weights in {_bits(config)} ({byte_size(draft.copy_bytes)}, {share:.0%} of them)")
     if config.lookup is not None:
         parts.append("prompt lookup")
     return f"Drafted by {' and '.join(parts) if parts else 'the whole model'}."
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

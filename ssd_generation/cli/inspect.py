@@ -287,14 +287,15 @@ def _view(document: dict[str, Any]) -> Any:
 
 def _copies(document: dict[str, Any]) -> list[Text]:
     """What low-bit copies take."""
+    from ..support.display import byte_size
     from .console import styled
 
     found = document["copies"]
     if found is None or not found["int4"]:
         return []
     text = (
-        f"Low-bit copies in int4 take {_size(found['int4'])}. Where weights are offloaded (accelerate), a draft keeps "
-        f"{_size(found['offloaded'])} in memory and reads none of them."
+        f"Low-bit copies in int4 take {byte_size(found['int4'])}. Where weights are offloaded (accelerate), a draft "
+        f"keeps {byte_size(found['offloaded'])} in memory and reads none of them."
     )
     return [styled(), styled(text)]
 
@@ -386,10 +387,6 @@ def _cells(sub: dict[str, Any] | None, has_config: bool) -> list[Any]:
     if has_config:
         cells.append(styled(("left out", "bold yellow") if sub["skipped"] else ("·", "dim")))
     return cells
-
-
-def _size(number: int) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
 
 
 def _count(number: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..support.tensors import address_of
-from .linears import is_plain, linears, sample
+from .linears import few_of, is_plain, linears, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,6 +19,9 @@ __all__ = ["AdapterWatch", "numbers_of", "weights_in_use"]
 
 # How a layer with adapters says which of them are in use, and how much of each.
 _SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+
+_FEW = 4
+"""Numbers of each of the adapters' own weights that are looked at."""
 
 
 class AdapterWatch:
@@ -47,7 +50,7 @@ class AdapterWatch:
         if names != self._names:
             self._names, self._layers = names, list(_adapted_layers(self._model)) if names else []
             # Views: what is written to in a way that torch does not count (`weight.data`) is seen in them.
-            self._numbers = [_few(w) for *_, weights in self._layers for w in weights if is_plain(w)]
+            self._numbers = [few_of(w, _FEW) for *_, weights in self._layers for w in weights if is_plain(w)]
         if not names:
             return ()
         found: list[Any] = [names]
@@ -59,11 +62,6 @@ class AdapterWatch:
         if self._numbers:
             found += torch.cat(self._numbers).tolist()
         return tuple(found)
-
-
-def _few(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
-    return flat[:: max(flat.numel() // 4, 1)][:4]
 
 
 def _frozen(value: Any) -> Hashable:
@@ -95,6 +93,6 @@ def numbers_of(model: PreTrainedModel) -> str:
     """A fingerprint of the same kind that holds from one process to the next."""
     layers = list(_adapted_layers(model)) if getattr(model, "peft_config", None) else []
     few = [sample(list(linears(model)))]
-    few += [_few(w) for *_, weights in layers for w in weights if is_plain(w)]
+    few += [few_of(w, _FEW) for *_, weights in layers for w in weights if is_plain(w)]
     numbers = torch.cat([one.to("cpu", torch.float64) for one in few])
     return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]

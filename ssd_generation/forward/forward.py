@@ -164,8 +164,8 @@ class Forward:
         self.replayed_passes = 0
         self._replayed = replayed_target(model) if plays_back and replays else None
         self._captured = captured_target(model, invariant) if plays_back and self._replayed is None else None
-        # In half precision a plain step is the model's own: captured, it would round otherwise.
         self._invariant, self._plays_back, self._config = invariant, plays_back, config
+        # In half precision a plain step is the model's own: captured, it would round otherwise.
         self._shortest = 2 if invariant is None and model.dtype in (torch.bfloat16, torch.float16) else 1
         self._draft: _DraftForward | None = None
         if config is not None:

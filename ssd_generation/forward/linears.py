@@ -20,6 +20,7 @@ __all__ = [
     "CannotRead",
     "dense",
     "features",
+    "few_of",
     "identity",
     "is_foreign",
     "is_plain",
@@ -106,10 +107,15 @@ def sample(modules: list[nn.Module]) -> torch.Tensor:
     for module in modules:
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.numel():
-            # Of weights with gaps, or that only stand for others, no whole copy is made.
-            flat = weight.detach().view(-1) if weight.is_contiguous() else weight.detach()[..., 0].reshape(-1)
-            few.append(flat[:: max(len(flat) // 8, 1)][:8])
+            few.append(few_of(weight, 8))
     return torch.cat(few) if few else torch.zeros(0)
+
+
+def few_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Some numbers of a tensor, spread over it: a view, where it has no gaps."""
+    # Of one with gaps, or whose numbers only stand for others, no whole copy is made.
+    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[..., 0].reshape(-1)
+    return flat[:: max(len(flat) // most, 1)][:most]
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

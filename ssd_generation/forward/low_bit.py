@@ -72,7 +72,7 @@ class LowBitCopy:
         bias: torch.Tensor | None = None
         with torch.inference_mode():
             weights = [weight for weight, _ in layers]
-            is_native = weights[0].device.type == "cpu" and _is_native(weights[0].shape[0], precision)
+            is_native = _reads_here(weights[0], precision)
             if precision == "int8":
                 is_packed = is_native and all(native.can_pack_int8(*weight.shape) for weight in weights)
                 weight, scales = _to_int8(weights, is_packed)
@@ -122,7 +122,7 @@ class LowBitCopy:
         made.precision, made.group_size = precision, group_size
         made.sizes = tuple(int(weight.shape[0]) for weight in weights)
         rows, columns = sum(made.sizes), int(weights[0].shape[1])
-        is_native = weights[0].device.type == "cpu" and _is_native(int(weights[0].shape[0]), precision)
+        is_native = _reads_here(weights[0], precision)
         numbers = rows * columns if precision == "int8" else rows * columns // 2
         scales = rows if precision == "int8" else rows * (columns // group_size) * (1 if is_native else 2)
         weight, bias = tensors["weight"], tensors.get("bias")
@@ -168,7 +168,7 @@ class LowBitCopy:
 
 def packing(weight: torch.Tensor, precision: str) -> str:
     """How a copy's numbers lie in memory: by the code that reads them, which for ATen's goes by the processor."""
-    if weight.device.type == "cpu" and _is_native(int(weight.shape[0]), precision):
+    if _reads_here(weight, precision):
         return "native, by integers" if precision == "int8" and native.can_pack_int8(*weight.shape) else "native"
     return f"aten {torch.backends.cpu.get_cpu_capability()} {torch.__version__.partition('+')[0]}"
 
@@ -200,6 +200,11 @@ def _to_int8(weights: Sequence[torch.Tensor], packed: bool = False) -> tuple[tor
 def _is_native(rows: int, precision: str) -> bool:
     """Whether there is code made here for copies of weights of so many rows, on the CPU."""
     return why_not() is None and (precision == "int8" or rows % 16 == 0)
+
+
+def _reads_here(weight: torch.Tensor, precision: str) -> bool:
+    """Whether copies of such weights are read by code made here."""
+    return weight.device.type == "cpu" and _is_native(int(weight.shape[0]), precision)
 
 
 def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:

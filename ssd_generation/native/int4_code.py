@@ -25,6 +25,9 @@ COLUMNS = 32
 those of columns 4 j … 4 j + 3, the upper ones those of 16 + 4 j …"""
 
 
+_TWO_SUMS = 4
+"""Rows of x up to which there are registers for two sums of each."""
+
 _AHEAD = 8192
 """Bytes by which memory is asked for before it is read."""
 
@@ -265,18 +268,24 @@ class Integers(_Digits):
         total = self.call(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, b.add(*wholes))
         return b.fdiv(most, ir.Constant(FLOAT, 127.0)), b.mul(total, ir.Constant(I32, self.least))
 
-    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
-        totals: list[list[Any]] = [[begin, ir.Constant(INTS, None)] for begin in begins]
+    def factors(self, b: Any, j: int, word: Any) -> list[tuple[int, Any]]:
+        """What line j of the weights holds: first columns, and four columns' bytes from there on in each lane."""
         mask = splat(I32, 0x0F0F0F0F)
+        return [(4 * j, b.and_(word, mask)), (16 + 4 * j, b.and_(b.lshr(word, splat(I32, 4)), mask))]
+
+    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
+        # Two sums of each row of x need not wait for each other, as long as there are registers for them.
+        sums = 2 if len(numbers) <= _TWO_SUMS else 1
+        totals: list[list[Any]] = [[begin, ir.Constant(INTS, None)][:sums] for begin in begins]
         for j, word in enumerate(words):
-            halves = b.and_(word, mask), b.and_(b.lshr(word, splat(I32, 4)), mask)
+            factors = self.factors(b, j, word)
             for m, row in enumerate(numbers):
-                for upper, digits in enumerate(halves):
-                    four = b.load(self.at(b, row, integer(16 * upper + 4 * j), I8), typ=I32, align=4)
-                    totals[m][upper] = self.call(
-                        b, "llvm.x86.avx512.vpdpbusd.512", INTS, totals[m][upper], digits, self.spread(b, four)
+                for turn, (column, weights) in enumerate(factors, j * len(factors)):
+                    four = b.load(self.at(b, row, integer(column), I8), typ=I32, align=4)
+                    totals[m][turn % sums] = self.call(
+                        b, "llvm.x86.avx512.vpdpbusd.512", INTS, totals[m][turn % sums], weights, self.spread(b, four)
                     )
-        return [b.sitofp(b.add(*both), FLOATS) for both in totals]
+        return [b.sitofp(b.add(*found) if sums == 2 else found[0], FLOATS) for found in totals]
 
 
 class _Pairs(Integers):

@@ -10,16 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-
-from .builder import FLOAT, FLOATS, I8, I32, INTS
+from .builder import FLOAT, FLOATS
 from .int4_code import Integers
 from .linear_code import Layer
 
 __all__ = ["int8_module"]
-
-_TWO_SUMS = 4
-"""Rows of x up to which there are registers for two sums of each, which need not wait for each other."""
 
 
 class _Bytes(Integers):
@@ -37,16 +32,8 @@ class _Bytes(Integers):
 
         return add
 
-    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
-        sums = 2 if len(numbers) <= _TWO_SUMS else 1
-        totals: list[list[Any]] = [[begin, ir.Constant(INTS, None)][:sums] for begin in begins]
-        for j, word in enumerate(words):
-            for m, row in enumerate(numbers):
-                four = b.load(self.at(b, row, ir.Constant(ir.IntType(64), 4 * j), I8), typ=I32, align=4)
-                totals[m][j % sums] = self.call(
-                    b, "llvm.x86.avx512.vpdpbusd.512", INTS, totals[m][j % sums], word, self.spread(b, four)
-                )
-        return [b.sitofp(b.add(*both) if len(both) == 2 else both[0], FLOATS) for both in totals]
+    def factors(self, b: Any, j: int, word: Any) -> list[tuple[int, Any]]:
+        return [(4 * j, word)]
 
     def scaled_rows(self, b: Any, layer: Layer, sums: Any, row: Any) -> Any:
         return b.fmul(sums, b.load(self.at(b, layer.scales, row, FLOAT), typ=FLOATS, align=4))

@@ -12,7 +12,7 @@ import json
 import os
 import re
 
-__all__ = ["for_html", "for_json", "for_markdown", "for_plot", "path_shown", "visible"]
+__all__ = ["byte_size", "for_html", "for_json", "for_markdown", "for_plot", "path_shown", "visible"]
 
 # Control characters (C0, DEL, C1), line and paragraph separators, marks and overrides of the writing direction, tags
 # (invisible letters), and halves of characters.
@@ -79,3 +79,13 @@ def path_shown(path: str | os.PathLike[str]) -> str:
     """A path as an error names it, in quotes; of a very long one the end, where the file's own name stands."""
     text = visible(repr(os.fspath(path)))
     return text if len(text) <= _LONGEST_PATH else f"'…{text[2 - _LONGEST_PATH :]}"
+
+
+def byte_size(count: int) -> str:
+    """A number of bytes for a person, to three digits."""
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
