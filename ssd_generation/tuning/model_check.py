@@ -407,7 +407,9 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
         (
             module,
             {key: value for key, value in vars(module).items() if isinstance(value, _LEFT)},
-            module._buffers.copy(),
+            dict(module._buffers)
+            if isinstance(module._buffers, dict)
+            else {},  # compressed-tensors has a kind of its own
         )
         for module in model.modules()
     ]
