@@ -28,7 +28,7 @@ from .capturable import fingerprint, why_not_captured
 from .capture import CannotCapture
 from .captured import CapturedPass, Program, compile_pass
 from .invariant import LINEARS, NATIVE, Invariant, RowAttention, live_layers_of_any_window, uneven
-from .kernels import fastest_kernels, linear_of_few_rows
+from .kernels import Linear, fastest_kernels, linear_of_few_rows
 from .low_bit import LowBitCopies, LowBitCopy, copies_of
 from .rewrites import (
     fuse_norms,
@@ -92,6 +92,7 @@ class CapturedPasses:
         # Not held: the copies hold their passes, and are to go when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
+        self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
         self._capture = PassCapture(skip_mode, invariant is not None)
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
@@ -231,7 +232,7 @@ class CapturedPasses:
                 raise CannotCapture("the low-bit copies were dropped")
             _use_copies(captured, copies)
         elif self.invariant is not None:
-            swap_linears(captured, LINEARS[self.invariant.linear])
+            swap_linears(captured, self._invariant_linear)
         elif self.is_draft or model.dtype == torch.float32:
             layers = [layer for node in captured.nodes if (layer := linear_weight(captured, node)) is not None]
             swap_linears(captured, fastest_kernels(model, layers, length))
@@ -249,6 +250,14 @@ class CapturedPasses:
         elif not any(self._programs.values()):
             self._compare(model, program, length)
         return program
+
+    def _invariant_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        """A layer whose bits do not depend on the width of a pass, the same for passes of all lengths."""
+        assert self.invariant is not None
+        key = id(weight), id(bias)
+        if key not in self._linears:
+            self._linears[key] = weight, bias, LINEARS[self.invariant.linear](weight, bias)
+        return self._linears[key][2]
 
     def _simplify(self, model: PreTrainedModel, captured: CapturedPass) -> None:
         share_results(captured)

@@ -51,7 +51,7 @@ _LONG = 512
 _TRIES = 6
 """Passes until those that are replayed have been recorded and found to be right."""
 _REPEATS = 3
-_ENOUGH_SECONDS = 0.2
+_ENOUGH_SECONDS = 0.1
 """For each pass, and the plain step: beyond this much time there are no more than `_REPEATS` repetitions."""
 _SECONDS = 5.0
 """Beyond this much time there are fewer: a large model's passes vary less."""

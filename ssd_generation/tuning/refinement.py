@@ -136,7 +136,7 @@ class Refinement:
         self.passes = self.changes = 0
         self.seconds = 0.0
         self._measures = costs.measured_on == describe_machine(model)
-        self._steps = _Steps(model, config, costs, self._measures)
+        self._steps: _Steps | None = None
         self._in_use = _Runner(config, costs)
         if config.drafting.acceptance:
             # Measured before, as by a search.
@@ -228,6 +228,9 @@ class Refinement:
                 return False
             self.passes += 1
             self._distances = _distances(model, text)
+            self._steps = _Steps(model, self.config, self._in_use.costs, self._measures)
+            if self._measures:
+                self._balance -= _MEASURING * self._in_use.costs.plain_step
             return False
         if self._challenger is None:
             self._challenger = self._propose()
@@ -305,6 +308,7 @@ class Refinement:
         skip = self.config.skip
         skipped = {("attention", i) for i in skip.attention} | {("mlp", i) for i in skip.mlp}
         # Turning the hidden states little for what it takes: first to go, last to come back.
+        assert self._steps is not None
         rank = {
             sub: self._distance(sub) / max(self._steps.share(*sub), 1e-9) * math.exp(generator.gauss(0.0, 0.5))
             for sub in self._subs
@@ -330,6 +334,7 @@ class Refinement:
         )
 
     def _costs(self, config: SelfSpeculativeConfig) -> Costs:
+        assert self._steps is not None
         return self._steps.costs(config, self._in_use.config, self._in_use.costs)
 
     def _distance(self, sub: tuple[str, int]) -> float:
@@ -402,7 +407,7 @@ class _Steps:
         self._rest = rest / total
         attention = [index for kind, index in weights if kind == "attention"]
         if measure and len(attention) > 1:
-            without = costs_of(model, SelfSpeculativeConfig(SkipConfig(attention=attention[1:])))
+            without = costs_of(model, SelfSpeculativeConfig(SkipConfig(attention=attention[1:])), shows=False)
             part = 1.0 - without.draft_step / without.plain_step
             part = min(max(part * len(attention) / (len(attention) - 1), 0.01), 0.9)
             before = sum(self._shares["attention", index] for index in attention)
