@@ -26,8 +26,9 @@ from ssd_generation.cache.recurrent import Checkpoint, has_states
 from ssd_generation.cli import main
 from ssd_generation.decoding import rows
 from ssd_generation.drafting.drafter import Texts
-from ssd_generation.forward.low_bit import check_precision
+from ssd_generation.drafting.self_drafter import SelfDrafter
 from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.tuning.acceptance import why_not_judged
 from ssd_generation.tuning.costs import measure_costs
 from tiny_models import VOCAB, left_padded, prompt, small, tiny_model
 
@@ -302,18 +303,104 @@ def test_no_copy_is_left_after_the_call(model: Any, monkeypatch: pytest.MonkeyPa
     assert all(reference() is None for reference in made)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# drafts by the model itself
+
+
+def own_drafts(model: Any) -> dict[str, SelfSpeculativeConfig]:
+    """A draft of each kind: what it leaves out, and its precision."""
+    layout = layout_of(model)
+    mixers = [layer.index for layer in layout.layers if layer.attention is not None]
+    attention = [index for index in mixers if index not in layout.without_keys]
+    mlps = [layer.index for layer in layout.layers if layer.mlp is not None]
+    whole = next((index for index in mixers if index in mlps and index != attention[-1]), mixers[0])
+    skips = {
+        "a mixer": SkipConfig(attention=mixers[:1]),
+        "all mixers but one attention": SkipConfig(attention=[i for i in mixers if i != attention[-1]]),
+        "an MLP": SkipConfig(mlp=mlps[:1]),
+        "a layer": SkipConfig(attention=[whole], mlp=[whole] if whole in mlps else []),
+    }
+    drafting = DraftingConfig(policy="fixed", max_draft_length=4)
+    return {
+        **{name: SelfSpeculativeConfig(skip, drafting=drafting) for name, skip in skips.items()},
+        **{bits: SelfSpeculativeConfig(precision=bits, drafting=drafting) for bits in ("int8", "int4")},
+    }
+
+
+@pytest.mark.parametrize("rows_", [1, 2])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_model_drafts_for_itself(model: Any, sampled: bool, rows_: int) -> None:
+    ids = torch.cat([prompt(21), prompt(21).flip(1)][:rows_])
+    for name, config in own_drafts(model).items():
+        plain = decoded(model, ids, 40, do_sample=sampled)
+        drafted = decoded(model, ids, 40, config, do_sample=sampled)
+        assert torch.equal(plain, drafted), name
+        statistics = model.last_speculation
+        assert statistics.refusal is None and statistics.draft_passes > 0, name
+        if name == "int8":
+            assert statistics.acceptance_rate > 0.75
+
+
+@pytest.mark.parametrize("rows_", [1, 2])
+def test_a_draft_goes_on_from_the_states_behind_the_last_token(
+    model: Any, rows_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is left out does nothing, so that every drafted token is right, but for those that are made wrong here.
+    layer = next(layer for layer in layout_of(model).layers if layer.mlp is not None)
+    assert layer.mlp is not None
+    before = {p: p.detach().clone() for module in layer.mlp.modules for p in module.parameters()}
+    script, rounds = [(4, 1), (4, 4), (4, 0), (4, 2), (4, 3)], 0
+    propose = SelfDrafter.propose
+
+    def lying(self: SelfDrafter, texts: Any, limits: Sequence[int]) -> Draft:
+        nonlocal rounds
+        draft = propose(self, texts, limits)
+        right = script[rounds % len(script)][1]
+        rounds += 1
+        if right < draft.tokens.shape[1]:
+            draft.tokens[:, right] = (draft.tokens[:, right] + 1) % VOCAB
+        return draft
+
+    monkeypatch.setattr(SelfDrafter, "propose", lying)
+    config = SelfSpeculativeConfig(
+        SkipConfig(mlp=[layer.index]), drafting=DraftingConfig(policy="fixed", max_draft_length=4)
+    )
+    ids = prompt(21).repeat(rows_, 1)
+    try:
+        with torch.no_grad():
+            for parameter in before:
+                parameter.zero_()
+        plain = decoded(model, ids, 50)
+        drafted = decoded(model, ids, 50, config)
+    finally:
+        with torch.no_grad():
+            for parameter, values in before.items():
+                parameter.copy_(values)
+    assert torch.equal(plain, drafted)
+    assert model.last_speculation.target_passes == rounds_of(script, 50)
+
+
+def test_the_cache_is_given_back_behind_drafts_of_its_own(model: Any) -> None:
+    options = {"return_dict_in_generate": True}
+    plain = decoded(model, prompt(21), 31, **options)
+    for config in own_drafts(model).values():
+        drafted = decoded(model, prompt(21), 31, config, **options)
+        for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
+            assert one.shape == other.shape
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def test_what_is_not_there_yet_is_said(model: Any) -> None:
     assert has_states(model)
-    assert layout_of(model).refusal
-    with pytest.raises(ValueError, match="recurrent states"):
-        check_precision(model)
-    for config in (SkipConfig(mlp=[1]), SelfSpeculativeConfig(precision="int8")):
-        with pytest.raises(ValueError, match="recurrent states"):
-            decoded(model, prompt(9), 5, config)
+    layout = layout_of(model)
+    attention = [x.index for x in layout.layers if x.attention is not None and x.index not in layout.without_keys]
+    with pytest.raises(ValueError, match="context. Keep at least one"):
+        decoded(model, prompt(9), 5, SkipConfig(attention=attention))
     options = {"return_dict_in_generate": True, "output_hidden_states": True}
     plain, drafted = (decoded(model, prompt(9), 12, request, **options) for request in (None, LOOKUP))
     assert torch.equal(plain.sequences, drafted.sequences)
     assert "recurrent state" in model.last_speculation.refusal
+    assert "recurrent states" in str(why_not_judged(model))
 
 
 def test_inspect_says_what_works(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,7 +408,9 @@ def test_inspect_says_what_works(model: Any, tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit, match="0"):
         main(["inspect", str(tmp_path)])
     said = " ".join(capsys.readouterr().out.split())
-    assert "keeps recurrent states" in said and "It drafts by prompt lookup." in said
+    for layer in layout_of(model).layers:
+        for sub in (layer.attention, layer.mlp):
+            assert sub is None or sub.name.split()[-1] in said
 
 
 def test_costs_are_measured(model: Any) -> None:

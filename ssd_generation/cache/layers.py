@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from .recurrent import crop_attention, keeps_states
+from .recurrent import crop_attention, fork_states, keeps_states
 
 __all__ = [
     "BufferedLayer",
@@ -404,8 +404,14 @@ class DraftCache(Cache):
         self._sources = list(layers)
         views: list[Any] = []
         for index, layer in enumerate(layers):
-            if index in self.skipped or not isinstance(layer, CacheLayerMixin):
-                views.append(None if index in self.skipped else layer)
+            if not isinstance(
+                layer, CacheLayerMixin
+            ):  # states have no length, and a skipped mixer leaves its own alone
+                views.append(fork_states(layer) if keeps_states(layer) and index not in self.skipped else layer)
+            elif index in self.skipped:
+                views.append(None)
+            elif keeps_states(layer):
+                views.append(fork_states(layer))
             elif isinstance(layer, BufferedSlidingLayer):
                 views.append(_SlidingDraftLayer(layer))
             elif isinstance(layer, BufferedLayer):
@@ -428,7 +434,7 @@ class DraftCache(Cache):
         for index, view in enumerate(self.layers):
             if isinstance(view, _DraftLayer):
                 view.drafted = 0
-            elif index not in self.skipped and isinstance(view, CacheLayerMixin):
+            elif index not in self.skipped and (isinstance(view, CacheLayerMixin) or keeps_states(view)):
                 # A fork holds tensors of its own from the first drafted token on.
                 self.layers = self._views()
                 return
@@ -582,7 +588,7 @@ def keep_length(cache: Any, skipped: frozenset[int], num_layers: int) -> None:
     live = [layer for i, layer in enumerate(layers) if i not in skipped and isinstance(layer, CacheLayerMixin)]
     for index in skipped:
         layer = layers[index] if index < len(layers) else None
-        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, GhostLayer):
+        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, GhostLayer) and not keeps_states(layer):
             sliding = bool(getattr(layer, "is_sliding", False))
             same = [other for other in live if bool(getattr(other, "is_sliding", False)) == sliding]
             layers[index] = GhostLayer(layer, same[0] if same else live[0])

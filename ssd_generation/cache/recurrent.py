@@ -8,6 +8,7 @@ the next pass again, in front of what is to be verified: a few more rows, not an
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MOST_OWED", "REACH", "Checkpoint", "crop_attention", "has_states", "is_known", "keeps_states"]
+__all__ = [
+    "MOST_OWED",
+    "REACH",
+    "Checkpoint",
+    "crop_attention",
+    "fork_states",
+    "has_states",
+    "is_known",
+    "keeps_states",
+    "layers_without_keys",
+]
 
 MOST_OWED = 48
 """Tokens that go through passes again and again: beyond so many, a round without a draft makes an end of it. (Passes
@@ -49,6 +60,27 @@ def has_states(model: PreTrainedModel) -> bool:
     return any(map(keeps_states, layers))
 
 
+def layers_without_keys(model: PreTrainedModel) -> frozenset[int]:
+    """Layers of which the cache holds states alone, or nothing."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return frozenset(index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin))
+
+
+def fork_states(layer: Any) -> Any:
+    """A layer of the same kind with states of its own, which stand where these do; keys and values are those of both.
+
+    Args:
+        layer: one that keeps states (`keeps_states`).
+    """
+    fork = copy.copy(layer)
+    for name, kept in vars(layer).items():
+        if isinstance(kept, dict):
+            vars(fork)[name] = {
+                index: state.clone() if isinstance(state, torch.Tensor) else state for index, state in kept.items()
+            }
+    return fork
+
+
 def crop_attention(cache: Cache, slots: int) -> None:
     """Make the keys and values of a cache end at a slot; states stay as they are.
 
@@ -78,6 +110,7 @@ class Checkpoint:
     def __init__(self, length: int) -> None:
         self.length = length
         self._since: torch.Tensor | None = None  # tokens of the last pass, all of which came behind the checkpoint
+        self._stands = 0  # of these, so many are in the states: all or none
         self._saved: list[dict[str, dict[int, torch.Tensor]]] | None = None
 
     @classmethod
@@ -97,18 +130,30 @@ class Checkpoint:
             Tokens `(B, n)` that were committed behind the checkpoint and have to be in the pass again, in front of its
             own; `None` where there are none.
         """
-        again: torch.Tensor | None = None
-        if not self.owed(length):
-            # All of the last pass was accepted: the states are those behind it.
-            if length > self.length:
-                self.length, self._since, self._saved = length, None, None
-        else:
-            assert self._since is not None
-            again = self._since[:, : length - self.length]
-            self.put_back(cache)
+        again = self.rewind(cache, length)
         if may_fail and self._saved is None:
             self._saved = [_copies(layer) for layer in cache.layers]
         return again
+
+    def rewind(self, cache: Cache, length: int) -> torch.Tensor | None:
+        """Let the states stand behind tokens that are committed, all of them or those up to the checkpoint.
+
+        Args:
+            cache: the cache.
+            length: slots that are committed, no fewer than at the last call.
+
+        Returns:
+            As `begin`.
+        """
+        if not self.owed(length):
+            # All of the last pass was accepted: the states are those behind it.
+            if length > self.length:
+                self.length, self._since, self._stands, self._saved = length, None, 0, None
+            return None
+        assert self._since is not None
+        if self._stands:
+            self.put_back(cache)
+        return self._since[:, : length - self.length]
 
     def owed(self, length: int) -> int:
         """Tokens that the next pass has to take again.
@@ -116,12 +161,11 @@ class Checkpoint:
         Args:
             length: slots that are committed.
         """
-        since = 0 if self._since is None else self._since.shape[1]
-        return 0 if length == self.length + since else length - self.length
+        return 0 if length == self.length + self._stands else length - self.length
 
     def passed(self, tokens: torch.Tensor) -> None:
         """A pass has gone over tokens `(B, n)` that begin at the checkpoint."""
-        self._since = tokens
+        self._since, self._stands = tokens, tokens.shape[1]
 
     def end(self, cache: Cache, length: int) -> None:
         """Leave a cache, after an exception, with no token that was not committed.
@@ -139,7 +183,7 @@ class Checkpoint:
 
     def put_back(self, cache: Cache) -> None:
         """Take everything behind the checkpoint out of a cache."""
-        self._since = None
+        self._stands = 0
         crop_attention(cache, self.length)
         layers: list[Any] = cache.layers
         for layer, saved in zip(layers, self._saved or [], strict=False):

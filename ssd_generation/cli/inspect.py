@@ -181,7 +181,6 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
         "class": type(model).__name__,
         "depth": len(layout),
         "cannot_skip": layout.refusal,
-        "keeps_states": layout.keeps_states,
         "layers": layers,
         "parameters": totals,
         "head_is_the_embedding": tied,
@@ -190,7 +189,7 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
         "sublayers": sum(layer[kind] is not None for layer in layers for kind in ("attention", "mlp")),
         "skipped_parameters": skipped_parameters,
         "skipped_share": skipped_parameters / max(layout.num_parameters, 1),
-        "copies": None if layout.keeps_states else _describe_copies(model),
+        "copies": _describe_copies(model),
     }
 
 
@@ -278,8 +277,7 @@ def _view(document: dict[str, Any]) -> Any:
         f"\n{document['class']}, {document['depth']} layers, {_count(document['parameters']['all'])} parameters",
     )
     if document["cannot_skip"] is not None:
-        ways = "prompt lookup" if document["keeps_states"] else "prompt lookup and from low-bit copies"
-        reason = f"{document['cannot_skip']} It drafts by {ways}."
+        reason = f"{document['cannot_skip']} It drafts by prompt lookup and from low-bit copies."
         return Group(title, styled(), styled(reason), *_copies(document), styled(), _kernels(document))
     tables: list[Any] = [styled(), _layer_table(document), styled(), _totals_table(document)]
     return Group(title, *tables, *_copies(document), styled(), _kernels(document), styled(), _draft(document))

@@ -414,13 +414,20 @@ class _CapturedDraftPasses(DraftPasses):
 
 class _ModelDraftPasses(DraftPasses):
     def __init__(
-        self, model: PreTrainedModel, skip_mode: SkipMode, cache: DraftCache, context: Context, length: int
+        self,
+        model: PreTrainedModel,
+        skip_mode: SkipMode,
+        cache: DraftCache,
+        context: Context,
+        length: int,
+        again: torch.Tensor | None,
     ) -> None:
         self._model, self._skip_mode, self._cache, self._context = model, skip_mode, cache, context
         # One mask for all passes; each sees the left part of it.
         self._mask = None if context.mask is None else functional.pad(context.mask, (0, length), value=1)
         self._width = 0 if context.mask is None else context.mask.shape[1]
-        self._columns = {name: one for name, (one, _) in context.columns.items() if name not in _NOT_FOR_DRAFTS}
+        self._columns = {name: one for name, one in context.columns.items() if name not in _NOT_FOR_DRAFTS}
+        self._again = again
 
     def __enter__(self) -> _ModelDraftPasses:
         self._skip_mode.__enter__()
@@ -441,14 +448,26 @@ class _ModelDraftPasses(DraftPasses):
 
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
         context = self._context
+        positions = None if context.positions is None else context.positions + depth
+        columns, count = {name: column for name, (column, _) in self._columns.items()}, 1
+        if self._again is not None:
+            # States stand behind the checkpoint: what was committed since goes first.
+            token, self._again = torch.cat((self._again, token), dim=1), None
+            count = token.shape[1]
+            columns = {name: torch.cat([column] * count, dim=dim) for name, (column, dim) in self._columns.items()}
+            if positions is not None:
+                positions = positions + torch.arange(1 - count, 1, device=positions.device)
         inputs = self._model.prepare_inputs_for_generation(
             token,
+            next_sequence_length=count,
             past_key_values=self._cache,
             attention_mask=None if self._mask is None else self._mask[:, : self._width + depth],
-            position_ids=None if context.positions is None else context.positions + depth,
-            **{**context.draft_arguments, **self._columns},
+            position_ids=positions,
+            **{**context.draft_arguments, **columns},
         )
-        return self._model(**inputs, return_dict=True).logits  # type: ignore[no-any-return]
+        with row_by_row(self._model, len(token)) if count > 1 else nullcontext():
+            logits: torch.Tensor = self._model(**inputs, return_dict=True).logits
+        return logits[:, -1:]
 
 
 class _ReplayedDraftPasses(DraftPasses):
@@ -515,8 +534,9 @@ class _DraftForward:
         return _ReplayedDraftPasses(replayed, context, of_the_model)
 
     def _passes_of_the_model(self, context: Context, length: int) -> _ModelDraftPasses:
+        again = None if context.checkpoint is None else context.checkpoint.rewind(context.cache, context.length)
         if self._cache is None or self._cache.target is not context.cache:
             self._cache = DraftCache(context.cache, self._skipped_attention)
         else:
             self._cache.rewind()
-        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length)
+        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length, again)

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..cache.recurrent import has_states
 from ..native import linear as native
 from ..native.compiler import why_not
 from ..support.model_state import state_of
@@ -320,11 +319,6 @@ def check_precision(model: PreTrainedModel) -> None:
         raise ValueError(
             f"The weights of {type(model).__name__} are spread over processes (tensor parallel), where no low-bit "
             "copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup run there too."
-        )
-    if has_states(model):
-        raise ValueError(
-            f"{type(model).__name__} keeps recurrent states: a draft of its own would need states of its own, which is "
-            "not there yet. Leave `precision` out there: prompt lookup works."
         )
     devices = {parameter.device.type for parameter in model.parameters()}
     if "meta" in devices:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from ..cache.recurrent import has_states
+from ..cache.recurrent import layers_without_keys
 from ..support.model_state import state_of
 from .offloaded import CannotStandIn, is_offloaded, stand_in
 
@@ -49,6 +49,8 @@ class SubLayer:
         private_norms: norms that serve this sub-layer only, so that they can be left out with it.
         output_length: `None` where the sub-layer returns a tensor, else the length of the tuple it returns.
         residual_index: position of the argument that is the residual, where the sub-layer adds it itself, else `None`.
+        beside: of the first of `modules`, which run beside the others and add what they give as these do (another
+            mixer of the layer, shared experts): what each returns, as `output_length` says it.
     """
 
     kind: Kind
@@ -58,6 +60,7 @@ class SubLayer:
     private_norms: tuple[nn.Module, ...]
     output_length: int | None
     residual_index: int | None
+    beside: tuple[int | None, ...] = ()
 
     def of_modules(self, others: Mapping[int, nn.Module]) -> SubLayer:
         """The same of another model, whose modules these are by id of those here."""
@@ -71,7 +74,10 @@ class SubLayer:
 
     def stubs(self) -> Iterator[tuple[nn.Module, Stub]]:
         """`(module, forward)` pairs that leave the sub-layer out: its contribution to the residual stream becomes 0."""
-        for module in (*self.modules[:-1], *self.private_norms):
+        parts = len(self.beside)
+        for module, length in zip(self.modules, self.beside, strict=False):
+            yield module, _contribution_stub(length, None)
+        for module in (*self.modules[parts:-1], *self.private_norms):
             yield module, _identity
         yield self.modules[-1], _contribution_stub(self.output_length, self.residual_index)
 
@@ -118,7 +124,7 @@ class DecoderLayout:
         refusal: why no sub-layer can be skipped, whichever it is; `None`: some can.
         depth: decoder layers, as the model's config says.
         ran: whether the model's pass over a token, by which sub-layers are found, came to its end.
-        keeps_states: whether its cache has recurrent states: there is no draft by the model itself then.
+        without_keys: layers of which the cache holds states alone, or nothing.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -127,7 +133,7 @@ class DecoderLayout:
     refusal: str | None = None
     depth: int = 0
     ran: bool = True
-    keeps_states: bool = False
+    without_keys: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.layers) or self.depth
@@ -148,8 +154,9 @@ class DecoderLayout:
                 skipped in this model.
         """
         if self.refusal is not None:
-            others = "needs" if self.keeps_states else "and low-bit copies (`precision`) need"
-            raise ValueError(f"{self.refusal} Leave the skip set out: prompt lookup {others} none.")
+            raise ValueError(
+                f"{self.refusal} Leave the skip set out: prompt lookup and low-bit copies (`precision`) need none."
+            )
         if not 0 <= layer < len(self.layers):
             raise ValueError(
                 f"The skip set names {kind} {layer}, but this model has layers 0 to {len(self.layers) - 1}. "
@@ -180,7 +187,7 @@ class DecoderLayout:
         attention, mlp = set(skip.attention), set(skip.mlp)
         # Checked before anything is built, so that the message names the first bad entry.
         chosen = [self.sublayer("attention", i) for i in skip.attention] + [self.sublayer("mlp", i) for i in skip.mlp]
-        with_attention = {layer.index for layer in self.layers if layer.attention is not None}
+        with_attention = {layer.index for layer in self.layers if layer.attention is not None} - self.without_keys
         if with_attention and with_attention <= attention:
             raise ValueError(
                 f"The skip set leaves out all {len(with_attention)} attention sub-layers: the draft would not see the "
@@ -263,15 +270,13 @@ def _locate(model: PreTrainedModel) -> DecoderLayout:
             f"{type(model).__name__} is an encoder-decoder model; self-speculative decoding is for decoder-only models."
         )
     total, depth = sum(p.numel() for p in model.parameters()), int(config.num_hidden_layers)
-    if has_states(model):
-        reason = f"{type(model).__name__} keeps recurrent states, and its draft would need some of its own."
-        return DecoderLayout((), total, frozenset(), refusal=reason, depth=depth, keeps_states=True)
     try:
         layouts = _layouts_without_weights(model, depth) if is_offloaded(model) else _layouts(model, depth)
     except _CannotSkip as error:
         ran = not isinstance(error, _DoesNotRun)
         return DecoderLayout((), total, frozenset(), refusal=str(error), depth=depth, ran=ran)
-    return DecoderLayout(layouts, total, _layers_read_by_others(config, depth), depth=depth)
+    shared, without_keys = _layers_read_by_others(config, depth), layers_without_keys(model)
+    return DecoderLayout(layouts, total, shared, depth=depth, without_keys=without_keys)
 
 
 def _layouts_without_weights(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
@@ -325,7 +330,7 @@ def _layer_lists(model: PreTrainedModel, num_layers: int) -> list[list[nn.Module
     lists = [
         list(module)
         for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and _attention_of(module[0]) is not None
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and any(map(_attention_of, module))
     ]
     if not lists:
         raise _CannotSkip(_one_list(model, num_layers, "found none"))
@@ -340,7 +345,19 @@ def _one_list(model: PreTrainedModel, num_layers: int, but: str) -> str:
 
 
 def _attention_of(layer: nn.Module) -> tuple[str, nn.Module] | None:
-    return _child(layer, _ATTENTION_NAMES, ("Attention",))
+    """The attention of a layer, or what mixes tokens in its place: a state space, a linear attention, a convolution."""
+    found = _child(layer, _ATTENTION_NAMES, ("Attention",))
+    if found is not None:
+        return found
+    mlp = _mlp_of(layer)
+    return next(((name, m) for name, m in _mixers(layer) if mlp is None or m not in mlp[1]), None)
+
+
+def _mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Parts that have a place in the cache."""
+    for name, module in layer._modules.items():
+        if module is not None and isinstance(getattr(module, "layer_idx", None), int):
+            yield name, module
 
 
 def _mlp_of(layer: nn.Module) -> tuple[str, tuple[nn.Module, ...]] | None:
@@ -438,17 +455,17 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
         found["attention"] = (attention[0], (attention[1],))
     if mlp is not None:
         found["mlp"] = mlp
+    beside = _parts_beside(layer, found, trace)
+    for kind, parts in beside.items():
+        name, modules = found[kind]
+        found[kind] = " + ".join((name, *(call.name for call in parts))), (*(call.module for call in parts), *modules)
     members = {id(m) for _, modules in found.values() for m in modules}
-    unknown = [
-        f"{call.name} ({type(call.module).__name__})"
+    # Others stay in the draft. What they are given must then be what a left-out sub-layer gives.
+    others = [
+        call
         for call in trace.calls
         if id(call.module) not in members and not _is_norm(call.module) and any(True for _ in call.module.parameters())
     ]
-    if unknown:
-        raise _CannotSkip(
-            f"Layer {index} ({type(layer).__name__}) has parts beside attention, MLP and norms that this library does "
-            f"not know how to leave out: {', '.join(dict.fromkeys(unknown))}. This model cannot be skipped in."
-        )
 
     norms = [call for call in trace.calls if _is_norm(call.module)]
     sublayers: dict[Kind, SubLayer] = {}
@@ -461,7 +478,14 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
                 "token instead of once: skipping it would not be safe, so this model cannot be skipped in."
             )
         output = calls[0].output
-        first = next(call for call in trace.calls if call.module is modules[0])
+        parts = beside.get(kind, [])
+        first = next(call for call in trace.calls if call.module is modules[len(parts)])
+        if others and not _is_of_shape(output, first.inputs):
+            raise _CannotSkip(
+                f"Layer {index} ({type(layer).__name__}) has parts beside attention, MLP and norms "
+                f"({', '.join(f'{call.name}: {type(call.module).__name__}' for call in others)}), and its {kind} does "
+                "not give what it is given: skipping it would not be safe, so this model cannot be skipped in."
+            )
         private = [norm for norm in norms if _stands_before(norm, first, trace.calls)]
         residual_index = _residual_index(modules[-1])
         if residual_index is None:
@@ -481,8 +505,9 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
             name=name,
             modules=modules,
             private_norms=tuple(norm.module for norm in private),
-            output_length=len(output) if isinstance(output, tuple) else None,
+            output_length=_length(output),
             residual_index=residual_index,
+            beside=tuple(_length(call.output) for call in parts),
         )
     # A norm shared by both sub-layers (parallel attention and MLP) goes when both go; one on the residual stream stays.
     inputs_of_sublayers = {id(call.inputs[0]) for call in trace.calls if id(call.module) in members and call.inputs}
@@ -501,9 +526,49 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
         index=index,
         attention=sublayers.get("attention"),
         mlp=sublayers.get("mlp"),
-        output_length=len(output) if isinstance(output, tuple) else None,
-        can_be_bypassed=not stream_norms,
+        output_length=_length(output),
+        can_be_bypassed=not stream_norms and not others,
     )
+
+
+def _parts_beside(
+    layer: nn.Module, found: Mapping[Kind, tuple[str, tuple[nn.Module, ...]]], trace: _LayerTrace
+) -> dict[Kind, list[_Call]]:
+    """What runs beside a layer's sub-layers and is left out with them: other mixers, and shared experts.
+
+    A mixer has a place in the cache. A shared expert is given what the MLP is given and gives as much, to nobody else.
+    """
+    members = {id(m) for _, modules in found.values() for m in modules}
+    mixers = {id(module) for _, module in _mixers(layer)}
+    mlp = found["mlp"][1][0] if "mlp" in found else None
+    given = next((call.inputs[0] for call in trace.calls if call.module is mlp and call.inputs), None)
+    beside: dict[Kind, list[_Call]] = {}
+    for call in trace.calls:
+        if id(call.module) in members or _is_norm(call.module) or not call.inputs:
+            continue
+        if sum(other.module is call.module for other in trace.calls) != 1:
+            continue
+        if id(call.module) in mixers and "attention" in found:
+            beside.setdefault("attention", []).append(call)
+        elif (
+            given is not None
+            and call.inputs[0] is given
+            and _is_of_shape(call.output, call.inputs)
+            and not _uses(call.output, trace.calls)
+        ):
+            beside.setdefault("mlp", []).append(call)
+    return beside
+
+
+def _length(output: Any) -> int | None:
+    """Of the tuple that a module returns; `None` where it returns a tensor."""
+    return len(output) if isinstance(output, tuple) else None
+
+
+def _is_of_shape(output: Any, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a module gives as much as it is given."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    return isinstance(tensor, torch.Tensor) and bool(inputs) and tensor.shape == inputs[0].shape
 
 
 def _uses(tensor: Any, calls: list[_Call]) -> int:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..cache.recurrent import has_states
 from ..config import SkipConfig
 from ..decoding.verified_text import VerifiedText
 from ..forward.passes import skip_mode_of
@@ -367,6 +368,8 @@ def why_not_judged(model: PreTrainedModel) -> str | None:
 
 
 def _try_out(model: PreTrainedModel) -> str | None:
+    if has_states(model):
+        return "it keeps recurrent states, which go through a text in a row"
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     if attention not in ("sdpa", "eager"):
         return f"its attention implementation {attention} takes no mask of one's own"
