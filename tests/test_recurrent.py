@@ -394,7 +394,7 @@ def test_what_is_not_there_yet_is_said(model: Any) -> None:
     assert has_states(model)
     layout = layout_of(model)
     attention = [x.index for x in layout.layers if x.attention is not None and x.index not in layout.without_keys]
-    with pytest.raises(ValueError, match="context. Keep at least one"):
+    with pytest.raises(ValueError, match=r"context\. Keep at least one"):
         decoded(model, prompt(9), 5, SkipConfig(attention=attention))
     options = {"return_dict_in_generate": True, "output_hidden_states": True}
     plain, drafted = (decoded(model, prompt(9), 12, request, **options) for request in (None, LOOKUP))
