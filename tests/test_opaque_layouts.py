@@ -1,4 +1,5 @@
-"""Models whose layers have parts that this library does not know how to leave out: all but skipping works with them."""
+"""Models whose layers have parts beside attention and MLP, which are left out with these or stay in the draft; and such
+as cannot be skipped in."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from ssd_generation import (
     is_self_speculative,
 )
 from ssd_generation.cli import main
+from ssd_generation.forward import sublayers
 from ssd_generation.forward.sublayers import layout_of, locate_sublayers
 from ssd_generation.search.space import space_of
 from tiny_models import VOCAB, prompt, small, tiny_model
@@ -66,6 +68,8 @@ REQUESTS: dict[str, Any] = {
     "lookup": SelfSpeculativeConfig(lookup=True, drafting=_FIXED),
     "int8": SelfSpeculativeConfig(precision="int8", drafting=_FIXED),
     "int8 and lookup": SelfSpeculativeConfig(precision="int8", lookup=True, drafting=_FIXED),
+    "skipping": SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), drafting=_FIXED),
+    "a layer skipped": SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[1]), precision="int8", drafting=_FIXED),
     "refined": SelfSpeculativeConfig(precision="int8", adapt=True),
     "auto": "auto",
 }
@@ -79,6 +83,11 @@ def opaque_model(family: str = "granitemoeshared") -> PreTrainedModel:
             layer.gate.weight.data.normal_(std=0.3)
             layer.register_forward_pre_hook(lambda module, args: (module.gate(args[0]) + args[0], *args[1:]))
         return model
+    if family == "twice":
+        model = tiny_model()
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda module, args, output: output + module.mlp(output))
+        return model
     torch.manual_seed(0)
     if not hasattr(tf, f"{type(FAMILIES[family]()).__name__}"):
         pytest.skip("this transformers does not know it")
@@ -86,10 +95,12 @@ def opaque_model(family: str = "granitemoeshared") -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-@pytest.mark.parametrize("family", [*FAMILIES, "gated"])
-def test_everything_but_skipping_gives_plain_text(family: str, request_: str) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, "gated", "twice"])
+def test_every_draft_gives_plain_text(family: str, request_: str) -> None:
     model: Any = enable_self_speculative(opaque_model(family))
-    assert layout_of(model).refusal is not None and is_self_speculative(model)
+    assert is_self_speculative(model)
+    if "skip" in request_ and family == "twice":
+        return  # see below
     for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
         texts = []
         for extra in ({}, {"self_speculative": REQUESTS[request_]}):
@@ -97,7 +108,7 @@ def test_everything_but_skipping_gives_plain_text(family: str, request_: str) ->
             texts.append(model.generate(prompt(9), **_OPTIONS, **sampled, **extra))
         assert torch.equal(*texts)
     assert model.last_speculation.refusal is None
-    if "int8" in request_:
+    if request_.startswith("int8"):
         assert model.last_speculation.acceptance_rate > 0.2  # by chance: 1 of 64
 
 
@@ -115,33 +126,77 @@ def test_batches_too(family: str) -> None:
     [SkipConfig(mlp=[1]), SelfSpeculativeConfig(SkipConfig(attention=[0]), precision="int8", lookup=True)],
     ids=["alone", "with int8"],
 )
-def test_skipping_is_refused_by_the_parts_name(request_: Any) -> None:
-    model: Any = enable_self_speculative(opaque_model())
-    with pytest.raises(ValueError, match=r"parts beside attention.*shared_mlp.*prompt lookup and low-bit copies"):
+def test_skipping_is_refused_where_it_is_not_safe(request_: Any) -> None:
+    model: Any = enable_self_speculative(opaque_model("twice"))
+    assert layout_of(model).refusal is not None
+    with pytest.raises(ValueError, match=r"mlp of layer 0 .* ran 2 times.*prompt lookup and low-bit copies"):
         model.generate(prompt(9), max_new_tokens=4, self_speculative=request_)
-    with pytest.raises(ValueError, match="parts beside attention"), draft_mode(model, SkipConfig(mlp=[1])):
+    with pytest.raises(ValueError, match="ran 2 times"), draft_mode(model, SkipConfig(mlp=[1])):
         pass
     for strict in (locate_sublayers, space_of):
-        with pytest.raises(ValueError, match="parts beside attention"):
+        with pytest.raises(ValueError, match="ran 2 times"):
             strict(model)
     assert model.generate(prompt(9), max_new_tokens=4).shape == (1, 13), "the model still works"
 
 
+def test_what_runs_beside_the_mlp_goes_with_it() -> None:
+    layer = layout_of(opaque_model()).layers[1]
+    assert layer.mlp is not None and layer.mlp.name == "block_sparse_moe + shared_mlp" and layer.can_be_bypassed
+    for module, stub in layer.mlp.stubs():
+        if module in layer.mlp.modules:
+            hidden = torch.ones(1, 2, 32)
+            output = stub(hidden)
+            assert torch.equal(output[0] if isinstance(output, tuple) else output, torch.zeros(1, 2, 32))
+
+
+def test_other_parts_stay_in_the_draft() -> None:
+    model = opaque_model("gated")
+    layer = layout_of(model).layers[1]
+    assert not layer.can_be_bypassed
+    ids = prompt(9)
+    with torch.no_grad(), draft_mode(model, SkipConfig(attention=[1], mlp=[1])):
+        skipped = model(input_ids=ids).logits
+        model.model.layers[1].gate.weight.zero_()
+        assert not torch.allclose(skipped, model(input_ids=ids).logits)
+
+
+def test_zeros_of_another_shape_are_not_handed_on() -> None:
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.mlp, layer.back = nn.Linear(32, 16), nn.Linear(16, 32)
+        layer.forward = _through_back.__get__(layer)
+    with pytest.raises(ValueError, match=r"parts beside.*back: Linear.*its mlp does not give what it is given"):
+        locate_sublayers(model)
+
+
+def _through_back(layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    hidden_states = hidden_states + attended
+    return hidden_states + layer.back(layer.mlp(layer.post_attention_layernorm(hidden_states)))  # type: ignore[no-any-return]
+
+
 def test_copies_are_made_of_the_decoder_by_the_default_alone() -> None:
-    model: Any = enable_self_speculative(opaque_model())
+    model: Any = enable_self_speculative(opaque_model("twice"))
     only_attention = SelfSpeculativeConfig(precision=PrecisionConfig(attention={0: "int8"}), drafting=_FIXED)
     plain = model.generate(prompt(9), **_OPTIONS, do_sample=False)
     assert torch.equal(plain, model.generate(prompt(9), **_OPTIONS, do_sample=False, self_speculative=only_attention))
 
 
-def test_inspect_says_what_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_what_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     opaque_model().save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="0"):
         main(["inspect", str(tmp_path)])
     shown = " ".join(capsys.readouterr().out.split())
     assert "4 layers" in shown and "shared_mlp" in shown
+    monkeypatch.setattr(sublayers, "_mlp_of", lambda layer: None)
+    monkeypatch.setattr(sublayers, "_attention_of", lambda layer: None)
+    with pytest.raises(SystemExit, match="0"):
+        main(["inspect", str(tmp_path)])
+    shown = " ".join(capsys.readouterr().out.split())
     assert "It drafts by prompt lookup and from low-bit copies" in shown
     with pytest.raises(SystemExit, match="0"):
         main(["inspect", str(tmp_path), "--json"])
     document = json.loads(capsys.readouterr().out)
-    assert document["depth"] == 4 and "shared_mlp" in document["cannot_skip"]
+    assert document["depth"] == 4 and "decoder layers" in document["cannot_skip"]
