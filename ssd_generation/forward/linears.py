@@ -146,7 +146,7 @@ def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
     if shape is None:
         raise CannotRead(f"{name} is not known for a linear layer: it has no in_features and out_features")
     columns, rows = shape
-    with torch.inference_mode():
+    with torch.no_grad():
         bias = getattr(module, "bias", None)
         bias = bias.detach() if isinstance(bias, torch.Tensor) and is_plain(bias) and bias.numel() == rows else None
         generator = torch.Generator().manual_seed(0)
@@ -190,7 +190,7 @@ def rounds_activations(module: nn.Module, dtype: torch.dtype) -> bool:
     pairs = [(large, small)]
     if dtype is torch.float32:
         pairs.append((even, even * (1 + 1e-5 * noise)))
-    with torch.inference_mode():
+    with torch.no_grad():
         return any(torch.equal(module(one.to(dtype)), module(other.to(dtype))) for one, other in pairs)
 
 
@@ -207,7 +207,7 @@ def mixes_rows(module: nn.Module, dtype: torch.dtype) -> bool:
     columns, _ = features(module) or (0, 0)
     rows = torch.randn((2, columns), generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
     rows[0, 0] = 5
-    with torch.inference_mode():
+    with torch.no_grad():
         before = module(rows.to(dtype)[None])[:, 0].clone()  # kernels are chosen by shapes, which are the same here
         rows[1, 0] = 60
         return not torch.equal(before, module(rows.to(dtype)[None])[:, 0])

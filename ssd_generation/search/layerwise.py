@@ -151,7 +151,7 @@ class _LayerRun:
         inputs = round_inputs(self.model, self.text, torch.arange(drafts * tokens), index, index)
         mode = SkipMode(self.model, skip, patches)
         try:
-            with torch.inference_mode(), mode:
+            with torch.no_grad(), mode:
                 self.model(**inputs)
         except _StopError:
             pass

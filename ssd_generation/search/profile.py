@@ -368,7 +368,7 @@ class _Profiler:
         return SkipConfig(attention=without_attention.attention[::2], mlp=without_mlp.mlp[::3])
 
     def measure(self) -> CostProfile:
-        with torch.inference_mode():
+        with torch.no_grad():
             # The passes by which a call without further wishes decodes.
             invariant, _ = invariant_of(self.model, None)
             self.whole = Passes(self.model, None, self.contexts[0], invariant=invariant)

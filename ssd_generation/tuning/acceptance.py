@@ -151,7 +151,7 @@ def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -
     if isinstance(longest, int) and length > longest:
         raise ValueError(f"The text has {length} tokens, but the model's context has {longest}. Shorten the prompt.")
     cache = DynamicCache()  # without a config: layers with a sliding window keep all keys and values, too
-    with torch.inference_mode(), prompt_mode(model, length - 1):
+    with torch.no_grad(), prompt_mode(model, length - 1):
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True, **fewer)
     return VerifiedText(ids, prompt_length, cache)
@@ -206,7 +206,7 @@ def _logits(
     index: torch.Tensor,
 ) -> torch.Tensor:
     """The draft's logits `(Q, V)` for tokens `index` of the continuation; see `round_inputs`."""
-    with torch.inference_mode(), prompt_mode(model, int(index.numel())), draft:
+    with torch.no_grad(), prompt_mode(model, int(index.numel())), draft:
         output = model(**round_inputs(model, text, which, start, index), use_cache=True)
     return output.logits[0]  # type: ignore[no-any-return]
 
@@ -377,7 +377,7 @@ def _try_out(model: PreTrainedModel) -> str | None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (1, 24), generator=generator).to(input_device(model))
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0].float()
             text = verify_text(model, ids, 8)
             index = torch.arange(len(text))

@@ -310,7 +310,7 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
             leave=False,
             bar_format="{desc}: {n}/{total}",
         ) as bar,
-        torch.inference_mode(),
+        torch.no_grad(),
     ):
         choices = None if text is None else _choices(model, text)
         held = None

@@ -118,7 +118,7 @@ def _measure(
 ) -> Any:
     """Seconds of passes over so many tokens, 0 for a draft step: a dictionary, or a `NoisyMeasurement` of one."""
     with (
-        torch.inference_mode(),
+        torch.no_grad(),
         hf_logging.tqdm(
             total=len(lengths) + 1 + _REPEATS * (len(lengths) + -(-len(lengths) // 2)),
             desc=f"Measuring the cost of {what} here, once",
@@ -148,7 +148,7 @@ def _measure(
 
 
 class Passes:
-    """The passes of a round behind a text of random tokens, on a cache of its own; enter `torch.inference_mode` first.
+    """The passes of a round behind a text of random tokens, on a cache of its own; enter `torch.no_grad` first.
 
     Args:
         model: the target model.
@@ -358,7 +358,7 @@ def _time_streams(model: PreTrainedModel) -> dict[int, float]:
                 weight = layer.weight
                 x = torch.ones((1, width, layer.in_features), dtype=weight.dtype, device=input_device(model))
                 started = time.perf_counter()
-                with torch.inference_mode():
+                with torch.no_grad():
                     layer(x)
                 seconds += time.perf_counter() - started
                 seen += weight.numel() * weight.element_size()
@@ -366,7 +366,7 @@ def _time_streams(model: PreTrainedModel) -> dict[int, float]:
                     break
             total[width] += seconds * size / seen
     if not all(total.values()):  # no linear layers of torch's: by passes
-        with torch.inference_mode():
+        with torch.no_grad():
             passes = Passes(model, None)
             total = {width: passes.once(min(width, LONGEST_VERIFIED)) for width in _WIDTHS}
             passes.end()
@@ -391,7 +391,7 @@ def _resident_step(model: PreTrainedModel, config: SelfSpeculativeConfig) -> flo
         return None
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     prompt = torch.randint(0, vocabulary, (1, _CONTEXT), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
+    with torch.no_grad():
         with _without_skipping(other, config):
             cache = _behind(other, prompt)
         passes = Passes(model, config, cache=cache)

@@ -132,7 +132,7 @@ def _invariant_of_replayed(model: PreTrainedModel) -> tuple[Invariant | None, st
     if not passes.is_checked:
         return None, "its passes have not been recorded yet"
     if passes.keeps_bits is None:
-        with torch.inference_mode():
+        with torch.no_grad():
             passes.keeps_bits = _same_bits(model, passes)
     if passes.keeps_bits is None:
         return None, "another text was being decoded, so that the bits of its passes could not be checked"
@@ -198,7 +198,7 @@ def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
 def _find_out(model: PreTrainedModel) -> Any:
     """A certificate as a dictionary."""
     with (
-        torch.inference_mode(),
+        torch.no_grad(),
         hf_logging.tqdm(
             total=len(WIDTHS),
             desc="Checking the bits of this model's passes here, once",
@@ -337,7 +337,7 @@ def cost_of(model: PreTrainedModel) -> float:
 
 def _cost(model: PreTrainedModel) -> Any:
     """See `cost_of`; a number, or a `NoisyMeasurement` of one."""
-    with torch.inference_mode():
+    with torch.no_grad():
         text = _Text(model)
 
         def passes(invariant: Invariant | None) -> Callable[[int], float]:

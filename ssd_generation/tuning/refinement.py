@@ -371,7 +371,7 @@ def _distances(model: PreTrainedModel, text: VerifiedText) -> list[float]:
     index = torch.arange(len(text))
     nothing = torch.zeros_like(index)
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             model(**round_inputs(model, text, nothing, nothing, index), use_cache=True)
     finally:
         for handle in handles:
