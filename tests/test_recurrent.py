@@ -29,7 +29,7 @@ from ssd_generation.drafting.drafter import Texts
 from ssd_generation.drafting.self_drafter import SelfDrafter
 from ssd_generation.forward.sublayers import layout_of
 from ssd_generation.tuning.acceptance import why_not_judged
-from ssd_generation.tuning.costs import measure_costs
+from ssd_generation.tuning.costs import _put_together, measure_costs
 from tiny_models import VOCAB, left_padded, prompt, small, tiny_model
 
 pytestmark = [
@@ -417,6 +417,12 @@ def test_costs_are_measured(model: Any) -> None:
     costs = measure_costs(model, LOOKUP)
     assert costs.plain_step > 0
     assert not has_states(tiny_model("llama"))
+
+
+def test_costs_hold_the_rows_that_are_done_again(model: Any) -> None:
+    for each, price in ((model, 2.0), (tiny_model("llama"), 1.5)):
+        costs = _put_together(each, {1: 1.0, 4: 1.5, 6: 0.9}, 0.5)
+        assert costs.verify_seconds(4) == price and costs.verify_seconds(6) == costs.plain_step == 1.0
 
 
 def test_a_model_whose_passes_differ_is_decoded_plainly() -> None:

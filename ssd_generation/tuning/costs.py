@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from ..cache.layers import BufferedLayer, add_buffers
-from ..cache.recurrent import Checkpoint
+from ..cache.recurrent import Checkpoint, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
@@ -72,7 +72,8 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
         config: what the draft leaves out, and its precision.
 
     Returns:
-        The costs, with `measured_on` set.
+        The costs, with `measured_on` set. Of a model with recurrent states, verifying a token holds the price of taking
+        it through the next pass again, which follows where a token is rejected.
     """
     if is_offloaded(model):
         return _streamed(_time_streams(model), _resident_step(model, config), model, config)
@@ -100,10 +101,12 @@ def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: b
 
 def _put_together(model: PreTrainedModel, verify: dict[int, float], draft_ratio: float) -> Costs:
     plain = verify[1]
+    # Where states are put back, what was accepted goes through the next pass again, up to all rows of this one.
+    times = 2 if has_states(model) else 1
     return Costs(
         plain_step=plain,
         draft_step=draft_ratio * plain,
-        verify=[(n, max(seconds, plain)) for n, seconds in sorted(verify.items())],
+        verify=[(n, plain + times * max(seconds - plain, 0.0)) for n, seconds in sorted(verify.items())],
         measured_on=describe_machine(model),
     )
 
