@@ -200,3 +200,30 @@ def test_inspect_says_what_works(
         main(["inspect", str(tmp_path), "--json"])
     document = json.loads(capsys.readouterr().out)
     assert document["depth"] == 4 and "decoder layers" in document["cannot_skip"]
+
+
+class _Telling(nn.Module):
+    """An MLP that tells a part behind it something else than its output."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.mlp(hidden), hidden.mean(-1, keepdim=True)
+
+
+def test_what_others_are_told_by_a_sublayer_cannot_be_left_out() -> None:
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.mlp, layer.gain = _Telling(layer.mlp), nn.Linear(1, 32)
+        layer.forward = _with_gain.__get__(layer)
+    with pytest.raises(ValueError, match="mlp of layer 0 .* gives other parts more than its output"):
+        locate_sublayers(model)
+
+
+def _with_gain(layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    hidden_states = hidden_states + attended
+    output, told = layer.mlp(layer.post_attention_layernorm(hidden_states))
+    return hidden_states + output * layer.gain(told)  # type: ignore[no-any-return]

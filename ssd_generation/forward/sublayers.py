@@ -312,7 +312,8 @@ def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
         found = "none" if not run else f"{len(run)} of them"
         raise _CannotSkip(_one_list(model, depth, f"a token goes through {found}"))
     layers, trace = lists[run[0] // depth], traces[run[0] : run[0] + depth]
-    layouts = tuple(_layer_layout(i, layer, trace[i]) for i, layer in enumerate(layers))
+    used = {id(value) for each in trace for call in each.calls for value in call.inputs}
+    layouts = tuple(_layer_layout(i, layer, trace[i], used) for i, layer in enumerate(layers))
     if all(layer.attention is None for layer in layouts):
         raise _CannotSkip(
             f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of "
@@ -448,7 +449,8 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
     return traces
 
 
-def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayout:
+def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace, used: set[int]) -> LayerLayout:
+    """What was seen of a layer; `used`: ids of the tensors that any part of any layer was given."""
     attention, mlp = _attention_of(layer), _mlp_of(layer)
     found: dict[Kind, tuple[str, tuple[nn.Module, ...]]] = {}
     if attention is not None:
@@ -478,6 +480,11 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace) -> LayerLayo
                 "token instead of once: skipping it would not be safe, so this model cannot be skipped in."
             )
         output = calls[0].output
+        if isinstance(output, tuple) and any(isinstance(v, torch.Tensor) and id(v) in used for v in output[1:]):
+            raise _CannotSkip(
+                f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__}) gives other parts more than its "
+                "output: skipping it would not be safe, so this model cannot be skipped in."
+            )
         parts = beside.get(kind, [])
         first = next(call for call in trace.calls if call.module is modules[len(parts)])
         if others and not _is_of_shape(output, first.inputs):
