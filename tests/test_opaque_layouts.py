@@ -218,7 +218,7 @@ def test_what_others_are_told_by_a_sublayer_cannot_be_left_out() -> None:
     for layer in model.model.layers:
         layer.mlp, layer.gain = _Telling(layer.mlp), nn.Linear(1, 32)
         layer.forward = _with_gain.__get__(layer)
-    with pytest.raises(ValueError, match="mlp of layer 0 .* gives other parts more than its output"):
+    with pytest.raises(ValueError, match=r"mlp of layer 0 .* gives other parts more than its output"):
         locate_sublayers(model)
 
 

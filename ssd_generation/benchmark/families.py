@@ -10,7 +10,9 @@ timed. It takes minutes; each family is tried in a child process, so that one th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,6 +39,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
+from ..forward.sublayers import layout_of
 from ..generation import enable_self_speculative
 from ..support.display import for_markdown
 from ..support.files import write_whole
@@ -429,7 +432,18 @@ class Row:
         return sum(kind_of(cell) == kind for cell in self.cells.values())
 
 
-def _requests(low_bits: bool) -> dict[str, tuple[SelfSpeculativeConfig, dict[str, Any]]]:
+def _skipped(model: Any) -> SkipConfig:
+    """One attention (or what is in its place) and one MLP of a model; where there are none to skip, what is refused."""
+    attentions, mlps = ([at % LAYERS for at in range(first, first + LAYERS)] for first in (1, 2))
+    both = [SkipConfig(attention=[one], mlp=[other]) for one, other in itertools.product(attentions, mlps)]
+    for skip in (*both, *(SkipConfig(attention=[one]) for one in attentions)):
+        with contextlib.suppress(ValueError):
+            layout_of(model).stubs(skip)
+            return skip
+    return both[0]
+
+
+def _requests(low_bits: bool, skip: SkipConfig) -> dict[str, tuple[SelfSpeculativeConfig, dict[str, Any]]]:
     """By column: what is drafted, and what else the call is given. Costs are told, so that none are measured."""
     costs = Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
     fixed = DraftingConfig(policy="fixed", max_draft_length=4)
@@ -445,7 +459,7 @@ def _requests(low_bits: bool) -> dict[str, tuple[SelfSpeculativeConfig, dict[str
         "nothing": (config(drafting=DraftingConfig(policy="none")), greedy),
         "lookup": (config(lookup=lookup), greedy),
         "low bits": (config(precision="int8"), greedy),
-        "skipping": (config(skip=SkipConfig(attention=[1], mlp=[2])), greedy),
+        "skipping": (config(skip=skip), greedy),
         "batch": (config(lookup=lookup), greedy),
         # Low-bit drafts are often right, so that both ways out of a round are taken.
         "sampling": (config(precision="int8", lookup=lookup) if low_bits else config(lookup=lookup), sampled),
@@ -491,8 +505,9 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
         said = re.sub(r"^.*ValueError: ", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
         row.untried = f"{problem}: {short(said)}"
         return row
+    skip = _skipped(model) if "skipping" in columns else SkipConfig()
     for column in columns:
-        request, extra = _requests(low_bits=row.cells.get("low bits", YES) == YES)[column]
+        request, extra = _requests(row.cells.get("low bits", YES) == YES, skip)[column]
         try:
             plain[column] = text(column, **extra)
         except Exception as error:  # padding is beyond some models
@@ -660,7 +675,7 @@ The columns, {tokens} new tokens each:
 - **nothing drafted**: every token is a plain step of this library's loop.
 - **lookup**: drafts from what the text holds already.
 - **low bits**: drafts from int8 copies of the weights.
-- **skipping**: the draft leaves out one attention and one MLP sub-layer.
+- **skipping**: the draft leaves out one attention, or what is in its place, and one MLP, if any.
 - **batch**: lookup, with two prompts of unlike lengths, padded at the left.
 - **sampling**: drafts from int8 copies and lookup, the same seed in both calls. Where there are no int8 copies, lookup.
 
