@@ -104,8 +104,9 @@ def test_hybrids_draft_for_themselves(family: str) -> None:
         pytest.skip("this transformers does not know it, or keeps states otherwise")
     row = try_family(family, ["low bits", "skipping", "batch"])
     assert row.cells["low bits"] == row.cells["batch"] == "yes"
-    # Zaya's router hands its choice on to the next layer's.
-    assert row.cells["skipping"] == "yes" or (family == "zaya" and "gives other parts more" in row.cells["skipping"])
+    # Zaya's router hands its choice on to the next layer's; zamba's layers have an attention inside of another part.
+    reasons = {"zaya": "gives other parts more", "zamba": "more attention", "zamba2": "more attention"}
+    assert reasons.get(family, "yes") in row.cells["skipping"]
 
 
 def test_low_bits_draft_where_a_layer_was_never_filled() -> None:

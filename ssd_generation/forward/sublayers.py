@@ -469,6 +469,13 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace, used: set[in
         if id(call.module) not in members and not _is_norm(call.module) and any(True for _ in call.module.parameters())
     ]
 
+    for call in others if "attention" in found else ():
+        if any(_attention_of(module) is not None for module in call.module.modules()):
+            raise _CannotSkip(
+                f"Layer {index} ({type(layer).__name__}) has more attention than {found['attention'][0]}, inside of "
+                f"{call.name} ({type(call.module).__name__}). This model cannot be skipped in."
+            )
+
     norms = [call for call in trace.calls if _is_norm(call.module)]
     sublayers: dict[Kind, SubLayer] = {}
     owned: set[int] = set()
