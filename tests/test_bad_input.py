@@ -222,7 +222,7 @@ def test_models_that_cannot_draft_for_themselves() -> None:
         enable_self_speculative(compiled)
 
 
-def test_a_hybrid_model_has_no_draft_of_its_own() -> None:
+def test_a_hybrid_model_keeps_an_attention_with_keys() -> None:
     config = tf.Qwen3NextConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
@@ -230,5 +230,5 @@ def test_a_hybrid_model_has_no_draft_of_its_own() -> None:
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
     )  # fmt: skip
     model = tf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"keeps recurrent states.*prompt lookup needs none"):
-        generate(enable_self_speculative(model), SkipConfig(mlp=[1]))
+    with pytest.raises(ValueError, match=r"leaves out all 1 attention sub-layers.*Keep at least one"):
+        generate(enable_self_speculative(model), SkipConfig(attention=[0, 3]))
