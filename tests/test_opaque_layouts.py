@@ -3,6 +3,7 @@ as cannot be skipped in."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -101,9 +102,12 @@ def test_every_draft_gives_plain_text(family: str, request_: str) -> None:
     assert is_self_speculative(model)
     if "skip" in request_ and family == "twice":
         return  # see below
+    request = REQUESTS[request_]
+    if "skip" in request_ and 1 in layout_of(model).shares_kv:  # as transformers 5.18 has gemma3n
+        request = dataclasses.replace(request, skip=SkipConfig(attention=[5], mlp=[5]))
     for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
         texts = []
-        for extra in ({}, {"self_speculative": REQUESTS[request_]}):
+        for extra in ({}, {"self_speculative": request}):
             torch.manual_seed(2)
             texts.append(model.generate(prompt(9), **_OPTIONS, **sampled, **extra))
         assert torch.equal(*texts)
