@@ -197,6 +197,7 @@ def test_drafts_read_no_offloaded_weight(tmp_path: Path, loads: Loads, monkeypat
 @pytest.mark.measures
 def test_choosing_takes_no_pass(tmp_path: Path, loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded, "SMALL", 100)
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "measured"))  # nothing of what other tests measured
     model = on_disk(tmp_path)
     passes: list[int] = []
     monkeypatch.setattr(type(model.model), "forward", noted(type(model.model).forward, model.model, passes))
@@ -229,6 +230,7 @@ def test_the_price_of_a_streamed_pass_is_seen(tmp_path: Path, monkeypatch: pytes
         time.sleep(0.02)
         return original(loader, key)
 
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "measured"))  # nothing of what other tests measured
     model = on_disk(tmp_path)
     monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", slow)
     choice = automatic_choice(model, prompt(6), draft_memory=100.0)
