@@ -404,14 +404,12 @@ class DraftCache(Cache):
         self._sources = list(layers)
         views: list[Any] = []
         for index, layer in enumerate(layers):
-            if not isinstance(
-                layer, CacheLayerMixin
-            ):  # states have no length, and a skipped mixer leaves its own alone
-                views.append(fork_states(layer) if keeps_states(layer) and index not in self.skipped else layer)
-            elif index in self.skipped:
-                views.append(None)
+            if index in self.skipped:  # what has no length holds states, which a skipped mixer leaves alone
+                views.append(None if isinstance(layer, CacheLayerMixin) else layer)
             elif keeps_states(layer):
                 views.append(fork_states(layer))
+            elif not isinstance(layer, CacheLayerMixin):
+                views.append(layer)
             elif isinstance(layer, BufferedSlidingLayer):
                 views.append(_SlidingDraftLayer(layer))
             elif isinstance(layer, BufferedLayer):
