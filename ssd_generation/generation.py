@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache.layers import add_buffers, drop_buffers
-from .cache.recurrent import REACH, keeps_states
+from .cache.recurrent import REACH, cache_argument, keeps_states
 from .cache.static import fill_static
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .config.values import BITWISE, NUMERIC
@@ -251,17 +251,18 @@ class SelfSpeculativeMixin:
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         call = self._active_call()
-        is_users = model_kwargs.get("past_key_values") is not None
+        name = cache_argument(cast(PreTrainedModel, self))
+        is_users = model_kwargs.get(name) is not None
         parent = super()._prepare_cache_for_generation  # type: ignore[misc]
         result = parent(generation_config, model_kwargs, *args, **kwargs)
         if call is not None:
-            cache = model_kwargs.get("past_key_values")
+            cache = model_kwargs.get(name)
             if call.refusal is None:
                 if not is_users and isinstance(cache, StaticCache) and not cache.offloading:
                     # Nothing has been allocated for it yet. Passes stand behind a cache of this library's own.
                     config = cast(PreTrainedModel, self).config.get_text_config(decoder=True)
                     call.static, cache = cache, DynamicCache(config=config)
-                    model_kwargs["past_key_values"] = cache
+                    model_kwargs[name] = cache
                 refuse_cache(cast(PreTrainedModel, self), cache)
             call.cache_is_returned = is_users or bool(generation_config.return_dict_in_generate)
         return result
@@ -292,9 +293,9 @@ class SelfSpeculativeMixin:
         if call is None:
             return sample()
         model = cast(PreTrainedModel, self)
-        refusal, in_step = call.refusal, call.in_step
+        refusal, in_step, name = call.refusal, call.in_step, cache_argument(model)
         if refusal is None:
-            refusal = _why_not_from_states(model_kwargs["past_key_values"], generation_config)
+            refusal = _why_not_from_states(model_kwargs[name], generation_config)
         if refusal is None and not call.is_check and input_ids.shape[0] > 1:
             check = self._check(is_batch=True)
             refusal, in_step = check.refusal, check.uneven_refusal is not None
@@ -308,7 +309,7 @@ class SelfSpeculativeMixin:
             )
             return output
         refuse_processors(logits_processor)
-        cache: Cache = model_kwargs["past_key_values"]
+        cache: Cache = model_kwargs[name]
         batch = input_ids.shape[0]
         # Recurrent states of all rows stand behind the same number of tokens.
         has_states = any(map(keeps_states, cache.layers))

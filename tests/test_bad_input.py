@@ -204,9 +204,9 @@ def test_models_that_cannot_draft_for_themselves() -> None:
     )
     with pytest.raises(ValueError, match="encoder-decoder"):
         enable_self_speculative(t5)
-    mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4))
+    rwkv = tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2))
     with pytest.raises(ValueError, match="recurrent"):
-        enable_self_speculative(mamba)
+        enable_self_speculative(rwkv)
     with pytest.raises(TypeError, match="Linear"):
         enable_self_speculative(torch.nn.Linear(2, 2))
     bert = tf.BertModel(

@@ -26,8 +26,11 @@ from ssd_generation import (
 )
 from ssd_generation.cli import main
 from ssd_generation.forward import sublayers
+from ssd_generation.forward.low_bit import _places
 from ssd_generation.forward.sublayers import layout_of, locate_sublayers
+from ssd_generation.search.layerwise import layerwise_skips
 from ssd_generation.search.space import space_of
+from ssd_generation.tuning.acceptance import verify_text
 from tiny_models import VOCAB, prompt, small, tiny_model
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * 3
@@ -100,9 +103,9 @@ def opaque_model(family: str = "granitemoeshared") -> PreTrainedModel:
 def test_every_draft_gives_plain_text(family: str, request_: str) -> None:
     model: Any = enable_self_speculative(opaque_model(family))
     assert is_self_speculative(model)
-    if "skip" in request_ and family == "twice":
-        return  # see below
     request = REQUESTS[request_]
+    if "skip" in request_ and family == "twice":
+        request = dataclasses.replace(request, skip=SkipConfig(attention=[1]))  # see below
     if "skip" in request_ and 1 in layout_of(model).shares_kv:  # as transformers 5.18 has gemma3n
         request = dataclasses.replace(request, skip=SkipConfig(attention=[5], mlp=[5]))
     for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
@@ -127,19 +130,17 @@ def test_batches_too(family: str) -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [SkipConfig(mlp=[1]), SelfSpeculativeConfig(SkipConfig(attention=[0]), precision="int8", lookup=True)],
+    [SkipConfig(mlp=[1]), SelfSpeculativeConfig(SkipConfig(attention=[0], mlp=[1]), precision="int8", lookup=True)],
     ids=["alone", "with int8"],
 )
 def test_skipping_is_refused_where_it_is_not_safe(request_: Any) -> None:
     model: Any = enable_self_speculative(opaque_model("twice"))
-    assert layout_of(model).refusal is not None
-    with pytest.raises(ValueError, match=r"mlp of layer 0 .* ran 2 times.*prompt lookup and low-bit copies"):
+    with pytest.raises(ValueError, match=r"mlp of layer 1 .* ran 2 times.*Leave mlp 1 out of the skip set"):
         model.generate(prompt(9), max_new_tokens=4, self_speculative=request_)
     with pytest.raises(ValueError, match="ran 2 times"), draft_mode(model, SkipConfig(mlp=[1])):
         pass
-    for strict in (locate_sublayers, space_of):
-        with pytest.raises(ValueError, match="ran 2 times"):
-            strict(model)
+    assert all(layer.attention is not None and layer.mlp is None for layer in locate_sublayers(model).layers)
+    assert not any("mlp" in name for name in space_of(model).choices)
     assert model.generate(prompt(9), max_new_tokens=4).shape == (1, 13), "the model still works"
 
 
@@ -169,8 +170,9 @@ def test_zeros_of_another_shape_are_not_handed_on() -> None:
     for layer in model.model.layers:
         layer.mlp, layer.back = nn.Linear(32, 16), nn.Linear(16, 32)
         layer.forward = _through_back.__get__(layer)
-    with pytest.raises(ValueError, match=r"parts beside.*back: Linear.*its mlp does not give what it is given"):
-        locate_sublayers(model)
+    with pytest.raises(ValueError, match=r"mlp of layer 2.*does not give what it is given.*other parts \(back: Linear"):
+        layout_of(model).sublayer("mlp", 2)
+    assert layout_of(model).sublayer("attention", 2).name == "self_attn"
 
 
 def _through_back(layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -179,11 +181,63 @@ def _through_back(layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tor
     return hidden_states + layer.back(layer.mlp(layer.post_attention_layernorm(hidden_states)))  # type: ignore[no-any-return]
 
 
-def test_copies_are_made_of_the_decoder_by_the_default_alone() -> None:
-    model: Any = enable_self_speculative(opaque_model("twice"))
-    only_attention = SelfSpeculativeConfig(precision=PrecisionConfig(attention={0: "int8"}), drafting=_FIXED)
-    plain = model.generate(prompt(9), **_OPTIONS, do_sample=False)
-    assert torch.equal(plain, model.generate(prompt(9), **_OPTIONS, do_sample=False, self_speculative=only_attention))
+def test_copies_are_made_of_all_linear_layers_by_the_default() -> None:
+    model = opaque_model("twice")
+    whole = sum(isinstance(module, nn.Linear) for module in model.model.modules())
+    places = [place.name for place in _places(model, SkipConfig(), PrecisionConfig.named("int8"))[0]]
+    assert len(set(places)) == len(places) == whole + 1  # and the head
+    by_name = PrecisionConfig(attention={0: "int8"})
+    assert len(_places(model, SkipConfig(), by_name)[0]) == 4
+    skipped = [place.name for place in _places(model, SkipConfig(attention=[1]), PrecisionConfig.named("int8"))[0]]
+    assert len(skipped) == len(places) - 4 and not any("layers.1.self_attn" in name for name in skipped)
+
+
+def test_nothing_to_skip_is_a_reason() -> None:
+    model = opaque_model("twice")
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        layer.register_forward_hook(
+            lambda module, args, kwargs, output, attention=attention: (
+                output + attention(output, **{k: v for k, v in kwargs.items() if k != "hidden_states"})[0]
+            ),
+            with_kwargs=True,
+        )
+    assert "ran 2 times" in str(layout_of(model).refusal) and "No other sub-layer" in str(layout_of(model).refusal)
+    with pytest.raises(ValueError, match="prompt lookup and low-bit copies"):
+        layout_of(model).sublayer("attention", 0)
+
+
+def test_a_layer_of_two_attentions_counts_as_two() -> None:
+    config = tf.LongcatFlashConfig(
+        **small(num_hidden_layers=None, intermediate_size=None, num_key_value_heads=4), num_layers=2,
+        ffn_hidden_size=48, q_lora_rank=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        head_dim=8, moe_topk=2, n_routed_experts=4, zero_expert_num=2, expert_ffn_hidden_size=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = enable_self_speculative(tf.AutoModelForCausalLM.from_config(config).eval())
+    layout = layout_of(model)
+    assert [layer.module for layer in layout.layers] == [module for module in model.model.layers for _ in range(2)]
+    # The experts run beside the first of the two MLPs.
+    assert [layer.mlp and layer.mlp.name for layer in layout.layers] == ["mlps + mlp", "mlps"] * 2
+    ids = prompt(9)
+    for skip in (SkipConfig(attention=[1, 2]), SkipConfig(mlp=[0, 3]), SkipConfig(attention=[0, 1, 2], mlp=[1, 2])):
+        draft = SelfSpeculativeConfig(skip, drafting=_FIXED)
+        plain, drafted = (
+            model.generate(ids, **_OPTIONS, do_sample=False, **extra) for extra in ({}, {"self_speculative": draft})
+        )
+        assert torch.equal(plain, drafted)
+    # What is left out adds nothing: the other attention of the layer is there still.
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        with draft_mode(model, SkipConfig(attention=[1], mlp=[0])):
+            skipped = model(input_ids=ids).logits
+        for part in (attention[1].o_proj, model.model.layers[0].mlps[0].down_proj):
+            part.weight.zero_()
+        experts = model.model.layers[0].mlp
+        experts.forward = torch.zeros_like
+        assert torch.allclose(skipped, model(input_ids=ids).logits, atol=1e-5)
+    with pytest.raises(ValueError, match="several attentions each"):
+        layerwise_skips(model, verify_text(model, prompt(20), 10))
 
 
 def test_inspect_says_what_works(
@@ -223,7 +277,7 @@ def test_what_others_are_told_by_a_sublayer_cannot_be_left_out() -> None:
         layer.mlp, layer.gain = _Telling(layer.mlp), nn.Linear(1, 32)
         layer.forward = _with_gain.__get__(layer)
     with pytest.raises(ValueError, match=r"mlp of layer 0 .* gives other parts more than its output"):
-        locate_sublayers(model)
+        locate_sublayers(model).sublayer("mlp", 0)
 
 
 def _with_gain(layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:

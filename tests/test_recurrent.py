@@ -1,11 +1,11 @@
-"""Hybrid models: recurrent states are put back, and the text stays plain decoding's whatever a drafter says."""
+"""Models that keep recurrent states: these are put back, and the text stays plain decoding's whatever is drafted."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from ssd_generation import (
     SkipConfig,
     enable_self_speculative,
 )
-from ssd_generation.cache.recurrent import Checkpoint, has_states
+from ssd_generation.cache.recurrent import Checkpoint, cache_argument, has_states, knows_its_length
 from ssd_generation.cli import main
 from ssd_generation.decoding import rows
 from ssd_generation.drafting.drafter import Texts
@@ -68,6 +68,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "nemotron_h": lambda: tf.NemotronHConfig(
         **small(num_hidden_layers=None), layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_num_heads=4,
         mamba_head_dim=16, ssm_state_size=8, n_groups=1, chunk_size=16, head_dim=8,
+    ),
+    # No keys at all: its cache cannot say how many tokens it holds.
+    "mamba2": lambda: tf.Mamba2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_heads=4, head_dim=16, expand=2, state_size=8,
+        n_groups=1, chunk_size=16,
     ),
 }  # fmt: skip
 NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
@@ -122,6 +127,17 @@ def decoded(model: Any, ids: torch.Tensor, new: int, request: Any = None, **opti
     return model.generate(ids, **options) if request is None else model.generate(
         ids, self_speculative=request, **options
     )  # fmt: skip
+
+
+def gone_on(model: Any, text: torch.Tensor, new: int, request: Any, cache: Any) -> torch.Tensor:
+    """A text, and what a model says behind it, given the cache of all of the text but its last token."""
+    if knows_its_length(cache):
+        output: torch.Tensor = decoded(model, text, new, request, past_key_values=cache)
+        return output
+    if isinstance(request, Lies):
+        request.text = request.text[text.shape[1] - 1 :]
+    output = decoded(model, text[:, -1:], new, request, cache_params=cache)
+    return torch.cat((text[:, :-1], output), dim=1)
 
 
 def rounds_of(script: Sequence[tuple[int, int]], new: int) -> int:
@@ -203,7 +219,7 @@ def test_the_cache_is_given_back_as_plain_leaves_it(model: Any, new: int) -> Non
     for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     lies = Lies(text[0].tolist(), script)
-    assert torch.equal(decoded(model, drafted.sequences, 20, lies, past_key_values=drafted.past_key_values), text)
+    assert torch.equal(gone_on(model, drafted.sequences, 20, lies, drafted.past_key_values), text)
 
 
 class LiesInRows(Lies):
@@ -279,8 +295,16 @@ def test_a_text_that_is_cancelled_can_be_gone_on_with(model: Any, stop: int) -> 
 
     with pytest.raises(KeyboardInterrupt):
         decoded(
-            model, ids, 40, Lies(plain[0].tolist(), [(4, 2), (3, 3), (2, 0)]), streamer=Cancels(), past_key_values=cache
+            model,
+            ids,
+            40,
+            Lies(plain[0].tolist(), [(4, 2), (3, 3), (2, 0)]),
+            streamer=Cancels(),
+            **{cache_argument(model): cache},
         )
+    if not knows_its_length(cache):  # the states are as far as the text that was seen
+        assert torch.equal(gone_on(model, plain[:, : 21 + stop], 40 - stop, NOTHING, cache), plain)
+        return
     assert 21 <= cache.get_seq_length() < 21 + stop
     assert torch.equal(decoded(model, plain[:, : 21 + stop], 40 - stop, NOTHING, past_key_values=cache), plain)
 
@@ -313,11 +337,12 @@ def own_drafts(model: Any) -> dict[str, SelfSpeculativeConfig]:
     mixers = [layer.index for layer in layout.layers if layer.attention is not None]
     attention = [index for index in mixers if index not in layout.without_keys]
     mlps = [layer.index for layer in layout.layers if layer.mlp is not None]
-    whole = next((index for index in mixers if index in mlps and index != attention[-1]), mixers[0])
+    stays = (attention or mixers)[-1]
+    whole = next((index for index in mixers if index in mlps and index != stays), mixers[0])
     skips = {
         "a mixer": SkipConfig(attention=mixers[:1]),
-        "all mixers but one attention": SkipConfig(attention=[i for i in mixers if i != attention[-1]]),
-        "an MLP": SkipConfig(mlp=mlps[:1]),
+        "all mixers but one": SkipConfig(attention=[i for i in mixers if i != stays]),
+        **({"an MLP": SkipConfig(mlp=mlps[:1])} if mlps else {}),
         "a layer": SkipConfig(attention=[whole], mlp=[whole] if whole in mlps else []),
     }
     drafting = DraftingConfig(policy="fixed", max_draft_length=4)
@@ -346,9 +371,10 @@ def test_a_draft_goes_on_from_the_states_behind_the_last_token(
     model: Any, rows_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is left out does nothing, so that every drafted token is right, but for those that are made wrong here.
-    layer = next(layer for layer in layout_of(model).layers if layer.mlp is not None)
-    assert layer.mlp is not None
-    before = {p: p.detach().clone() for module in layer.mlp.modules for p in module.parameters()}
+    kinds: tuple[Literal["mlp", "attention"], ...] = ("mlp", "attention")
+    layer, kind = next((at, kind) for kind in kinds for at in layout_of(model).layers if getattr(at, kind) is not None)
+    left_out = layout_of(model).sublayer(kind, layer.index)
+    before = {p: p.detach().clone() for module in left_out.modules for p in module.parameters()}
     script, rounds = [(4, 1), (4, 4), (4, 0), (4, 2), (4, 3)], 0
     propose = SelfDrafter.propose
 
@@ -363,7 +389,7 @@ def test_a_draft_goes_on_from_the_states_behind_the_last_token(
 
     monkeypatch.setattr(SelfDrafter, "propose", lying)
     config = SelfSpeculativeConfig(
-        SkipConfig(mlp=[layer.index]), drafting=DraftingConfig(policy="fixed", max_draft_length=4)
+        SkipConfig(**{kind: [layer.index]}), drafting=DraftingConfig(policy="fixed", max_draft_length=4)
     )
     ids = prompt(21).repeat(rows_, 1)
     try:
@@ -393,7 +419,8 @@ def test_the_cache_is_given_back_behind_drafts_of_its_own(model: Any) -> None:
 def test_what_is_not_there_yet_is_said(model: Any) -> None:
     assert has_states(model)
     layout = layout_of(model)
-    attention = [x.index for x in layout.layers if x.attention is not None and x.index not in layout.without_keys]
+    mixers = [layer.index for layer in layout.layers if layer.attention is not None]
+    attention = [index for index in mixers if index not in layout.without_keys] or mixers
     with pytest.raises(ValueError, match=r"context\. Keep at least one"):
         decoded(model, prompt(9), 5, SkipConfig(attention=attention))
     options = {"return_dict_in_generate": True, "output_hidden_states": True}
@@ -438,6 +465,12 @@ def test_a_model_whose_passes_differ_is_decoded_plainly() -> None:
         assert torch.equal(decoded(model, ids, 60, Lies(plain[0].tolist(), EVERY_PATTERN)), plain)
 
 
-def test_a_model_of_states_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="recurrent"):
-        made(tf.Mamba2Config(vocab_size=VOCAB, hidden_size=32, num_heads=4, head_dim=16, num_hidden_layers=2))
+@pytest.mark.parametrize("config", [tf.MambaConfig, tf.FalconMambaConfig])
+def test_states_that_a_pass_over_several_tokens_begins_anew_are_left_to_transformers(config: Any) -> None:
+    model: Any = made(config(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4))
+    plain = decoded(model, prompt(9), 20)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        assert torch.equal(decoded(model, prompt(9), 20, LOOKUP), plain)
+    assert any("gives other logits than passes over one" in str(warning.message) for warning in given)
+    assert "other logits" in model.last_speculation.refusal

@@ -436,7 +436,8 @@ def _skipped(model: Any) -> SkipConfig:
     """One attention (or what is in its place) and one MLP of a model; where there are none to skip, what is refused."""
     attentions, mlps = ([at % LAYERS for at in range(first, first + LAYERS)] for first in (1, 2))
     both = [SkipConfig(attention=[one], mlp=[other]) for one, other in itertools.product(attentions, mlps)]
-    for skip in (*both, *(SkipConfig(attention=[one]) for one in attentions)):
+    alone = [SkipConfig(**{kind: [one]}) for kind, ones in (("attention", attentions), ("mlp", mlps)) for one in ones]
+    for skip in (*both, *alone):
         with contextlib.suppress(ValueError):
             layout_of(model).stubs(skip)
             return skip

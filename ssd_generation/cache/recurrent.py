@@ -9,6 +9,7 @@ the next pass again, in front of what is to be verified: a few more rows, not an
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +23,15 @@ __all__ = [
     "MOST_OWED",
     "REACH",
     "Checkpoint",
+    "cache_argument",
     "crop_attention",
     "fork_states",
     "has_states",
     "is_known",
     "keeps_states",
+    "knows_its_length",
     "layers_without_keys",
+    "slots_of",
 ]
 
 MOST_OWED = 48
@@ -58,6 +62,29 @@ def has_states(model: PreTrainedModel) -> bool:
     """Whether a model keeps such states in its cache."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return any(map(keeps_states, layers))
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The argument, and the output, of a model's passes that is its cache: `"cache_params"` of one of states alone."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache_params" if "cache_params" in parameters and "past_key_values" not in parameters else "past_key_values"
+
+
+def knows_its_length(cache: Cache) -> bool:
+    """Whether a cache can say how many tokens it holds: not one of states alone."""
+    return not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+
+
+def slots_of(cache: Cache | None, otherwise: int = 0) -> int:
+    """Tokens that a cache holds.
+
+    Args:
+        cache: of which they are asked; `None` holds none.
+        otherwise: what a cache of states alone is taken to hold, which does not know.
+    """
+    if cache is None:
+        return 0
+    return int(cache.get_seq_length()) if knows_its_length(cache) else otherwise
 
 
 def layers_without_keys(model: PreTrainedModel) -> frozenset[int]:

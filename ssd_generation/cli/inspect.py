@@ -224,7 +224,12 @@ def _describe_layers(model: PreTrainedModel, layout: DecoderLayout, skip: SkipCo
         return data
 
     return [
-        {"layer": layer.index, "attention": sublayer(layer.attention), "mlp": sublayer(layer.mlp)}
+        {
+            "layer": layer.index,
+            "attention": sublayer(layer.attention),
+            "mlp": sublayer(layer.mlp),
+            "cannot_skip": dict(layer.refusals),
+        }
         for layer in layout.layers
     ]
 
@@ -279,7 +284,7 @@ def _view(document: dict[str, Any]) -> Any:
     if document["cannot_skip"] is not None:
         reason = f"{document['cannot_skip']} It drafts by prompt lookup and from low-bit copies."
         return Group(title, styled(), styled(reason), *_copies(document), styled(), _kernels(document))
-    tables: list[Any] = [styled(), _layer_table(document), styled(), _totals_table(document)]
+    tables: list[Any] = [styled(), _layer_table(document), *_kept(document), styled(), _totals_table(document)]
     return Group(title, *tables, *_copies(document), styled(), _kernels(document), styled(), _draft(document))
 
 
@@ -296,6 +301,17 @@ def _copies(document: dict[str, Any]) -> list[Text]:
         f"keeps {byte_size(found['offloaded'])} in memory and reads none of them."
     )
     return [styled(), styled(text)]
+
+
+def _kept(document: dict[str, Any]) -> list[Text]:
+    """Why sub-layers cannot be skipped: of each kind, the first's reason."""
+    from .console import styled
+
+    reasons: dict[str, str] = {}
+    for layer in document["layers"]:
+        for kind, reason in layer["cannot_skip"].items():
+            reasons.setdefault(kind, reason)
+    return [styled(), *map(styled, reasons.values())] if reasons else []
 
 
 def _kernels(document: dict[str, Any]) -> Text:
@@ -324,7 +340,7 @@ def _layer_table(document: dict[str, Any]) -> Table:
     for layer in document["layers"]:
         cells: list[Any] = [styled(str(layer["layer"]))]
         for kind in ("attention", "mlp"):
-            cells += _cells(layer[kind], document["has_config"])
+            cells += _cells(layer[kind], document["has_config"], stays=kind in layer["cannot_skip"])
         table.add_row(*cells)
     return table
 
@@ -370,11 +386,11 @@ def _draft(document: dict[str, Any]) -> Text:
     )
 
 
-def _cells(sub: dict[str, Any] | None, has_config: bool) -> list[Any]:
+def _cells(sub: dict[str, Any] | None, has_config: bool, stays: bool = False) -> list[Any]:
     from .console import styled
 
     if sub is None:
-        return [styled(("none", "dim")), "–", *([""] if has_config else [])]
+        return [styled(("cannot be skipped" if stays else "none", "dim")), "–", *([""] if has_config else [])]
     name = sub["name"]
     if sub.get("span", "full") != "full":
         name += f", {sub['span']}" + (f" {sub['window']}" if sub["window"] else "")

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..cache.layers import add_buffers
+from ..cache.recurrent import cache_argument
 from ..config import SelfSpeculativeConfig
 from ..drafting.draft_length import DraftPolicy
 from ..drafting.drafter import Draft
@@ -142,7 +143,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         Args:
             input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): the text so far; the cache holds all but its
                 last token.
-            model_kwargs: the target's keyword arguments, with its cache under `past_key_values`.
+            model_kwargs: the target's keyword arguments, with its cache among them.
             model_outputs: outputs of the target's last pass; not used.
             is_first_iteration: whether the target has not seen the prompt yet. Nothing is drafted then.
             n_last_matches: drafted tokens accepted in the last round; not used, `update_candidate_strategy` gets it
@@ -153,7 +154,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
             shape `(1, k, vocab_size)`; `None` for the scores under greedy decoding or where nothing was drafted.
         """
         self._last_draft = None
-        cache = (model_kwargs or {}).get("past_key_values")
+        cache = (model_kwargs or {}).get(cache_argument(self.model))
         limit = self.max_length - input_ids.shape[1] - 1
         if is_first_iteration or cache is None or limit < 1:
             return input_ids, None

@@ -8,6 +8,7 @@ a step is committed when all unfinished rows have reached it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..cache.layers import add_buffers, reaches_back, trim_windows
-from ..cache.recurrent import Checkpoint
+from ..cache.recurrent import Checkpoint, cache_argument, knows_its_length, slots_of
 from ..drafting.drafter import Draft, Drafter
 from ..forward.adapters import AdapterWatch
 from ..forward.forward import Context, Forward
@@ -220,6 +221,10 @@ class DecodingLoop:
             # Whoever cancels, say from a streamer, goes on from what was committed.
             if request.cache_is_returned and rows is not None:
                 rows.take_back()
+                if not knows_its_length(rows.context.cache):
+                    # Nobody could tell how far the states have got: as far as the text.
+                    with contextlib.suppress(Exception):
+                        self._complete_cache(rows)
             raise
         finally:
             choice.end(0 if rows is None else rows.committed)
@@ -247,27 +252,28 @@ class DecodingLoop:
         """The target's pass over the prompt; the rows with their first tokens behind it."""
         model, request, batch = self.forward.model, self.request, input_ids.shape[0]
         model_kwargs.pop("tokenizer", None)
-        before = model_kwargs.get("past_key_values")
-        new = input_ids.shape[1] - (before.get_seq_length() if before is not None else 0)
+        name = cache_argument(model)
+        new = input_ids.shape[1] - slots_of(model_kwargs.get(name))
         with prompt_mode(model, batch * new):
             answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
         self.statistics.target_passes += 1
         shapes = {key: value.shape for key, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
         kwargs = model._update_model_kwargs_for_generation(answer, model_kwargs, is_encoder_decoder=False)
-        cache = kwargs.pop("past_key_values")
+        cache = kwargs.pop(name)
         add_buffers(cache)  # a cache that was made without a config has got its layers just now
         trim_windows(cache)
         kwargs.pop("inputs_embeds", None)
         mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
+        length = slots_of(cache, otherwise=input_ids.shape[1])
         context = Context(
             cache,
-            length=int(cache.get_seq_length()),
+            length=length,
             mask=mask,
             positions=positions,
             columns=_columns_of(kwargs, shapes),
             arguments=kwargs,
             limit=request.limits.max_length,
-            checkpoint=Checkpoint.of(cache, int(cache.get_seq_length())),
+            checkpoint=Checkpoint.of(cache, length),
         )
         processors = Processors(request.processors, batch)
         rotary = RotarySwitch(model)

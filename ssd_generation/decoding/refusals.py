@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Quant
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
-from ..cache.recurrent import is_known, keeps_states
+from ..cache.recurrent import is_known
 
 __all__ = [
     "NO_CACHE",
@@ -49,7 +49,7 @@ def refuse_model(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise CannotDraft(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
     parameters = inspect.signature(type(model).forward).parameters
-    if getattr(model, "_is_stateful", False) and "past_key_values" not in parameters:
+    if getattr(model, "_is_stateful", False) and not {"past_key_values", "cache_params"} & set(parameters):
         raise CannotDraft(
             f"{name} is a recurrent (stateful) model that keeps its state in no transformers cache: it cannot take "
             "rejected tokens back, so it cannot draft for itself."
@@ -196,8 +196,3 @@ def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
                 f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected "
                 "tokens cannot be taken out of it again. This model or cache cannot draft for itself."
             )
-    if any(map(keeps_states, cache.layers)) and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-        raise CannotDraft(
-            f"{type(model).__name__} has no attention layer: its cache does not know how many tokens it holds, and "
-            "rejected ones cannot be taken out of it again."
-        )

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.layers import DraftCache, add_buffers, append_written, fix_unwritten
-from ..cache.recurrent import Checkpoint
+from ..cache.recurrent import Checkpoint, cache_argument
 from ..config import SelfSpeculativeConfig
 from .invariant import Invariant
 from .passes import CapturedPasses, agree, captured_target, draft_of
@@ -38,6 +38,7 @@ __all__ = ["Context", "DraftPasses", "Forward"]
 _NOT_FOR_DRAFTS = frozenset(
     (
         "past_key_values",
+        "cache_params",
         "attention_mask",
         "position_ids",
         "inputs_embeds",
@@ -160,6 +161,7 @@ class Forward:
     ) -> None:
         self.model = model
         self.device = input_device(model)
+        self._cache_argument = cache_argument(model)
         self.is_bitwise = invariant is not None
         self.replayed_passes = 0
         self._replayed = replayed_target(model) if plays_back and replays else None
@@ -250,9 +252,9 @@ class Forward:
         inputs = self.model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=count,
-            past_key_values=context.cache,
             attention_mask=mask,
             position_ids=positions,
+            **{self._cache_argument: context.cache},
             **arguments,
         )
         if "logits_to_keep" in inputs:
@@ -269,7 +271,7 @@ class Forward:
             self._replayed.note_eager(self._replayed.replays.seconds_of(run))
         else:
             run()
-        if (cache := outputs.get("past_key_values")) is not None and cache is not context.cache:
+        if (cache := outputs.get(self._cache_argument)) is not None and cache is not context.cache:
             # phi3 starts a new cache where its long-context rotary embedding sets in.
             add_buffers(cache)
             context.cache = cache
@@ -460,10 +462,9 @@ class _ModelDraftPasses(DraftPasses):
         inputs = self._model.prepare_inputs_for_generation(
             token,
             next_sequence_length=count,
-            past_key_values=self._cache,
             attention_mask=None if self._mask is None else self._mask[:, : self._width + depth],
             position_ids=positions,
-            **{**context.draft_arguments, **columns},
+            **{cache_argument(self._model): self._cache, **context.draft_arguments, **columns},
         )
         with row_by_row(self._model, len(token)) if count > 1 else nullcontext():
             logits: torch.Tensor = self._model(**inputs, return_dict=True).logits

@@ -282,14 +282,13 @@ def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
         else:
             left.append(f"{names.get(id(module), name)} ({reason})")
 
-    if layout.refusal is not None and precision.default is not None:
-        # Which sub-layer a layer belongs to is not known: all of the text's decoder go by the default.
-        for module in linears(model.get_decoder()):
-            if module is not head:
-                place(module, "linear", precision.default)
+    within: set[int] = set()
     for layer in layout.layers:
         for sub, skipped in ((layer.attention, skip.attention), (layer.mlp, skip.mlp)):
-            if sub is None or sub.layer in skipped:
+            if sub is None:
+                continue
+            within |= {id(module) for top in sub.modules for module in linears(top)}
+            if sub.layer in skipped:
                 continue
             wanted = precision.of(sub.kind, sub.layer)
             if wanted is None:
@@ -300,6 +299,11 @@ def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
             held = sum(math.prod(features(module) or (0,)) for module in inside)
             if held < 0.5 * sum(p.numel() for top in sub.modules for p in top.parameters()):
                 left.append(f"{names.get(id(sub.modules[-1]), sub.name)} (its weights are not in linear layers)")
+    if precision.default is not None:
+        # What is in no sub-layer that is known, of the text's decoder.
+        for module in linears(model.get_decoder()):
+            if module is not head and id(module) not in within:
+                place(module, "linear", precision.default)
     if precision.head is not None and head is not None:
         (head,) = linears(head) if features(head) else (head,)
         if features(head):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -94,6 +94,7 @@ class LayerLayout:
         output_length: `None` where the layer returns a tensor, else the length of the tuple.
         can_be_bypassed: whether leaving out both sub-layers leaves nothing of the layer. False where the layer
             normalises the residual stream itself (post-norm), which then stays in the draft.
+        refusals: of sub-layers that were found and cannot be skipped: why. They are not among the layer's.
     """
 
     module: nn.Module
@@ -102,6 +103,7 @@ class LayerLayout:
     mlp: SubLayer | None
     output_length: int | None
     can_be_bypassed: bool
+    refusals: Mapping[Kind, str] = field(default_factory=dict)
 
     def of_modules(self, others: Mapping[int, nn.Module]) -> LayerLayout:
         """The same of another model, as in `SubLayer.of_modules`."""
@@ -142,7 +144,7 @@ class DecoderLayout:
         """Whether the model still consists of the modules this layout names."""
         for layer in self.layers:
             for sub in (layer.attention, layer.mlp):
-                if sub is not None and any(m not in layer.module._modules.values() for m in sub.modules):
+                if sub is not None and any(m not in _parts(layer.module).values() for m in sub.modules):
                     return False
         return True
 
@@ -164,6 +166,8 @@ class DecoderLayout:
             )
         layout = self.layers[layer]
         sub = layout.attention if kind == "attention" else layout.mlp
+        if sub is None and kind in layout.refusals:
+            raise ValueError(f"{layout.refusals[kind]} Leave {kind} {layer} out of the skip set.")
         if sub is None:
             raise ValueError(
                 f"Layer {layer} ({type(layout.module).__name__}) has no {kind} sub-layer that can be found: it "
@@ -187,7 +191,9 @@ class DecoderLayout:
         attention, mlp = set(skip.attention), set(skip.mlp)
         # Checked before anything is built, so that the message names the first bad entry.
         chosen = [self.sublayer("attention", i) for i in skip.attention] + [self.sublayer("mlp", i) for i in skip.mlp]
-        with_attention = {layer.index for layer in self.layers if layer.attention is not None} - self.without_keys
+        found = {layer.index for layer in self.layers if layer.attention is not None}
+        kept = {layer.index for layer in self.layers if "attention" in layer.refusals}
+        with_attention = (found | kept) - self.without_keys or found | kept
         if with_attention and with_attention <= attention:
             raise ValueError(
                 f"The skip set leaves out all {len(with_attention)} attention sub-layers: the draft would not see the "
@@ -298,7 +304,7 @@ def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
     """
     lists = _layer_lists(model, depth)
     try:
-        traces = _trace(model, [layer for layers in lists for layer in layers])
+        traces = _trace(model, [slot.module for slots in lists for slot in slots])
     except Exception as error:  # whatever a model's code raises
         said = " ".join(str(error).split())[:200]
         raise _DoesNotRun(
@@ -311,13 +317,17 @@ def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
     if len(run) != 1:
         found = "none" if not run else f"{len(run)} of them"
         raise _CannotSkip(_one_list(model, depth, f"a token goes through {found}"))
-    layers, trace = lists[run[0] // depth], traces[run[0] : run[0] + depth]
+    slots, trace = lists[run[0] // depth], traces[run[0] : run[0] + depth]
     used = {id(value) for each in trace for call in each.calls for value in call.inputs}
-    layouts = tuple(_layer_layout(i, layer, trace[i], used) for i, layer in enumerate(layers))
-    if all(layer.attention is None for layer in layouts):
+    layouts = tuple(_layer_layout(i, slot, trace[i], used) for i, slot in enumerate(slots))
+    refusals = [reason for layer in layouts for reason in layer.refusals.values()]
+    if refusals and all(layer.attention is None and layer.mlp is None for layer in layouts):
+        raise _CannotSkip(f"{refusals[0]} No other sub-layer of this model can be skipped either.")
+    if not refusals and all(layer.attention is None for layer in layouts):
         raise _CannotSkip(
             f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of "
-            f"{_names(layers[0])}, and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention class."
+            f"{_names(slots[0].module)}, and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention "
+            "class."
         )
     return layouts
 
@@ -326,13 +336,49 @@ def _names(module: nn.Module) -> str:
     return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "no sub-modules"
 
 
-def _layer_lists(model: PreTrainedModel, num_layers: int) -> list[list[nn.Module]]:
-    """The module lists with as many entries as there are decoder layers; one of them has these."""
-    lists = [
-        list(module)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and any(map(_attention_of, module))
-    ]
+@dataclass(frozen=True)
+class _Slot:
+    """A decoder layer, or a part of one that counts as a layer: its attention and MLP number `part` of several."""
+
+    module: nn.Module
+    part: int | None = None
+
+    def parts(self) -> dict[str, nn.Module]:
+        """What it may consist of, by name."""
+        if self.part is None:
+            return {name: module for name, module in self.module._modules.items() if module is not None}
+        return {
+            name: module[self.part]
+            for name, module in self.module._modules.items()
+            if isinstance(module, nn.ModuleList) and self.part < len(module)
+        }
+
+
+def _parts(layer: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a layer consists of, by name; of a list of modules, its entries."""
+    parts: dict[str, nn.Module] = {}
+    for name, module in layer.named_children():
+        if isinstance(module, nn.ModuleList):
+            parts.update({f"{name}.{place}": entry for place, entry in enumerate(module)})
+        else:
+            parts[name] = module
+    return parts
+
+
+def _layer_lists(model: PreTrainedModel, num_layers: int) -> list[list[_Slot]]:
+    """What there is as often as there are decoder layers, with attention inside; one of these lists has them.
+
+    A layer may hold several attentions, each of which counts as one (longcat_flash).
+    """
+    lists: list[list[_Slot]] = []
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or not len(module) or num_layers % len(module):
+            continue
+        several = num_layers // len(module)
+        places = [None] if several == 1 else range(several)
+        slots = [_Slot(layer, place) for layer in module for place in places]
+        if any(_attention_of(slot.parts()) is not None for slot in slots):
+            lists.append(slots)
     if not lists:
         raise _CannotSkip(_one_list(model, num_layers, "found none"))
     return lists
@@ -345,40 +391,40 @@ def _one_list(model: PreTrainedModel, num_layers: int, but: str) -> str:
     )
 
 
-def _attention_of(layer: nn.Module) -> tuple[str, nn.Module] | None:
-    """The attention of a layer, or what mixes tokens in its place: a state space, a linear attention, a convolution."""
-    found = _child(layer, _ATTENTION_NAMES, ("Attention",))
+def _attention_of(parts: Mapping[str, nn.Module]) -> tuple[str, nn.Module] | None:
+    """The attention among a layer's parts, or what mixes tokens in its place: a state space, a convolution."""
+    found = _child(parts, _ATTENTION_NAMES, ("Attention",))
     if found is not None:
         return found
-    mlp = _mlp_of(layer)
-    return next(((name, m) for name, m in _mixers(layer) if mlp is None or m not in mlp[1]), None)
+    mlp = _mlp_of(parts)
+    return next(((name, m) for name, m in _mixers(parts) if mlp is None or m not in mlp[1]), None)
 
 
-def _mixers(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Parts that have a place in the cache."""
-    for name, module in layer._modules.items():
-        if module is not None and isinstance(getattr(module, "layer_idx", None), int):
+def _mixers(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Those that have a place in the cache."""
+    for name, module in parts.items():
+        if isinstance(getattr(module, "layer_idx", None), int):
             yield name, module
 
 
-def _mlp_of(layer: nn.Module) -> tuple[str, tuple[nn.Module, ...]] | None:
-    found = _child(layer, _MLP_NAMES, ("MLP", "MoE", "FeedForward", "SparseMoeBlock"))
+def _mlp_of(parts: Mapping[str, nn.Module]) -> tuple[str, tuple[nn.Module, ...]] | None:
+    found = _child(parts, _MLP_NAMES, ("MLP", "MoE", "FeedForward", "SparseMoeBlock"))
     if found is not None:
         return found[0], (found[1],)
     for first, last in _MLP_PAIRS:
-        modules = layer._modules
-        if modules.get(first) is not None and modules.get(last) is not None:
-            return f"{first} … {last}", (modules[first], modules[last])  # type: ignore[return-value]
+        if first in parts and last in parts:
+            return f"{first} … {last}", (parts[first], parts[last])
     return None
 
 
-def _child(layer: nn.Module, names: Iterable[str], endings: tuple[str, ...]) -> tuple[str, nn.Module] | None:
+def _child(
+    parts: Mapping[str, nn.Module], names: Iterable[str], endings: tuple[str, ...]
+) -> tuple[str, nn.Module] | None:
     for name in names:
-        module = layer._modules.get(name)
-        if module is not None:
-            return name, module
-    for name, module in layer._modules.items():
-        if module is not None and type(module).__name__.endswith(endings) and "cross" not in name:
+        if name in parts:
+            return name, parts[name]
+    for name, module in parts.items():
+        if type(module).__name__.endswith(endings) and "cross" not in name:
             return name, module
     return None
 
@@ -435,7 +481,7 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
     try:
         for layer, trace in zip(layers, traces, strict=True):
             handles.append(layer.register_forward_hook(watch_layer(trace)))
-            for name, child in layer.named_children():
+            for name, child in _parts(layer).items():
                 handles.append(child.register_forward_hook(watch_child(trace.calls, name), with_kwargs=True))
                 for inside, grandchild in child.named_children():
                     handles.append(grandchild.register_forward_hook(watch_child(trace.inner, inside), with_kwargs=True))
@@ -449,15 +495,15 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
     return traces
 
 
-def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace, used: set[int]) -> LayerLayout:
+def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -> LayerLayout:
     """What was seen of a layer; `used`: ids of the tensors that any part of any layer was given."""
-    attention, mlp = _attention_of(layer), _mlp_of(layer)
+    attention, mlp = _attention_of(slot.parts()), _mlp_of(slot.parts())
     found: dict[Kind, tuple[str, tuple[nn.Module, ...]]] = {}
     if attention is not None:
         found["attention"] = (attention[0], (attention[1],))
     if mlp is not None:
         found["mlp"] = mlp
-    beside = _parts_beside(layer, found, trace)
+    beside = _parts_beside(slot, found, trace)
     for kind, parts in beside.items():
         name, modules = found[kind]
         found[kind] = " + ".join((name, *(call.name for call in parts))), (*(call.module for call in parts), *modules)
@@ -468,48 +514,28 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace, used: set[in
         for call in trace.calls
         if id(call.module) not in members and not _is_norm(call.module) and any(True for _ in call.module.parameters())
     ]
-
-    for call in others if "attention" in found else ():
-        if any(_attention_of(module) is not None for module in call.module.modules()):
-            raise _CannotSkip(
-                f"Layer {index} ({type(layer).__name__}) has more attention than {found['attention'][0]}, inside of "
-                f"{call.name} ({type(call.module).__name__}). This model cannot be skipped in."
-            )
-
     norms = [call for call in trace.calls if _is_norm(call.module)]
+    refusals: dict[Kind, str] = {}
     sublayers: dict[Kind, SubLayer] = {}
     owned: set[int] = set()
     for kind, (name, modules) in found.items():
-        calls = [call for call in trace.calls if call.module is modules[-1]]
-        if len(calls) != 1:
-            raise _CannotSkip(
-                f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__}) ran {len(calls)} times for one "
-                "token instead of once: skipping it would not be safe, so this model cannot be skipped in."
-            )
-        output = calls[0].output
-        if isinstance(output, tuple) and any(isinstance(v, torch.Tensor) and id(v) in used for v in output[1:]):
-            raise _CannotSkip(
-                f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__}) gives other parts more than its "
-                "output: skipping it would not be safe, so this model cannot be skipped in."
-            )
         parts = beside.get(kind, [])
-        first = next(call for call in trace.calls if call.module is modules[len(parts)])
-        if others and not _is_of_shape(output, first.inputs):
-            raise _CannotSkip(
-                f"Layer {index} ({type(layer).__name__}) has parts beside attention, MLP and norms "
-                f"({', '.join(f'{call.name}: {type(call.module).__name__}' for call in others)}), and its {kind} does "
-                "not give what it is given: skipping it would not be safe, so this model cannot be skipped in."
-            )
+        reason = _why_kept(kind, modules, len(parts), trace, others, used)
+        if reason is not None:
+            where = f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__})"
+            refusals[kind] = f"{where} {reason}: skipping it would not be safe."
+            continue
+        last, first = (_calls_of(modules[place], trace)[0] for place in (-1, len(parts)))
+        output = last.output
         private = [norm for norm in norms if _stands_before(norm, first, trace.calls)]
         residual_index = _residual_index(modules[-1])
         if residual_index is None:
             own_inputs = [call.inputs[0] for call in (first, *private) if call.inputs]
-            residual_index = _given_again(calls[0], own_inputs, trace.inner)
+            residual_index = _given_again(last, own_inputs, trace.inner)
         if name.startswith("intermediate") and residual_index is None:
-            raise _CannotSkip(
-                f"The {kind} of layer {index} ({name}) is not given what it is to add its output to: skipping it would "
-                "not be safe, so this model cannot be skipped in."
-            )
+            where = f"The {kind} of layer {index} ({name})"
+            refusals[kind] = f"{where} is not given what it is to add its output to: skipping it would not be safe."
+            continue
         if residual_index is None:  # otherwise what follows is the residual stream
             private += [norm for norm in norms if _stands_behind(norm, output, trace.calls)]
         owned |= {id(norm) for norm in private}
@@ -536,24 +562,66 @@ def _layer_layout(index: int, layer: nn.Module, trace: _LayerTrace, used: set[in
     ]
     output = trace.output
     return LayerLayout(
-        module=layer,
+        module=slot.module,
         index=index,
         attention=sublayers.get("attention"),
         mlp=sublayers.get("mlp"),
         output_length=_length(output),
         can_be_bypassed=not stream_norms and not others,
+        refusals=refusals,
     )
 
 
+def _calls_of(module: nn.Module, trace: _LayerTrace) -> list[_Call]:
+    return [call for call in trace.calls if call.module is module]
+
+
+def _why_kept(
+    kind: Kind, modules: tuple[nn.Module, ...], parts: int, trace: _LayerTrace, others: list[_Call], used: set[int]
+) -> str | None:
+    """Why a sub-layer cannot be left out; `None` where it can.
+
+    Args:
+        kind: of the sub-layer.
+        modules: that it consists of; the first `parts` run beside the others.
+        parts: see `modules`.
+        trace: what was seen of the layer.
+        others: calls of what is no sub-layer and no norm, and stays in the draft.
+        used: ids of the tensors that any part of any layer was given.
+    """
+    if kind == "attention":
+        inside = [call for call in others if any(map(_holds_attention, call.module.modules()))]
+        if inside:
+            return f"is not all of the layer's: there is more inside of {_listed(inside)}"
+    calls = _calls_of(modules[-1], trace)
+    if len(calls) != 1:
+        return f"ran {len(calls)} times for one token instead of once"
+    output = calls[0].output
+    if isinstance(output, tuple) and any(isinstance(v, torch.Tensor) and id(v) in used for v in output[1:]):
+        return "gives other parts more than its output"
+    first = _calls_of(modules[parts], trace)
+    if others and not _is_of_shape(output, first[0].inputs if first else ()):
+        return f"does not give what it is given, and the layer has other parts ({_listed(others)})"
+    return None
+
+
+def _holds_attention(module: nn.Module) -> bool:
+    return _attention_of(_Slot(module).parts()) is not None
+
+
+def _listed(calls: list[_Call]) -> str:
+    return ", ".join(f"{call.name}: {type(call.module).__name__}" for call in calls)
+
+
 def _parts_beside(
-    layer: nn.Module, found: Mapping[Kind, tuple[str, tuple[nn.Module, ...]]], trace: _LayerTrace
+    slot: _Slot, found: Mapping[Kind, tuple[str, tuple[nn.Module, ...]]], trace: _LayerTrace
 ) -> dict[Kind, list[_Call]]:
     """What runs beside a layer's sub-layers and is left out with them: other mixers, and shared experts.
 
     A mixer has a place in the cache. A shared expert is given what the MLP is given and gives as much, to nobody else.
     """
     members = {id(m) for _, modules in found.values() for m in modules}
-    mixers = {id(module) for _, module in _mixers(layer)}
+    mixers = {id(module) for _, module in _mixers(slot.parts())}
     mlp = found["mlp"][1][0] if "mlp" in found else None
     given = next((call.inputs[0] for call in trace.calls if call.module is mlp and call.inputs), None)
     beside: dict[Kind, list[_Call]] = {}

@@ -50,6 +50,11 @@ def layerwise_skips(model: PreTrainedModel, text: VerifiedText, most: int | None
         The skip set of one sub-layer, of two, …; sizes for which there is none are left out.
     """
     layout = locate_sublayers(model)
+    if len({id(layer.module) for layer in layout.layers}) < len(layout.layers):
+        raise ValueError(
+            f"The layers of {type(model).__name__} hold several attentions each, so that they cannot be left out one "
+            "by one: its skip set is searched by trials."
+        )
     subs = sum((layer.attention is not None) + (layer.mlp is not None) for layer in layout.layers)
     most = subs // 2 if most is None else min(most, subs)
     run = _LayerRun(model, text)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from ..cache.layers import BufferedLayer, add_buffers
-from ..cache.recurrent import Checkpoint, has_states
+from ..cache.recurrent import Checkpoint, cache_argument, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
@@ -229,7 +229,8 @@ def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
     add_buffers(cache)
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     first = prompt[:, :_CONTEXT]
-    model(input_ids=first, past_key_values=cache, use_cache=True, **fewer)
+    name = cache_argument(model)
+    model(input_ids=first, use_cache=True, **{name: cache}, **fewer)
     if prompt.shape[1] == first.shape[1]:
         return cache
     if all(type(layer) is BufferedLayer for layer in cache.layers):
@@ -239,7 +240,7 @@ def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
             keys, values = (x.repeat(1, 1, times, 1)[:, :, : prompt.shape[1]] for x in (layer.keys, layer.values))
             layer.adopt(keys.contiguous(), values.contiguous())
     else:
-        model(input_ids=prompt[:, first.shape[1] :], past_key_values=cache, use_cache=True, **fewer)
+        model(input_ids=prompt[:, first.shape[1] :], use_cache=True, **{name: cache}, **fewer)
     return cache
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
+from ..cache.recurrent import slots_of
 from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
@@ -248,7 +249,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
             raise
         except Exception as error:  # whatever a model's code raises
             return ModelCheck(refusal=f"{_PLAIN_FAILS} ({_said(error)})")
-        if isinstance(output.past_key_values, Cache) and output.past_key_values.get_seq_length() == 0:
+        if isinstance(output.past_key_values, Cache) and slots_of(output.past_key_values, otherwise=1) == 0:
             return ModelCheck(refusal=f"it {NO_CACHE}")
         plain = output.logits
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
