@@ -5,7 +5,7 @@
 Passes of the whole model and of drafts in int8 and int4 (LM head too), over so many tokens behind 64. Each is timed as
 it is and then in parts: the kernels of one kind one after the other, without the others. What is left of a pass is
 Python, and whatever torch computes between lists of kernels. Times are medians. "Memory" is the speed at which torch
-adds up a large tensor.
+adds up a large tensor, measured between the passes: on a machine that others share it may change within minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..native.sequence import KernelList
 from ..tuning.costs import Passes
 from ..tuning.measuring import describe_machine
 
-__all__ = ["measure_kernels", "memory_speed"]
+__all__ = ["measure_kernels"]
 
 _LARGE = 1 << 28
 """Bytes of the tensor that is added up: more than any cache holds."""
@@ -42,13 +42,6 @@ _HEAD = "LM head"
 
 _ENOUGH = 1 << 27
 """Bytes of weights that torch's kernels run over, so that they come from memory as they do in a pass."""
-
-
-def memory_speed(repeats: int = 9) -> float:
-    """Bytes per second at which torch adds up a large tensor with all its threads, the median."""
-    large = torch.ones(_LARGE // 4)
-    large.sum()
-    return _LARGE / statistics.median(_seconds(large.sum) for _ in range(repeats))
 
 
 def measure_kernels(model: Any, rows: list[int], repeats: int = 7) -> dict[str, Any]:
@@ -60,9 +53,10 @@ def measure_kernels(model: Any, rows: list[int], repeats: int = 7) -> dict[str, 
         repeats: how often each is timed.
 
     Returns:
-        Seconds and bytes: `memory` in bytes per second, and `passes`, by weights and tokens: `seconds` of the pass,
-        `in_kernels` of it within lists of kernels, and of the `parts` of these lists `seconds`, and for linear layers
-        `bytes`, `layers` and `torch`, the seconds that torch's kernels take for the same layers.
+        Seconds and bytes of `passes`, by weights and tokens: `seconds` of the pass, `in_kernels` of it within lists of
+        kernels, and of the `parts` of these lists `seconds`, and for linear layers `bytes`, `layers` and `torch`, the
+        seconds that torch's kernels take for the same layers; `memory`, in bytes per second, while that was measured.
+        `memory` of all of them is the median.
 
     Raises:
         ValueError: no code is made for this processor, or this model's passes do not run by it.
@@ -76,7 +70,8 @@ def measure_kernels(model: Any, rows: list[int], repeats: int = 7) -> dict[str, 
         for weights in (str(model.dtype).removeprefix("torch."), "int8", "int4"):
             captured = _captured(model, weights)
             passes += [{"weights": weights, "rows": count, **_pass(captured, cache, count, repeats)} for count in rows]
-    return {"machine": describe_machine(model), "memory": memory_speed(), "passes": passes}
+    memory = statistics.median(one["memory"] for one in passes)
+    return {"machine": describe_machine(model), "memory": memory, "passes": passes}
 
 
 def _captured(model: Any, weights: str) -> CapturedPasses:
@@ -104,16 +99,23 @@ def _pass(captured: CapturedPasses, cache: Cache, count: int, repeats: int) -> d
             cache.crop(-count)
 
     run()
-    whole, lists = [], list[float]()
+    large = torch.ones(_LARGE // 4)
+    whole, lists, sums = [], list[float](), [_seconds(large.sum)]
     parts: dict[str, dict[str, Any]] = {}
     for _ in range(repeats):
+        sums.append(_seconds(large.sum))
         whole.append(_seconds(run))
         with _taken_apart(parts) as in_kernels:
             run()
         lists.append(sum(in_kernels))
     for part in parts.values():
         part["seconds"] = statistics.median(part["seconds"])
-    return {"seconds": statistics.median(whole), "in_kernels": statistics.median(lists), "parts": parts}
+    return {
+        "seconds": statistics.median(whole),
+        "in_kernels": statistics.median(lists),
+        "memory": _LARGE / statistics.median(sums[1:]),
+        "parts": parts,
+    }
 
 
 @contextmanager
@@ -198,8 +200,9 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def _tables(report: dict[str, Any]) -> Iterator[str]:
-    memory = report["memory"]
-    yield f"{report['machine']}; memory {memory / 1e9:.1f} GB/s"
+    speeds_of_memory = [one["memory"] / 1e9 for one in report["passes"]]
+    least, most = min(speeds_of_memory), max(speeds_of_memory)
+    yield f"{report['machine']}; memory {report['memory'] / 1e9:.1f} GB/s ({least:.1f} to {most:.1f} from pass to pass)"
     yield ""
     titles = ("whole pass", "layers", "LM head", "attention", "other kernels", "Python, torch", "weights / memory")
     yield f"{'milliseconds':20}" + "".join(f"{title:>18}" for title in titles)
@@ -214,7 +217,7 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
             one["parts"].get("attention", {}).get("seconds", 0.0),
             sum(p["seconds"] for name, p in one["parts"].items() if name not in linear and name != "attention"),
             one["seconds"] - one["in_kernels"],
-            read / memory,
+            read / one["memory"],
         )
         yield f"{one['weights'] + ', ' + str(one['rows']):20}" + "".join(f"{1e3 * value:18.2f}" for value in values)
     yield ""
