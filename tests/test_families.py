@@ -32,8 +32,9 @@ starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl xmod youtu
 """
 # These keep recurrent states.
 _HYBRIDS = """
-bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm3 mamba2 nemotron_h olmo_hybrid qwen3_5
-qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text zamba zamba2 zaya
+bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_text inkling_text kimi_linear lfm2 lfm2_moe lfm3 mamba2
+nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text zamba
+zamba2 zaya
 """
 # Image-text models, with a picture in the prompt; and those for which no shape of pixels is known, with text alone.
 _WITH_A_PICTURE = """

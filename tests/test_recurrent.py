@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -68,6 +69,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "nemotron_h": lambda: tf.NemotronHConfig(
         **small(num_hidden_layers=None), layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_num_heads=4,
         mamba_head_dim=16, ssm_state_size=8, n_groups=1, chunk_size=16, head_dim=8,
+    ),
+    # Convolutions, and keys and values of windows of 8 tokens, in one layer.
+    "inkling": lambda: tf.InklingTextConfig(
+        **small(), head_dim=8, swa_head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2,
+        sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid"] * 2, mlp_layer_types=["dense", "sparse"] * 2,
+        n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, d_rel=8,
+        logits_mup_width_multiplier=2.0,
     ),
     # No keys at all: its cache cannot say how many tokens it holds.
     "mamba2": lambda: tf.Mamba2Config(
@@ -264,12 +272,14 @@ def test_the_cache_of_a_batch_is_given_back_as_plain_leaves_it(model: Any, new: 
     options |= {"no_repeat_ngram_size": 2, "pad_token_id": 2}  # what fills drafts up is 0
     text = decoded(model, ids, new + 10, **options).sequences
     # One row comes to its end in the middle, and gets padding.
-    later = text[1, 24:38].tolist()
-    options["eos_token_id"] = next(
-        token for place, token in enumerate(later) if token not in (2, *text[1, 21 : 24 + place], *text[0, 21:48])
+    ends, goes_on, options["eos_token_id"] = next(
+        (row, other, token)
+        for row, other in itertools.permutations(range(3), 2)
+        for place, token in enumerate(text[row, 24:38].tolist())
+        if token not in (2, *text[row, 21 : 24 + place], *text[other, 21:48])
     )
     plain = decoded(model, ids, new, **options)
-    assert bool((plain.sequences[1, -4:] == 2).all()) and not bool((plain.sequences[0, 21:48] == 2).all())
+    assert bool((plain.sequences[ends, -4:] == 2).all()) and not bool((plain.sequences[goes_on, 21:48] == 2).all())
     drafted = decoded(model, ids, new, LiesInRows(text, ROWS_SCRIPT), **options)
     assert torch.equal(plain.sequences, drafted.sequences)
     assert model.last_speculation.refusal is None

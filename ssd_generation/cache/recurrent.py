@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,9 +43,16 @@ REACH = 256
 
 _KNOWN = tuple(
     getattr(cache_utils, name)
-    for name in ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
+    for name in (
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
     if hasattr(cache_utils, name)
 )
+
+_WINDOW = ("keys", "values", "cumulative_length")
+"""What a layer with a sliding window beside its states holds: it cannot be cropped, and is put back with them."""
 
 
 def keeps_states(layer: Any) -> bool:
@@ -120,6 +127,8 @@ def crop_attention(cache: Cache, slots: int) -> None:
         if not keeps_states(layer):
             if isinstance(layer, CacheLayerMixin):  # others hold nothing
                 layer.crop(slots - layer.get_seq_length())
+        elif _has_window(layer):
+            continue
         elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.numel():
             layer.keys, layer.values = layer.keys[..., :slots, :], layer.values[..., :slots, :]
 
@@ -138,7 +147,7 @@ class Checkpoint:
         self.length = length
         self._since: torch.Tensor | None = None  # tokens of the last pass, all of which came behind the checkpoint
         self._stands = 0  # of these, so many are in the states: all or none
-        self._saved: list[dict[str, dict[int, torch.Tensor]]] | None = None
+        self._saved: list[_Saved] | None = None
 
     @classmethod
     def of(cls, cache: Cache, length: int) -> Checkpoint | None:
@@ -159,7 +168,7 @@ class Checkpoint:
         """
         again = self.rewind(cache, length)
         if may_fail and self._saved is None:
-            self._saved = [_copies(layer) for layer in cache.layers]
+            self._saved = [_Saved(layer) for layer in cache.layers]
         return again
 
     def rewind(self, cache: Cache, length: int) -> torch.Tensor | None:
@@ -214,16 +223,29 @@ class Checkpoint:
         crop_attention(cache, self.length)
         layers: list[Any] = cache.layers
         for layer, saved in zip(layers, self._saved or [], strict=False):
-            for name, states in saved.items():
-                for index, state in states.items():
-                    getattr(layer, name)[index].copy_(state)
+            saved.put_back(layer)
 
 
-def _copies(layer: Any) -> dict[str, dict[int, torch.Tensor]]:
-    """Of a layer's states."""
-    if not keeps_states(layer):
-        return {}
-    return {
-        name: {index: state.clone() for index, state in getattr(layer, name).items() if state is not None}
-        for name in ("conv_states", "recurrent_states")
-    }
+def _has_window(layer: Any) -> bool:
+    """Whether a layer keeps states and, beside them, the keys and values of a sliding window alone."""
+    return keeps_states(layer) and isinstance(layer, DynamicSlidingWindowLayer)
+
+
+class _Saved:
+    """What of a layer cannot be cropped, as it stands now."""
+
+    def __init__(self, layer: Any) -> None:
+        names = ("conv_states", "recurrent_states") if keeps_states(layer) else ()
+        self._states = {
+            name: {index: state.clone() for index, state in getattr(layer, name).items() if state is not None}
+            for name in names
+        }
+        # Appending to keys and values makes new tensors: these stay as they are.
+        self._window = {name: getattr(layer, name) for name in _WINDOW} if _has_window(layer) else {}
+
+    def put_back(self, layer: Any) -> None:
+        for name, states in self._states.items():
+            for index, state in states.items():
+                getattr(layer, name)[index].copy_(state)
+        for name, value in self._window.items():
+            setattr(layer, name, value)
