@@ -138,7 +138,7 @@ def test_what_is_not_small_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refusal_is_told_by_its_reason() -> None:
-    row = try_family("mamba", ["lookup"])
+    row = try_family("rwkv", ["lookup"])
     assert "recurrent" in row.cells["lookup"] and not row.cells["lookup"].startswith("crashed")
 
 
