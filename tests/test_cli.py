@@ -607,7 +607,7 @@ def test_a_file_that_is_no_model(ssd: Callable[..., Run], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32), "recurrent"),
+        (lambda: transformers.RwkvConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32), "recurrent"),
         (lambda: transformers.T5Config(), "t5 model, which is no causal language model"),
     ],
 )

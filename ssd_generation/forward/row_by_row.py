@@ -22,7 +22,7 @@ from torch import nn
 from ..config import SkipConfig
 from ..support.model_state import state_of
 from .capture import own_attention
-from .linears import is_foreign, linears, mixes_rows, rounds_activations
+from .linears import features, is_foreign, linears, mixes_rows, rounds_activations
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION", "EVERYTHING", "least_needed", "row_by_row", "run_row_by_row"]
 
 ATTENTION, EVERYTHING = "attention", "attention and linear layers"
+
+_WIDTHS = (2, 5, 12)
 """What is done for each token by itself."""
 
 
@@ -48,8 +50,8 @@ def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> 
 def least_needed(model: PreTrainedModel) -> str | None:
     """What has to be done for each token by itself, as far as the linear layers show it, whatever a short text says.
 
-    One layer of each class is looked at. Where there are foreign ones, in half precision, no pass is
-    captured, and attention is all that would round otherwise.
+    One layer of each class is looked at. Where there are foreign ones, in half precision, no pass is captured, and
+    attention is done for each token. All that is worth nothing where linear layers round otherwise beside other tokens.
     """
     classes = {(type(m), type(getattr(m, "weight", None))): m for m in linears(model) if is_foreign(m)}
     needed = ATTENTION if classes and model.dtype in (torch.bfloat16, torch.float16) else None
@@ -61,7 +63,27 @@ def least_needed(model: PreTrainedModel) -> str | None:
                 needed = ATTENTION
         except Exception:  # not a layer like others: the check tells
             continue
-    return needed
+    return EVERYTHING if needed is not None and _any_hangs_on_width(model) else needed
+
+
+def _any_hangs_on_width(model: PreTrainedModel) -> bool:
+    """Whether a linear layer gives a token other bits beside other tokens: one of each make and shape is looked at.
+
+    In float32 the last layer does not count, whose last bits nothing behind it makes larger.
+    """
+    head = model.get_output_embeddings() if model.dtype is torch.float32 else None
+    tops = {(type(m), type(getattr(m, "weight", None)), features(m)): m for m in linears(model, False) if m is not head}
+    for module in tops.values():
+        columns, _ = features(module) or (0, 0)
+        x = torch.randn((1, max(_WIDTHS), columns), generator=torch.Generator().manual_seed(0)).to(model.dtype)
+        try:
+            with torch.no_grad():
+                alone = torch.cat([module(row.contiguous()) for row in torch.split(x, 1, dim=1)], dim=1)
+                if any(not torch.equal(module(x[:, :width].contiguous()), alone[:, :width]) for width in _WIDTHS):
+                    return True
+        except Exception:  # not a layer like others: the check tells
+            continue
+    return False
 
 
 @contextmanager
