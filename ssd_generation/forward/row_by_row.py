@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION", "EVERYTHING", "least_needed", "row_by_row", "run_row_by_row"]
 
 ATTENTION, EVERYTHING = "attention", "attention and linear layers"
-
-_WIDTHS = (2, 5, 12)
 """What is done for each token by itself."""
+_WIDTHS = (2, 5, 12)
+_NUMBERS = 2**17
+"""Numbers of a linear layer's output that are looked at: in half precision one of 20,000 may be rounded otherwise."""
 
 
 def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> None:
@@ -74,15 +75,24 @@ def _any_hangs_on_width(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings() if model.dtype is torch.float32 else None
     tops = {(type(m), type(getattr(m, "weight", None)), features(m)): m for m in linears(model, False) if m is not head}
     for module in tops.values():
-        columns, _ = features(module) or (0, 0)
-        x = torch.randn((1, max(_WIDTHS), columns), generator=torch.Generator().manual_seed(0)).to(model.dtype)
         try:
-            with torch.no_grad():
-                alone = torch.cat([module(row.contiguous()) for row in torch.split(x, 1, dim=1)], dim=1)
-                if any(not torch.equal(module(x[:, :width].contiguous()), alone[:, :width]) for width in _WIDTHS):
-                    return True
+            if _hangs_on_width(module, model.dtype):
+                return True
         except Exception:  # not a layer like others: the check tells
             continue
+    return False
+
+
+def _hangs_on_width(module: nn.Module, dtype: torch.dtype) -> bool:
+    columns, outputs = features(module) or (0, 1)
+    generator = torch.Generator().manual_seed(0)
+    widest = max(_WIDTHS)
+    with torch.no_grad():
+        for _ in range(-(-_NUMBERS // (widest * outputs))):
+            x = torch.randn((1, widest, columns), generator=generator).to(dtype)
+            alone = torch.cat([module(row.contiguous()) for row in torch.split(x, 1, dim=1)], dim=1)
+            if any(not torch.equal(module(x[:, :width].contiguous()), alone[:, :width]) for width in _WIDTHS):
+                return True
     return False
 
 
