@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,36 @@ def test_a_wrong_text_ends_the_command_with_an_error(
     with pytest.raises(SystemExit, match="2"):
         families.main(["--only", "llama", "no-such-model"])
     assert "no model type no-such-model" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HF_HUB_OFFLINE", "SSD_GENERATION_CACHE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+    names = ["gpt2", "llama", "opt"]
+    asked: list[str] = []
+
+    def interrupted(waiting: list[tuple[str, families.Kind]]) -> Iterator[Row]:
+        for family, kind in waiting:
+            if len(asked) == 2:
+                raise KeyboardInterrupt
+            asked.append(family)
+            yield Row(family, "Class", dict.fromkeys(COLUMNS, "yes"), kind=kind, drafted={"lookup": 3})
+
+    monkeypatch.setattr(families, "try_families", interrupted)
+    command = ["--only", *names, "--json", "--rows", str(tmp_path / "rows")]
+    with pytest.raises(KeyboardInterrupt):
+        families.main(command)
+    asked = ["the first two are not asked for again"]
+    families.main(command)
+    assert asked[1:] == ["opt"]
+    out, _ = capsys.readouterr()
+    assert [row["family"] for row in json.loads(out)] == names
+    assert all(row["drafted"] == {"lookup": 3} for row in json.loads(out))
+    with pytest.raises(SystemExit, match="2"):
+        families.main(["--only", "llama", "--rows", str(tmp_path / "rows")])  # rows of another run
+    assert "with --rows, or repeat the arguments" in capsys.readouterr().err
 
 
 def test_a_child_that_dies_or_hangs_costs_its_family_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,16 @@ def test_the_command(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "| float32 | yes |" in (tmp_path / "page.md").read_text(encoding="utf-8")
     targets.main([*options, "--json"])
     assert json.loads(capsys.readouterr().out)[0]["name"] == "float32"
+    kept = ["--rows", str(tmp_path / "rows")]
+    targets.main([*options, "--json", *kept])
+    monkeypatch.setattr(targets, "try_target", None)  # the same command does not try it again
+    targets.main([*options, "--json", *kept])
+    first, second = capsys.readouterr().out.split("]\n[")
+    assert json.loads(first + "]") == json.loads("[" + second) != []
+    with pytest.raises(SystemExit, match="2"):
+        targets.main(["--model", folder, *kept])
+    assert "another folder with --rows" in capsys.readouterr().err
+    monkeypatch.setattr(targets, "try_target", lambda *_: iter(found))
     found[0].cells["lookup"] = "WRONG"
     with pytest.raises(SystemExit, match="1"):
         targets.main(options)

@@ -1,6 +1,6 @@
 """Which of the model families that the installed transformers knows can be decoded, and in which ways.
 
-    python -m ssd_generation.benchmark.families [--only NAME ...] [--json] [-o docs/models.md]
+    python -m ssd_generation.benchmark.families [--only NAME ...] [--json] [--rows FOLDER] [-o docs/models.md]
 
 Each family is built as a tiny random model from its config class, and its text with `self_speculative=` is held against
 that of plain `generate`. What is tried are a family's layers, cache and masks, not trained weights, and nothing is
@@ -45,7 +45,7 @@ from ..support.display import for_markdown
 from ..support.files import write_whole
 from ..support.messages import clipped
 from .pictures import Picture, find_picture
-from .tables import CRASHED, WRONG, YES, Notes, counted, is_refusal, judged, kind_of, short, versions
+from .tables import CRASHED, WRONG, YES, Notes, counted, is_refusal, judged, kept_rows, kind_of, short, versions
 
 __all__ = ["COLUMNS", "Row", "build", "known_families", "page", "prompts", "tiny_config", "try_families", "try_family"]
 
@@ -804,6 +804,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these model types, instead of all")
     parser.add_argument("--json", action="store_true", help="all rows with all reasons as JSON, instead of a page")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        metavar="FOLDER",
+        help="keep rows there; the same command goes on after an interruption",
+    )
     arguments = parser.parse_args(words)
     families = [(family, kind) for kind in KINDS_OF_MODELS for family in known_families(kind)]
     if arguments.only is not None:
@@ -812,10 +818,19 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(f"transformers {transformers.__version__} has no model type {', '.join(unknown)}")
         families = [(family, kind) for family, kind in families if family in arguments.only]
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        try:
+            what = {"benchmark": "families", "families": [list(each) for each in families]}
+            found, keep = stack.enter_context(kept_rows(arguments.rows, what))
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        rows += [Row(**row) for row in found]
+        done = {(row.family, row.kind) for row in rows}
         # The children read these: nothing is fetched, and what is measured of tiny models is forgotten.
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         os.environ.update(HF_HUB_OFFLINE="1", SSD_GENERATION_CACHE=folder, OMP_NUM_THREADS="1")
-        for row in try_families(families):
+        for row in try_families([each for each in families if each not in done]):
+            keep(asdict(row))
             rows.append(row)
             wrong = " ".join(f"{key}: {cell}" for key, cell in row.cells.items() if kind_of(cell) in (WRONG, "crashed"))
             print(f"{len(rows)}/{len(families)} {row.family} {wrong}".rstrip(), file=sys.stderr, flush=True)

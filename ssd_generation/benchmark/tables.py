@@ -1,16 +1,22 @@
-"""Tables of what was tried: what is in a cell, what a text that is another one is called, notes below the table."""
+"""Tables of what was tried: what is in a cell, what a text that is another one is called, notes below the table.
+
+And the folder that rows are kept in as they come, so that a run of them can go on.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from ..config import SkipConfig
+from ..harness.run_folder import RunFolder
 from ..support.display import for_markdown
 from ..support.messages import clipped
 
@@ -24,6 +30,7 @@ __all__ = [
     "counted",
     "is_refusal",
     "judged",
+    "kept_rows",
     "kind_of",
     "short",
     "versions",
@@ -129,3 +136,24 @@ def versions() -> str:
         f"ssd_generation {version('ssd_generation')}, transformers {transformers.__version__}, "
         f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
     )
+
+
+@contextmanager
+def kept_rows(
+    folder: Path | None, run: Mapping[str, Any]
+) -> Iterator[tuple[list[dict[str, Any]], Callable[[Mapping[str, Any]], None]]]:
+    """The rows that an earlier run has left in a folder, and what puts another one there, at once on the disk.
+
+    Args:
+        folder: made where there is none; `None`: nothing is kept.
+        run: what is tried with what, as plain JSON types: rows of another run are not gone on with.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+        ValueError: it holds another run, something else, or rows that cannot be read.
+    """
+    if folder is None:
+        yield [], lambda row: None
+        return
+    with RunFolder(folder, {**run, "versions": versions()}, "--rows") as kept:
+        yield list(kept.rows), kept.append

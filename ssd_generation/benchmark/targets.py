@@ -1,6 +1,7 @@
 """One model in every form in which its weights may be held, quantised or with adapters, and in which ways each drafts.
 
-    python -m ssd_generation.benchmark.targets --model FOLDER [--gguf FILE] [--only NAME ...] [-o docs/quantised.md]
+    python -m ssd_generation.benchmark.targets --model FOLDER [--gguf FILE] [--only NAME ...]
+                                               [--rows FOLDER] [-o docs/quantised.md]
 
 Each form's text with `self_speculative=` is held against that of the same form without. A form whose library is not
 installed is left out, and the page says so. Nothing is timed. It takes minutes.
@@ -9,6 +10,7 @@ installed is left out, and the page says so. Nothing is timed. It takes minutes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -16,7 +18,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +33,7 @@ from ..generation import enable_self_speculative, why_no_drafts
 from ..support.files import write_whole
 from ..support.machine import cpu_name
 from ..support.model_state import state_of
-from .tables import WRONG, Notes, counted, judged, kind_of, short, versions
+from .tables import WRONG, Notes, counted, judged, kept_rows, kind_of, short, versions
 
 __all__ = ["COLUMNS", "TARGETS", "Row", "page", "try_target"]
 
@@ -377,7 +378,7 @@ def _apart(model: Any, width: int = 8, tokens: int = 40) -> tuple[float, float]:
     return first, second
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_is(model: Any) -> Iterator[None]:
     """Without anything done for each token by itself."""
     known = state_of(model).row_by_row
@@ -476,6 +477,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"these forms, instead of all: {'; '.join(names)}")
     parser.add_argument("--json", action="store_true", help="all rows with all reasons as JSON, instead of a page")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FOLDER", help="keep rows there; the same command goes on after an interruption"
+    )
     arguments = parser.parse_args(words)
     if not (arguments.model / "config.json").is_file():
         parser.error(f"{arguments.model} is no folder with a model: it has no config.json")
@@ -490,16 +494,34 @@ def main(words: Sequence[str] | None = None) -> None:
     prompts = [dict(tokenizer(list(texts), return_tensors="pt", padding=True)) for texts in (_TEXTS[:1], _TEXTS)]
     rows: list[Row] = []
     targets = [target for target in TARGETS if arguments.only is None or target.name in arguments.only]
-    for target in targets:
-        if target.reads_gguf and arguments.gguf is None:
-            rows.append(Row(target.name, untried="no file was given (--gguf)"))
-            continue
-        source = arguments.gguf if target.reads_gguf else arguments.model
-        for row in try_target(target, str(source), prompts):
-            rows.append(row)
-            told = row.untried or {column: cell for column, cell in row.cells.items() if kind_of(cell) != "yes"}
-            print(f"{row.name}: {told or 'yes'}", file=sys.stderr, flush=True)
-        gc.collect()
+    with contextlib.ExitStack() as stack:
+        try:
+            what = {
+                "benchmark": "targets",
+                "model": str(arguments.model.resolve()),
+                "gguf": str(arguments.gguf.resolve()) if arguments.gguf else None,
+                "forms": [target.name for target in targets],
+            }
+            found, keep = stack.enter_context(kept_rows(arguments.rows, what))
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        for target in targets:
+            if target.reads_gguf and arguments.gguf is None:
+                rows.append(Row(target.name, untried="no file was given (--gguf)"))
+                continue
+            kept = next((each["rows"] for each in found if each["form"] == target.name), None)
+            if kept is not None:
+                rows += [Row(**row) for row in kept]
+                continue
+            source = arguments.gguf if target.reads_gguf else arguments.model
+            of_form = []
+            for row in try_target(target, str(source), prompts):
+                of_form.append(row)
+                told = row.untried or {column: cell for column, cell in row.cells.items() if kind_of(cell) != "yes"}
+                print(f"{row.name}: {told or 'yes'}", file=sys.stderr, flush=True)
+            keep({"form": target.name, "rows": [asdict(row) for row in of_form]})
+            rows += of_form
+            gc.collect()
     needed = sorted({package for target in targets for package in target.needs})
     if arguments.json:
         text = json.dumps([asdict(row) for row in rows], indent=2) + "\n"

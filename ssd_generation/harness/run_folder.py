@@ -35,7 +35,6 @@ _LOCK = ".lock"
 _FILES = (ROWS, ENVIRONMENT, SUMMARY, TABLE, CONFIG, _LOCK)
 # What earlier versions called a file that was being written.
 _OLD_TEMPORARY = re.compile(rf"\.[0-9a-f]{{32}}\.({'|'.join(map(re.escape, _FILES[:-1]))}|\w+\.png)")
-_ADVICE = "Choose another folder with --output."
 _MOST_SHOWN = 3  # of things that are wrong with a folder
 _MOST_TRIES = 100
 _Result = TypeVar("_Result")
@@ -49,17 +48,20 @@ class RunFolder:
     Args:
         path: made if it does not exist.
         arguments: what defines the run, as plain JSON types.
+        option: of the command line, that names the folder.
 
     Raises:
         OSError: the folder cannot be made or written.
         ValueError: it holds another run, something else, or rows that cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], arguments: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str], arguments: Mapping[str, Any], option: str = "--output") -> None:
         self.path = Path(os.path.expanduser(path))
         self.arguments = json.loads(json.dumps(arguments))  # as it will be read
         self.rows: list[dict[str, Any]] = []
         self._lock = Lock(self.path / _LOCK)
+        self._option = option
+        self._advice = f"Choose another folder with {option}."
         self._is_new = False
         self._is_done_with = False
         self._check_ownership()  # before anything is written
@@ -98,7 +100,7 @@ class RunFolder:
                     raise self._cannot_write(error) from error
             except FileExistsError as error:
                 raise FileExistsError(
-                    f"The results need a folder, but {str(self.path)!r} is a file. {_ADVICE}"
+                    f"The results need a folder, but {str(self.path)!r} is a file. {self._advice}"
                 ) from error
             except OSError as error:
                 if self._is_new:
@@ -145,7 +147,7 @@ class RunFolder:
 
     def _cannot_write(self, error: OSError) -> OSError:
         reason = error.strerror or str(error)
-        return type(error)(f"The results cannot be written to {str(self.path)!r}: {reason}. {_ADVICE}")
+        return type(error)(f"The results cannot be written to {str(self.path)!r}: {reason}. {self._advice}")
 
     def _check_ownership(self) -> None:
         """Complain about a folder that is neither empty nor of this very run; nothing is written."""
@@ -161,7 +163,7 @@ class RunFolder:
             if others:
                 raise ValueError(
                     f"{str(self.path)!r} holds {_some(map(visible, others), ', ')} without a {CONFIG}: these are not "
-                    f"the results of a run that could go on, and what is there is left alone. {_ADVICE}"
+                    f"the results of a run that could go on, and what is there is left alone. {self._advice}"
                 )
             return
         try:
@@ -171,9 +173,9 @@ class RunFolder:
                 raise
             return  # it has just gone, with its folder
         except ValueError as error:
-            raise ValueError(f"{error} {_ADVICE}") from error
+            raise ValueError(f"{error} {self._advice}") from error
         if not isinstance(before, dict):
-            raise ValueError(f"{str(file)!r} does not hold the arguments of a run. {_ADVICE}")
+            raise ValueError(f"{str(file)!r} does not hold the arguments of a run. {self._advice}")
         changed = [
             f"{visible(key)}: {json.dumps(before.get(key))} there, {json.dumps(self.arguments.get(key))} now"
             for key in {**before, **self.arguments}
@@ -183,7 +185,7 @@ class RunFolder:
             shown = (text if len(text) < 200 else f"{text[:200]}…" for text in changed)
             raise ValueError(
                 f"{str(self.path)!r} holds a run with other arguments ({_some(shown, '; ')}). Choose another folder "
-                "with --output, or repeat the arguments to go on with that run."
+                f"with {self._option}, or repeat the arguments to go on with that run."
             )
 
     def append(self, row: Mapping[str, Any]) -> None:
