@@ -5,7 +5,8 @@ small thing: a number falls to the other side, and the logits of a whole model p
 sums in another order for another number of tokens is attention, which costs little to do for each token by itself,
 with the very call that a pass over that token makes. Linear layers of some makes are another function of a token for
 the tokens beside it (outliers are looked for in all of them): then they, too, run for each token by itself, which takes
-as long as so many steps, but for what comes between.
+as long as so many steps, but for what comes between. And some layers of states have a scan of their own for several
+tokens, which is another one (state_layers.py).
 
 Which of it a model needs, its check finds out (tuning/model_check.py).
 """
@@ -24,13 +25,14 @@ from ..support.model_state import state_of
 from .capture import own_attention
 from .linears import features, is_foreign, linears, mixes_rows, rounds_activations
 from .skip_mode import SkipMode
+from .state_layers import StateLayer, state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION", "EVERYTHING", "least_needed", "row_by_row", "run_row_by_row"]
+__all__ = ["ATTENTION", "EVERYTHING", "STATES", "least_needed", "row_by_row", "run_row_by_row", "ways"]
 
-ATTENTION, EVERYTHING = "attention", "attention and linear layers"
+STATES, ATTENTION, EVERYTHING = "layers of states", "attention", "attention and linear layers"
 """What is done for each token by itself."""
 _WIDTHS = (2, 5, 12)
 _NUMBERS = 2**17
@@ -43,9 +45,27 @@ def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> 
     Args:
         model: the target model.
         is_batch: those of several texts, or those of a single one.
-        what: `ATTENTION` or `EVERYTHING`; `None`: nothing.
+        what: one of `ways(model)`.
     """
     state_of(model).row_by_row[is_batch] = what
+
+
+def ways(model: PreTrainedModel, least: str | None) -> list[str | None]:
+    """What may be done for each token by itself, the cheapest first: `None` is nothing.
+
+    Args:
+        model: the target model.
+        least: leave out what is cheaper.
+    """
+    found = [None, *([STATES] if _state_layers(model) else []), ATTENTION, EVERYTHING]
+    return found[found.index(least) :]
+
+
+def _state_layers(model: PreTrainedModel) -> list[StateLayer]:
+    state = state_of(model)
+    if state.state_layers is None:
+        state.state_layers = state_layers(model)
+    return state.state_layers  # type: ignore[no-any-return]
 
 
 def least_needed(model: PreTrainedModel) -> str | None:
@@ -102,6 +122,10 @@ def row_by_row(model: PreTrainedModel, texts: int) -> Iterator[None]:
     what = state_of(model).row_by_row.get(texts > 1)
     if what is None:
         yield
+        return
+    if what == STATES:
+        with SkipMode(model, SkipConfig(), [patch for layer in _state_layers(model) for patch in layer.patches()]):
+            yield
         return
     with own_attention(_token_by_token, has_masks=True):
         if what == ATTENTION:

@@ -24,6 +24,7 @@ class ModelState:
     Attributes:
         lock: held while the model's modules are patched (forward/skip_mode.py).
         layout: its attention and MLP sub-layers (forward/sublayers.py).
+        state_layers: its layers of states, where these may have to be run token by token (forward/row_by_row.py).
         low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
         resident: the draft of a model with offloaded weights, which has all of its own in memory (forward/resident.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
@@ -62,6 +63,7 @@ class ModelState:
     def drop(self) -> None:
         """Free what takes memory, and forget what was learnt; what was measured and found out stays."""
         self.layout: Any = None
+        self.state_layers: Any = None
         self.drop_copies()
         self.captured_targets: dict[Any, Any] = {}
         self.captured_drafts: dict[Any, Any] = {}

@@ -31,7 +31,7 @@ from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
 from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
-from ..forward.row_by_row import ATTENTION, EVERYTHING, least_needed, run_row_by_row
+from ..forward.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import state_of
@@ -297,9 +297,8 @@ def _least_difference(
     Returns:
         `(None, what is done)`, or the difference with the least and `None`.
     """
-    ways = [None, ATTENTION, EVERYTHING]
     first = None
-    for way in ways[ways.index(needed) :]:
+    for way in ways(model, needed):
         run_row_by_row(model, is_batch, way)
         parts = _difference(model, text, plain, decode, in_step)
         if parts is None:
