@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers as tf
 from packaging.version import Version
+from torch import nn
 from transformers import PreTrainedModel
 
 from ssd_generation import (
@@ -28,7 +30,10 @@ from ssd_generation.cli import main
 from ssd_generation.decoding import rows
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.drafting.self_drafter import SelfDrafter
+from ssd_generation.forward import row_by_row
+from ssd_generation.forward.state_layers import StateLayer
 from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.acceptance import why_not_judged
 from ssd_generation.tuning.costs import _put_together, measure_costs
 from tiny_models import VOCAB, left_padded, prompt, small, tiny_model
@@ -49,6 +54,7 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "head_dim": 8,
 }  # fmt: skip
+_SCANNED: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: tf.Qwen3NextConfig(
         **small(), **_DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
@@ -82,7 +88,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_heads=4, head_dim=16, expand=2, state_size=8,
         n_groups=1, chunk_size=16,
     ),
+    # Their scan over several tokens begins with an empty state, whatever came before.
+    "jamba": lambda: tf.JambaConfig(
+        **small(), mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, attn_layer_period=2,
+        attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
+    ),
+    "mamba": lambda: tf.MambaConfig(**_SCANNED),
+    "falcon_mamba": lambda: tf.FalconMambaConfig(**_SCANNED),
 }  # fmt: skip
+FROM_NOTHING = ("jamba", "mamba", "falcon_mamba")
 NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
 LOOKUP = SelfSpeculativeConfig(
     lookup=LookupConfig(min_ngram=1), drafting=DraftingConfig(policy="fixed", max_draft_length=5)
@@ -93,8 +107,8 @@ def made(config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model: PreTrainedModel = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not re.search("A_log|x_proj|dt_proj", name):  # how long a scan remembers
                 parameter.mul_(3)  # texts that do not repeat one word
     return enable_self_speculative(model)
 
@@ -144,7 +158,8 @@ def gone_on(model: Any, text: torch.Tensor, new: int, request: Any, cache: Any) 
         return output
     if isinstance(request, Lies):
         request.text = request.text[text.shape[1] - 1 :]
-    output = decoded(model, text[:, -1:], new, request, cache_params=cache)
+    last = text[:, -1:]  # which may be what stands for padding elsewhere
+    output = decoded(model, last, new, request, cache_params=cache, attention_mask=torch.ones_like(last))
     return torch.cat((text[:, :-1], output), dim=1)
 
 
@@ -462,25 +477,112 @@ def test_costs_hold_the_rows_that_are_done_again(model: Any) -> None:
         assert costs.verify_seconds(4) == price and costs.verify_seconds(6) == costs.plain_step == 1.0
 
 
-def test_a_model_whose_passes_differ_is_decoded_plainly() -> None:
-    config = tf.JambaConfig(
-        **small(), mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, attn_layer_period=2,
-        attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
-    model: Any = made(config)
+@pytest.mark.parametrize("name", FROM_NOTHING)
+def test_a_model_whose_passes_differ_is_decoded_plainly(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path))
+    monkeypatch.setattr(row_by_row, "state_layers", lambda model: [])  # no way to run it otherwise
+    model: Any = made(FAMILIES[name]())
     ids = prompt(21)
     plain = decoded(model, ids, 60)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert torch.equal(decoded(model, ids, 60, Lies(plain[0].tolist(), EVERY_PATTERN)), plain)
-
-
-@pytest.mark.parametrize("config", [tf.MambaConfig, tf.FalconMambaConfig])
-def test_states_that_a_pass_over_several_tokens_begins_anew_are_left_to_transformers(config: Any) -> None:
-    model: Any = made(config(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4))
-    plain = decoded(model, prompt(9), 20)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        assert torch.equal(decoded(model, prompt(9), 20, LOOKUP), plain)
+        assert torch.equal(decoded(model, ids, 60, Lies(plain[0].tolist(), EVERY_PATTERN)), plain)
     assert any("gives other logits than passes over one" in str(warning.message) for warning in given)
     assert "other logits" in model.last_speculation.refusal
+
+
+@pytest.mark.parametrize("name", FROM_NOTHING)
+def test_a_scan_that_begins_with_nothing_is_gone_through_token_by_token(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = made(FAMILIES[name]())
+    ids, options = prompt(21), {"no_repeat_ngram_size": 2}
+    plain = decoded(model, ids, 40, **options)
+    mixer = next(module for module in model.modules() if type(module).__name__.endswith("Mixer"))
+    widths: dict[int, set[int]] = {id(getattr(mixer, of).weight): set() for of in ("in_proj", "x_proj", "out_proj")}
+    linear = nn.functional.linear
+
+    def watched(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+        widths.get(id(weight), set()).add(x.shape[1])
+        return linear(x, weight, *bias)
+
+    monkeypatch.setattr(nn.functional, "linear", watched)
+    lies = Lies(plain[0].tolist(), [(5, 5)])
+    assert torch.equal(decoded(model, ids, 40, lies, **options), plain)
+    assert model.last_speculation.refusal is None
+    assert state_of(model).row_by_row == {False: row_by_row.STATES}
+    # The weights that make up most of a layer are read once for the pending token and five drafted ones.
+    assert [6 in seen for seen in widths.values()] == [True, False, True]
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", FROM_NOTHING)
+def test_a_second_turn_is_read_as_transformers_reads_it(name: str) -> None:
+    model: Any = made(FAMILIES[name]())
+    ids, texts = prompt(21), []
+    for request in (None, LOOKUP):
+        first = decoded(model, ids, 20, request, return_dict_in_generate=True)
+        again = torch.cat((first.sequences, prompt(6)), dim=1)
+        if not knows_its_length(cache := first.past_key_values):
+            again = again[:, first.sequences.shape[1] - 1 :]
+        options = {cache_argument(model): cache, "attention_mask": torch.ones_like(again)}
+        if not knows_its_length(cache):
+            del options["attention_mask"]
+        texts.append(decoded(model, again, 30, request, **options))
+        assert request is None or model.last_speculation.refusal is None
+    assert torch.equal(*texts)
+
+
+class Odd(nn.Module):
+    """A layer whose result is made by its last linear layer, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.is_plain = [True]
+
+    def forward(self, hidden_states: torch.Tensor, mask: Any = None, places: Any = None) -> Any:
+        self.given = mask, places
+        made = self.last(self.first(hidden_states))
+        return (made, "more") if self.is_plain[self.calls % len(self.is_plain)] else (made + 1, "more")
+
+    @property
+    def calls(self) -> int:
+        self.count = getattr(self, "count", -1) + 1
+        return self.count
+
+
+def patched(layer: StateLayer, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    patches = layer.patches()
+    try:
+        for each, forward in patches:
+            each.__dict__["forward"] = forward
+        return module(*args, **kwargs)
+    finally:
+        for each, _ in patches:
+            each.__dict__.pop("forward", None)
+
+
+@torch.no_grad()
+def test_layers_of_states_in_every_form() -> None:
+    x = torch.randn(2, 5, 4)
+    for is_plain in (True, False):
+        module = Odd()
+        module.is_plain = [is_plain]
+        layer = StateLayer(module)
+        expected = module(x)
+        for _ in range(2):  # the first pass sees which linear layer comes last
+            for given in (patched(layer, module, x), patched(layer, module, hidden_states=x)):
+                torch.testing.assert_close(given, expected)
+        mask, places = torch.arange(18).view(2, 9), torch.arange(5)
+        patched(layer, module, x, mask=mask, places=places)
+        assert torch.equal(module.given[0], mask) and torch.equal(module.given[1], places[4:])
+        patched(layer, module, x, mask=mask[:, :5], places="else")
+        assert torch.equal(module.given[0], mask[:, 4:5]) and module.given[1] == "else"
+        torch.testing.assert_close(patched(layer, module, x[:, :1])[0], expected[0][:, :1])
+    module = Odd()
+    module.is_plain, module.count = [True, True, False], -1
+    with pytest.raises(RuntimeError, match="Odd makes its results in more ways than one"):
+        patched(StateLayer(module), module, x)
