@@ -352,3 +352,14 @@ def test_a_spoilt_answer_on_the_disk_is_found_anew(monkeypatch: pytest.MonkeyPat
     assert checked(model) == ModelCheck()
     assert calls == [False, False]
     written[0].unlink()
+
+
+def test_another_version_of_the_check_tries_a_model_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model(rms_norm_eps=13e-6))
+    calls = counted(model, monkeypatch)
+    for code, tried in ((None, 1), (None, 1), ("other", 2), ("other", 2)):
+        forget_measurements()
+        if code is not None:
+            monkeypatch.setattr(model_check, "_own_code", lambda: code)
+        checked(model)
+        assert len(calls) == tried

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import logging
@@ -19,6 +20,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +32,7 @@ from transformers.cache_utils import Cache
 from ..cache.recurrent import slots_of
 from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
+from ..forward import linears, row_by_row, state_layers
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
 from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
 from ..forward.row_by_row import least_needed, run_row_by_row, ways
@@ -207,6 +211,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
                 **describe_model(model),
                 "captured": why_not_captured(model, even_forbidden=True) is None,
                 "code": _code(model),
+                "checked by": _own_code(),
                 "exactness": exactness,
                 "by": "stand-in" if is_offloaded(model) else "model",
             }
@@ -515,6 +520,16 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     adapters = json.dumps(describe_adapters(model)) if getattr(model, "peft_config", None) else ""
     rest = (attention, weights.dtype, weights.device, adapters, torch.is_autocast_enabled("cpu"))
     return (tuple(modules), *rest), tuple(installed)
+
+
+@functools.cache
+def _own_code() -> str:
+    """A fingerprint of what finds the answer: another version of this library may find another one."""
+    files = [Path(module.__file__ or "") for module in (row_by_row, state_layers, linears)]
+    try:
+        return hashlib.sha256(b"".join(file.read_bytes() for file in (*files, Path(__file__)))).hexdigest()
+    except OSError:  # not installed as files
+        return version(__name__.partition(".")[0])
 
 
 def _code(model: nn.Module) -> str:
