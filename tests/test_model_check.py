@@ -360,6 +360,6 @@ def test_another_version_of_the_check_tries_a_model_anew(monkeypatch: pytest.Mon
     for code, tried in ((None, 1), (None, 1), ("other", 2), ("other", 2)):
         forget_measurements()
         if code is not None:
-            monkeypatch.setattr(model_check, "_own_code", lambda: code)
+            monkeypatch.setattr(model_check, "_own_code", lambda code=code: code)
         checked(model)
         assert len(calls) == tried

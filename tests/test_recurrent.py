@@ -23,6 +23,7 @@ from ssd_generation import (
     LookupConfig,
     SelfSpeculativeConfig,
     SkipConfig,
+    draft_mode,
     enable_self_speculative,
 )
 from ssd_generation.cache.recurrent import Checkpoint, cache_argument, has_states, knows_its_length
@@ -439,6 +440,16 @@ def test_the_cache_is_given_back_behind_drafts_of_its_own(model: Any) -> None:
         for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
             assert one.shape == other.shape
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_skip_mode_as_a_user_runs_it(model: Any) -> None:
+    text = prompt(9)
+    with draft_mode(model, SkipConfig(attention=[0] if layout_of(model).layers[0].attention is not None else [])):
+        drafted = decoded(model, text, 12)
+        with torch.no_grad():
+            while text.shape[1] < drafted.shape[1]:  # without a cache
+                text = torch.cat((text, model(text, use_cache=False).logits[:, -1:].argmax(dim=-1)), dim=1)
+    assert torch.equal(drafted, text)
 
 
 def test_what_is_not_there_yet_is_said(model: Any) -> None:
