@@ -45,7 +45,7 @@ from .support.messages import clipped, shown
 from .support.model_state import state_of
 from .tuning.automatic import automatic_config, check_budget
 from .tuning.costs import costs_of
-from .tuning.exactness import invariant_of, invariant_to_check
+from .tuning.exactness import invariant_of, invariant_to_check, wants_own_kernels
 from .tuning.measuring import describe_machine
 from .tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_model
 from .tuning.refinement import WINDOW, Refinement
@@ -377,7 +377,16 @@ def _forward_of(call: _Call, batch: int, returns_states: bool) -> tuple[Forward,
         if exactness == BITWISE and reason is not None:
             _warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
     # What is replayed is held against the model's own passes when it is recorded.
-    return Forward(model, plays_back=plays_back, invariant=invariant, replays=not call.is_check), reason
+    # Who forgoes exact passes in half precision is to have plain's very text.
+    asked = call.exactness if call.is_check or call.config is None else call.config.exactness
+    forward = Forward(
+        model,
+        plays_back=plays_back,
+        invariant=invariant,
+        replays=not call.is_check,
+        own_kernels=wants_own_kernels(model, asked),
+    )
+    return forward, reason
 
 
 def _note_passes(statistics: SpeculationStatistics, forward: Forward, reason: str | None) -> None:

@@ -8,9 +8,9 @@ model's own code runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..cache.layers import DraftCache, add_buffers, append_written, fix_unwritten
 from ..cache.recurrent import Checkpoint, cache_argument
 from ..config import SelfSpeculativeConfig
+from .few_rows import MOST_ROWS, few_rows
 from .invariant import Invariant
 from .passes import CapturedPasses, agree, captured_target, draft_of
 from .replayed import ReplayedPasses, replayed_draft, replayed_target
@@ -142,6 +143,7 @@ class Forward:
             are asked for, which a captured pass does not have, and of no use for more than one row.
         invariant: how the bits of the target's logits are kept from depending on the width of a pass; `None`: they may.
         replays: whether they may be replayed as they were recorded, where this device has a way to.
+        own_kernels: whether passes that are the model's own code compute its linear layers by its own kernels, too.
 
     Attributes:
         is_bitwise: whether the bits of all passes of the target so far did not depend on their width.
@@ -158,8 +160,10 @@ class Forward:
         plays_back: bool = True,
         invariant: Invariant | None = None,
         replays: bool = True,
+        own_kernels: bool = False,
     ) -> None:
         self.model = model
+        self._own_kernels = own_kernels
         self.device = input_device(model)
         self._cache_argument = cache_argument(model)
         self.is_bitwise = invariant is not None
@@ -193,8 +197,13 @@ class Forward:
         """
         if self._replayed is None:
             self._captured = captured_target(self.model, self._invariant) if self._plays_back else None
+        self.__dict__.pop("_few_rows", None)
         if self._config is not None:
             self.draft_by(self._config)
+
+    @cached_property
+    def _few_rows(self) -> SkipMode | None:
+        return None if self._own_kernels else few_rows(self.model)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -264,7 +273,11 @@ class Forward:
 
         def run() -> None:
             nonlocal outputs
-            with row_by_row(self.model, len(tokens)) if count > 1 and whole is None else nullcontext():
+            few = self._few_rows if whole is None and tokens.numel() <= MOST_ROWS else None
+            with (
+                few or nullcontext(),
+                row_by_row(self.model, len(tokens)) if count > 1 and whole is None else nullcontext(),
+            ):
                 outputs = self.model(**inputs, return_dict=True)
 
         if replays and self._replayed is not None:
@@ -423,8 +436,10 @@ class _ModelDraftPasses(DraftPasses):
         context: Context,
         length: int,
         again: torch.Tensor | None,
+        few_rows: SkipMode | None,
     ) -> None:
-        self._model, self._skip_mode, self._cache, self._context = model, skip_mode, cache, context
+        self._model, self._cache, self._context = model, cache, context
+        self._modes = (skip_mode,) if few_rows is None else (skip_mode, few_rows)
         # One mask for all passes; each sees the left part of it.
         self._mask = None if context.mask is None else functional.pad(context.mask, (0, length), value=1)
         self._width = 0 if context.mask is None else context.mask.shape[1]
@@ -432,11 +447,14 @@ class _ModelDraftPasses(DraftPasses):
         self._again = again
 
     def __enter__(self) -> _ModelDraftPasses:
-        self._skip_mode.__enter__()
+        with ExitStack() as entered:
+            for mode in self._modes:
+                entered.enter_context(mode)
+            self._entered = entered.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._skip_mode.__exit__(*error)  # type: ignore[arg-type]
+        self._entered.__exit__(*error)  # type: ignore[arg-type]
 
     def resume_at(self, depth: int) -> None:
         """Go on behind so many drafted tokens, whose keys and values stand behind the cache already."""
@@ -444,9 +462,11 @@ class _ModelDraftPasses(DraftPasses):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self._skip_mode.pause()
+        for mode in self._modes:
+            mode.pause()
         yield
-        self._skip_mode.resume()
+        for mode in self._modes:
+            mode.resume()
 
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
         context = self._context
@@ -516,6 +536,11 @@ class _DraftForward:
         self._target = target
         self._skipped_attention = frozenset(config.skip.attention)
         self._cache: DraftCache | None = None
+        self._has_copies = config.precision is not None
+
+    @cached_property
+    def _few_rows(self) -> SkipMode | None:
+        return None if self._has_copies else few_rows(self._model)  # copies have kernels of their own
 
     def passes(self, context: Context, pending: torch.Tensor, length: int) -> DraftPasses:
         captured = self._captured
@@ -540,4 +565,4 @@ class _DraftForward:
             self._cache = DraftCache(context.cache, self._skipped_attention)
         else:
             self._cache.rewind()
-        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length, again)
+        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length, again, self._few_rows)

@@ -25,6 +25,8 @@ class ModelState:
         lock: held while the model's modules are patched (forward/skip_mode.py).
         layout: its attention and MLP sub-layers (forward/sublayers.py).
         state_layers: its layers of states, where these may have to be run token by token (forward/row_by_row.py).
+        few_rows: its linear layers, and what stands in for their `forward` in passes over few rows
+            (forward/few_rows.py).
         low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
         resident: the draft of a model with offloaded weights, which has all of its own in memory (forward/resident.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
@@ -64,6 +66,7 @@ class ModelState:
         """Free what takes memory, and forget what was learnt; what was measured and found out stays."""
         self.layout: Any = None
         self.state_layers: Any = None
+        self.few_rows: dict[Any, Any] = {}
         self.drop_copies()
         self.captured_targets: dict[Any, Any] = {}
         self.captured_drafts: dict[Any, Any] = {}

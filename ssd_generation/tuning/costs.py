@@ -25,13 +25,14 @@ from ..forward.offloaded import is_offloaded, streamed_bytes
 from ..forward.resident import drafting_model
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device, layout_of
+from ..native.compiler import why_not
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
 from ..support.model_state import state_of
 from ..support.parallel import broadcast
 from ..support.tensors import argmax
 from ..support.timing import Stopwatch
-from .exactness import invariant_of
+from .exactness import invariant_of, wants_own_kernels
 from .measuring import describe_machine, describe_model, time_in_turns
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     """
     if is_offloaded(model):
         return _streamed(_time_streams(model), _resident_step(model, config), model, config)
-    invariant = _invariant(model, config)
-    verify = value_of(_measure(model, None, VERIFIED, "verification", invariant))
+    verify = value_of(_measure(model, None, VERIFIED, "verification", config))
     return _put_together(model, verify, value_of(_draft_ratio(model, config)))
 
 
@@ -92,8 +92,7 @@ def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: b
     """A draft step / a plain step."""
     if not config.drafts_itself:
         return 1.0
-    invariant = _invariant(model, config)
-    measured = _measure(model, config, [0], "drafting", invariant, shows)
+    measured = _measure(model, config, [0], "drafting", config, shows)
     times = value_of(measured)
     ratio = times[0] / times[1]
     return NoisyMeasurement(ratio) if isinstance(measured, NoisyMeasurement) else ratio
@@ -116,10 +115,13 @@ def _measure(
     config: SelfSpeculativeConfig | None,
     lengths: Sequence[int],
     what: str,
-    invariant: Invariant | None,
+    asked: SelfSpeculativeConfig,
     shows: bool = True,
 ) -> Any:
-    """Seconds of passes over so many tokens, 0 for a draft step: a dictionary, or a `NoisyMeasurement` of one."""
+    """Seconds of passes over so many tokens, 0 for a draft step: a dictionary, or a `NoisyMeasurement` of one.
+
+    Passes of the target are run as `asked` has them.
+    """
     with (
         torch.no_grad(),
         hf_logging.tqdm(
@@ -130,7 +132,8 @@ def _measure(
             bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
         ) as bar,
     ):
-        passes = Passes(model, config, invariant=invariant)
+        own_kernels = wants_own_kernels(model, asked.exactness)
+        passes = Passes(model, config, invariant=_invariant(model, asked), own_kernels=own_kernels)
         passes.settle()
         for length in (1, *lengths):
             passes.once(length)  # capture, first touch
@@ -158,7 +161,7 @@ class Passes:
         config: what the draft leaves out, and its precision; `None` for the whole model's passes alone.
         context: tokens in the cache.
         cache: of other passes behind the same context, to share; `None`: one of their own.
-        invariant: as in `Forward`.
+        invariant, own_kernels: as in `Forward`.
     """
 
     def __init__(
@@ -168,6 +171,7 @@ class Passes:
         context: int = _CONTEXT,
         cache: Cache | None = None,
         invariant: Invariant | None = None,
+        own_kernels: bool = False,
     ) -> None:
         self.model = model
         self.context = context
@@ -178,7 +182,7 @@ class Passes:
         self.tokens = torch.randint(0, vocabulary, (1, LONGEST_VERIFIED), generator=generator).to(device)
         self.cache = _behind(model, prompt) if cache is None else cache
         self.checkpoint = Checkpoint.of(self.cache, context)
-        self.forward = Forward(model, config, invariant=invariant)
+        self.forward = Forward(model, config, invariant=invariant, own_kernels=own_kernels)
 
     def settle(self) -> None:
         """Make passes until those that are replayed have been recorded and found to be right, or given up."""
@@ -263,6 +267,8 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
     if (how := state_of(model).row_by_row.get(False)) is not None:
         shape["row by row"] = how
+    if invariant is None:
+        shape["own kernels"] = wants_own_kernels(model, config.exactness) or why_not() is not None
 
     def put_together(verify: Any, ratio: Any) -> Costs:
         # From the disk, where anything may stand.
@@ -272,7 +278,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
     verify = cached_measurement(
         model,
         {"what": "verify", **shape},
-        lambda: _measure(model, None, VERIFIED, "verification", invariant, shows),
+        lambda: _measure(model, None, VERIFIED, "verification", config, shows),
         again,
         use=lambda result: put_together(result, 1.0),
     )

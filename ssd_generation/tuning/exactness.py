@@ -38,7 +38,16 @@ from .measuring import describe_model, time_in_turns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["HOW_TO_ASK", "Certificate", "certificate_of", "cost_of", "invariant_of", "invariant_to_check", "is_free"]
+__all__ = [
+    "HOW_TO_ASK",
+    "Certificate",
+    "certificate_of",
+    "cost_of",
+    "invariant_of",
+    "invariant_to_check",
+    "is_free",
+    "wants_own_kernels",
+]
 
 HOW_TO_ASK = 'exactness="bitwise" asks for them'
 """Ends the reason where exact passes are dear; the command line has an option for it."""
@@ -112,6 +121,16 @@ def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invaria
         known[key] = _decide(model, exactness)
     found: tuple[Invariant | None, str | None] = known[key]
     return found
+
+
+def wants_own_kernels(model: PreTrainedModel, exactness: str | None) -> bool:
+    """Whether the model's own code is to run by its own kernels: plain's very text is asked for in half precision.
+
+    Args:
+        model: the target model.
+        exactness: what was asked for.
+    """
+    return exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
 
 
 def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | None, str | None]:

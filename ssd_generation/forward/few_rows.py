@@ -1,0 +1,89 @@
+"""Linear layers of a model's own passes by code made for the processor, where a pass is over a few rows.
+
+Passes that are not captured (of a batch, of models with recurrent states, behind adapters) run by the model's own code,
+whose linear layers call a GEMM that reads weights at half of memory's speed or less for so few rows. For the time of
+such a pass a kernel of native/ stands in for `forward` of each linear layer of torch's own make. It adds up each row in
+one order, whatever else is in the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..config import SkipConfig
+from ..native.compiler import why_not
+from ..native.linear import native_linear
+from ..support.model_state import state_of
+from .linears import is_plain_linear
+from .skip_mode import SkipMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["MOST_ROWS", "few_rows"]
+
+MOST_ROWS = 32
+"""Rows of a pass beyond which arithmetic is what takes the time."""
+
+_SMALL = 2**16
+"""Weights of fewer elements are left to torch: a call takes longer than their arithmetic."""
+
+
+def few_rows(model: PreTrainedModel) -> SkipMode | None:
+    """What makes passes over at most `MOST_ROWS` rows fast; `None` where there is no code for any of the layers.
+
+    Weights are read where they lie; of a layer whose weights have moved since, torch's code is run.
+
+    Args:
+        model: the target model.
+    """
+    forwards = _forwards(model)
+    return SkipMode(model, SkipConfig(), forwards) if forwards else None
+
+
+def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """The linear layers that there is code for, and what stands in for their `forward`; known from call to call."""
+    if why_not() is not None:
+        return []
+    before: dict[nn.Module, tuple[Any, Callable[..., Any]]] = state_of(model).few_rows
+    found = {}
+    for module in model.modules():
+        if (
+            isinstance(module, nn.Linear)
+            and is_plain_linear(module)
+            and module.weight.numel() >= _SMALL
+            and "forward" not in module.__dict__
+        ):
+            place = _place(module)
+            known = before.get(module)
+            forward = known[1] if known is not None and known[0] == place else _forward(module, place)
+            if forward is not None:
+                found[module] = place, forward
+    state_of(model).few_rows = found
+    return [(module, forward) for module, (_, forward) in found.items()]
+
+
+def _place(module: nn.Linear) -> tuple[Any, ...]:
+    """Where a layer's weights lie, and of which type they are."""
+    weight, bias = module.weight, module.bias
+    return weight.data_ptr(), weight.dtype, None if bias is None else bias.data_ptr()
+
+
+def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | None:
+    kernel = native_linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+    if kernel is None:
+        return None
+    columns, dtype = module.weight.shape[1], module.weight.dtype
+
+    def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002, the name that torch's own has
+        is_few = input.dtype is dtype and 0 < input.numel() <= MOST_ROWS * columns
+        if is_few and input.shape[-1] == columns and _place(module) == place:
+            return kernel(input)
+        return functional.linear(input, module.weight, module.bias)
+
+    return forward

@@ -1,0 +1,188 @@
+"""A model's own passes over few rows: linear layers by code made for the processor, and nothing of it left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward import few_rows as module
+from ssd_generation.forward.few_rows import MOST_ROWS, few_rows
+from ssd_generation.forward.forward import Forward
+from ssd_generation.native.compiler import why_not
+from ssd_generation.support.model_state import state_of
+from tiny_models import left_padded, prompt, tiny_model
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+
+NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+THREE = DraftingConfig(policy="fixed", max_draft_length=3)
+LOOKUP = SelfSpeculativeConfig(lookup=LookupConfig(min_ngram=1), drafting=THREE)
+SKIP = SelfSpeculativeConfig(SkipConfig(attention=[1]), drafting=THREE)
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SMALL", 1)
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and columns of what torch's own linear function is given from now on."""
+    seen: list[tuple[int, int]] = []
+    linear = nn.functional.linear
+
+    def watched(x: torch.Tensor, *weights: Any) -> torch.Tensor:
+        seen.append((x.numel() // x.shape[-1], x.shape[-1]))
+        return linear(x, *weights)
+
+    monkeypatch.setattr(nn.functional, "linear", watched)
+    return seen
+
+
+def decoded(model: Any, batch: Any, request: Any = None, new: int = 24, **options: Any) -> Any:
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new, **options}
+    return model.generate(**batch, **options, **({} if request is None else {"self_speculative": request}))
+
+
+@pytest.mark.parametrize("request_", [NOTHING, LOOKUP, SKIP])
+def test_a_batch(request_: Any, by_torch: list[tuple[int, int]]) -> None:
+    model: Any = enable_self_speculative(tiny_model())
+    batch = left_padded([21, 9, 16])
+    plain = decoded(model, batch)
+    assert torch.equal(decoded(model, batch, request_), plain)  # and the model is checked
+    by_torch.clear()
+    assert torch.equal(decoded(model, batch, request_), plain)
+    head = 3  # the prompt's pass, of which the last tokens' logits are taken
+    assert {rows for rows, _ in by_torch if rows <= MOST_ROWS} == {head}  # lookup's longest drafts are wider
+    assert len([rows for rows, _ in by_torch if rows == head]) == 1
+    assert not any("forward" in vars(each) for each in model.modules())
+
+
+def test_wide_passes_are_left_to_torch(by_torch: list[tuple[int, int]]) -> None:
+    model: Any = enable_self_speculative(tiny_model())
+    batch = {"input_ids": prompt(9).expand(MOST_ROWS + 1, -1)}
+    plain = decoded(model, batch, new=4)
+    assert torch.equal(decoded(model, batch, NOTHING, new=4), plain)
+    of_a_step = [rows for rows, _ in by_torch if rows == MOST_ROWS + 1]
+    by_torch.clear()
+    assert torch.equal(decoded(model, batch, NOTHING, new=4), plain)
+    assert len(of_a_step) > 0 and len([rows for rows, _ in by_torch if rows == MOST_ROWS + 1]) > 20
+
+
+def passed(model: Any, batch: int, width: int) -> torch.Tensor:
+    mode = few_rows(model)
+    assert mode is not None
+    ids = (torch.arange(batch * width) % 50 + 3).view(batch, width)
+    with torch.no_grad(), mode:
+        logits: torch.Tensor = model(ids).logits
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_logits(dtype: torch.dtype) -> None:
+    model = tiny_model().to(dtype)
+    exact = tiny_model().double()
+    ids = (torch.arange(8) % 50 + 3).view(2, 4)
+    with torch.no_grad():
+        own, right = model(ids).logits.double(), exact(ids).logits
+    found = passed(model, 2, 4).double()
+    error, errors_of_torch = (found - right).abs().max(), (own - right).abs().max()
+    assert 0 < error <= 2 * errors_of_torch
+
+
+def test_weights_that_change() -> None:
+    model: Any = tiny_model()
+    mode = few_rows(model)
+    assert mode is not None
+    ids = prompt(5)
+    with torch.no_grad():
+        for change in ("in place", "moved", "other"):
+            layer = model.model.layers[0].mlp.down_proj
+            if change == "in place":
+                layer.weight.mul_(1.5)
+            elif change == "moved":
+                layer.weight.data = layer.weight.data.clone().mul_(1.5)
+            else:
+                layer.weight = nn.Parameter(layer.weight.detach() * 1.5)
+            with mode:
+                found = model(ids).logits
+            torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(passed(model, 1, 5), model((torch.arange(5) + 3)[None]).logits)
+
+
+def test_kernels_are_made_once_for_weights() -> None:
+    model: Any = tiny_model()
+    few_rows(model)
+    first = {layer: forward for layer, (_, forward) in state_of(model).few_rows.items()}
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    assert list(first) == layers
+    layers[0].weight.data = layers[0].weight.data.clone()
+    few_rows(model)
+    changed = [layer for layer, (_, forward) in state_of(model).few_rows.items() if first[layer] is not forward]
+    assert changed == layers[:1]
+
+
+def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model()
+
+    class Other(nn.Linear):
+        pass
+
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj.__class__ = Other
+    mlp.gate_proj.weight.data = mlp.gate_proj.weight.data.double()
+    mlp.up_proj.weight.data = mlp.up_proj.weight.data.t().contiguous().t()
+    mlp.up_proj.forward = mlp.up_proj.forward
+    few_rows(model)
+    assert not {mlp.down_proj, mlp.gate_proj, mlp.up_proj} & set(state_of(model).few_rows)
+    monkeypatch.setattr(module, "_SMALL", 2**16)
+    assert few_rows(tiny_model()) is None
+    monkeypatch.setattr(module, "_SMALL", 1)
+    monkeypatch.setattr(module, "why_not", lambda: "no compiler")
+    assert few_rows(tiny_model()) is None
+
+
+def test_hooks_see_what_they_saw() -> None:
+    model: Any = tiny_model()
+    seen: list[Any] = []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
+    passed(model, 1, 3)
+    x, out = seen[0]
+    torch.testing.assert_close(out, nn.functional.linear(x, model.model.layers[1].mlp.up_proj.weight))
+
+
+def test_plains_very_text_in_half_precision(by_torch: list[tuple[int, int]]) -> None:
+    model: Any = enable_self_speculative(tiny_model().to(torch.bfloat16))
+    batch = left_padded([21, 9, 16])
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    plain = decoded(model, batch, **options)
+    request = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness="numeric")
+    same = decoded(model, batch, request, **options)
+    assert all(torch.equal(*pair) for pair in zip(plain.logits, same.logits, strict=True))
+    assert by_torch.count((3, 32)) > 20
+    by_torch.clear()
+    decoded(model, batch, NOTHING, **options)  # by kernels that round otherwise
+    assert by_torch.count((3, 32)) == 1
+    assert Forward(model, own_kernels=True)._few_rows is None
+
+
+def test_a_draft_that_is_paused_is_the_model_as_it_is() -> None:
+    model: Any = enable_self_speculative(tiny_model())
+    ids, at = prompt(9), []
+
+    def looks(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            at.append(torch.equal(model(input_ids).logits, whole(input_ids).logits))
+        return scores
+
+    whole: Any = tiny_model()
+    whole.load_state_dict(model.state_dict())
+    skip = SelfSpeculativeConfig(SkipConfig(mlp=[0]), drafting=THREE)
+    batch = {"input_ids": torch.cat((ids, ids.flip(1)))}
+    plain = decoded(model, batch, logits_processor=[looks])
+    assert torch.equal(decoded(model, batch, skip, logits_processor=[looks]), plain)
+    assert model.last_speculation.draft_passes > 0 and all(at)
