@@ -11,10 +11,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from ssd_generation import SkipConfig, enable_self_speculative
-from ssd_generation.benchmark import kernels, overhead
+from ssd_generation.benchmark import batches, kernels, overhead
+from ssd_generation.benchmark.batches import measure_batches
 from ssd_generation.benchmark.kernels import measure_kernels
 from ssd_generation.benchmark.memory import measure_memory
 from ssd_generation.benchmark.overhead import measure_overhead
+from ssd_generation.harness.prompts import Prompt
 from ssd_generation.native.sequence import KernelList
 from tiny_models import tiny_model
 
@@ -40,6 +42,32 @@ def test_overhead_compares_the_same_work(monkeypatch: pytest.MonkeyPatch) -> Non
             assert 0 < figures["min"] <= figures["median"] <= figures["max"] and math.isfinite(figures["median"])
     after = {name: getattr(model.generation_config, name, None) for name in before}
     assert after == before, "the model's settings were not put back"
+
+
+def test_batches_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    model = tiny_model()
+    texts = ["a prompt", "one that is too long " * 10, "another one", "and a third"]
+    monkeypatch.setattr(batches, "load_prompts", lambda: [Prompt(text, "some", text) for text in texts])
+    monkeypatch.setattr(batches, "METHODS", {name: batches.METHODS[name] for name in ("plain", "nothing", "lookup")})
+    monkeypatch.setattr(batches, "load_model", lambda name, dtype: (model, tokenizer))
+    padded = batches._batch(tokenizer, 2)
+    assert padded["attention_mask"].tolist() == [[0, 0, 0, *[1] * 8], [1] * 11]
+    found = measure_batches(model, tokenizer, [1, 3], new_tokens=9, repeats=2)
+    assert [row["rows"] for row in found] == [1, 3]
+    for row in found:
+        assert row["plain_tokens_per_second"] > 0
+        for method in ("nothing", "lookup"):
+            assert row[method]["same_texts"] == row["rows"] and row[method]["speedup"]["n"] == 2
+    batches.main(["--rows", "2", "--new-tokens", "5", "--repeats", "1"])
+    assert capsys.readouterr().out.splitlines()[2:4] == [
+        "| rows | plain, tokens/s | nothing | lookup | texts plain's |", "|---|---|---|---|---|"
+    ]  # fmt: skip
+    for wrong, said in ((["--rows", "4"], "from 1 to 3 rows"), (["--repeats", "0"], "--repeats should be at least 1")):
+        with pytest.raises(SystemExit, match="2"):
+            batches.main(wrong)
+        assert said in capsys.readouterr().err
 
 
 def test_memory_is_counted_by_live_tensors() -> None:

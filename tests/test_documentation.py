@@ -173,7 +173,8 @@ def test_commands_have_the_options_they_are_shown_with(path: Path, options_of: C
 def test_options_that_are_named_exist(path: Path, options_of: Callable[[str], str]) -> None:
     names = {word for span in spans(prose(path)) if span.startswith("--") for word in span.split() if word[:2] == "--"}
     measuring = (
-        f"benchmark.{name}" for name in ("context", "families", "gpu", "kernels", "memory", "overhead", "targets")
+        f"benchmark.{name}"
+        for name in ("batches", "context", "families", "gpu", "kernels", "memory", "overhead", "targets")
     )
     programs = ("search.methods", "search.estimators", *measuring)
     places = [*COMMANDS, *(f"ssd_generation.{program}" for program in programs)]
