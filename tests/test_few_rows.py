@@ -139,6 +139,12 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp.up_proj.forward = mlp.up_proj.forward
     few_rows(model)
     assert not {mlp.down_proj, mlp.gate_proj, mlp.up_proj} & set(state_of(model).few_rows)
+    compiled: Any = tiny_model()
+    compiled.model.layers[0].compile()
+    assert few_rows(compiled) is None
+    compiled = tiny_model()
+    compiled.forward = torch.compile(compiled.forward)
+    assert few_rows(compiled) is None
     monkeypatch.setattr(module, "_SMALL", 2**16)
     assert few_rows(tiny_model()) is None
     monkeypatch.setattr(module, "_SMALL", 1)

@@ -48,7 +48,7 @@ def few_rows(model: PreTrainedModel) -> SkipMode | None:
 
 def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """The linear layers that there is code for, and what stands in for their `forward`; known from call to call."""
-    if why_not() is not None:
+    if why_not() is not None or any(map(_is_compiled, model.modules())):
         return []
     before: dict[nn.Module, tuple[Any, Callable[..., Any]]] = state_of(model).few_rows
     found = {}
@@ -66,6 +66,12 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
                 found[module] = place, forward
     state_of(model).few_rows = found
     return [(module, forward) for module, (_, forward) in found.items()]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch has compiled it: that would be done anew for what stands in for a layer."""
+    forward = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _place(module: nn.Linear) -> tuple[Any, ...]:
