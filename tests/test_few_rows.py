@@ -130,7 +130,7 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_model()
 
     class Other(nn.Linear):
-        pass
+        __module__ = "transformers.models.some"
 
     mlp = model.model.layers[0].mlp
     mlp.down_proj.__class__ = Other
@@ -139,6 +139,8 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp.up_proj.forward = mlp.up_proj.forward
     few_rows(model)
     assert not {mlp.down_proj, mlp.gate_proj, mlp.up_proj} & set(state_of(model).few_rows)
+    mlp.down_proj.__class__ = type("Quantised", (Other,), {"__module__": "some.quantiser"})
+    assert few_rows(model) is None
     compiled: Any = tiny_model()
     compiled.model.layers[0]._compiled_call_impl = lambda *args, **kwargs: None  # what `layer.compile()` sets
     assert few_rows(compiled) is None

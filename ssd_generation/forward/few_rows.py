@@ -19,7 +19,7 @@ from ..config import SkipConfig
 from ..native.compiler import why_not
 from ..native.linear import native_linear
 from ..support.model_state import state_of
-from .linears import is_plain_linear
+from .linears import is_foreign, is_plain_linear, linears
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -47,8 +47,11 @@ def few_rows(model: PreTrainedModel) -> SkipMode | None:
 
 
 def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The linear layers that there is code for, and what stands in for their `forward`; known from call to call."""
-    if why_not() is not None or any(map(_is_compiled, model.modules())):
+    """The linear layers that there is code for, and what stands in for their `forward`; known from call to call.
+
+    None of a quantised model: its own layers stay torch's in any case, and some of them make much of another rounding.
+    """
+    if why_not() is not None or any(map(_is_compiled, model.modules())) or any(map(is_foreign, linears(model))):
         return []
     before: dict[nn.Module, tuple[Any, Callable[..., Any]]] = state_of(model).few_rows
     found = {}
