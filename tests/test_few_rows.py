@@ -148,6 +148,8 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled.forward = lambda *args, **kwargs: None
     compiled.forward._torchdynamo_orig_callable = None  # as that of `torch.compile(forward)`
     assert few_rows(compiled) is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert few_rows(tiny_model()) is None
     monkeypatch.setattr(module, "_SMALL", 2**16)
     assert few_rows(tiny_model()) is None
     monkeypatch.setattr(module, "_SMALL", 1)

@@ -51,7 +51,9 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
 
     None of a quantised model: its own layers stay torch's in any case, and some of them make much of another rounding.
     """
-    if why_not() is not None or any(map(_is_compiled, model.modules())) or any(map(is_foreign, linears(model))):
+    if why_not() is not None or torch.is_autocast_enabled("cpu"):
+        return []
+    if any(map(_is_compiled, model.modules())) or any(map(is_foreign, linears(model))):
         return []
     before: dict[nn.Module, tuple[Any, Callable[..., Any]]] = state_of(model).few_rows
     found = {}
