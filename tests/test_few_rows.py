@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -112,6 +113,19 @@ def test_weights_that_change() -> None:
                 found = model(ids).logits
             torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(passed(model, 1, 5), model((torch.arange(5) + 3)[None]).logits)
+
+
+def test_weights_of_old_are_let_go() -> None:
+    model: Any = tiny_model()
+    layer = model.model.layers[0].mlp.down_proj
+    numbers = layer.weight.detach().numpy().copy()
+    layer.weight.data = torch.from_numpy(numbers)
+    held = weakref.ref(numbers)
+    del numbers
+    few_rows(model)
+    assert held() is not None and layer in state_of(model).few_rows
+    model.to(torch.bfloat16)
+    assert held() is None
 
 
 def test_kernels_are_made_once_for_weights() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..config import SkipConfig
 from ..native.compiler import why_not
-from ..native.linear import native_linear
+from ..native.linear import NativeLinear, native_linear
 from ..support.model_state import state_of
 from .linears import is_foreign, is_plain_linear, linears
 from .skip_mode import SkipMode
@@ -80,15 +80,16 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _place(module: nn.Linear) -> tuple[Any, ...]:
-    """Where a layer's weights lie, and of which type they are."""
+    """Where a layer's weights lie, of which type and shape they are."""
     weight, bias = module.weight, module.bias
-    return weight.data_ptr(), weight.dtype, None if bias is None else bias.data_ptr()
+    return weight.data_ptr(), weight.dtype, weight.shape, None if bias is None else bias.data_ptr()
 
 
 def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | None:
     kernel = native_linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
-    if kernel is None:
+    if not isinstance(kernel, NativeLinear):
         return None
+    kernel.held = kernel.held[-1:]  # not the weights, which are the module's: those of old are to go
     columns, dtype = module.weight.shape[1], module.weight.dtype
 
     def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002, the name that torch's own has
