@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ class NativeLinear:
         tensors = weight, bias, scales
         fields = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.columns, self.rows)
         self._layer = (ctypes.c_int64 * len(fields))(*fields)
-        self.held: tuple[object, ...] = (*tensors, self._layer)  # as long as their addresses are used
+        self.held: tuple[Any, ...] = (*tensors, self._layer)  # as long as their addresses are used
         self._most = max(1, self.rows * self.columns // _SHARE)
         self._per_thread = 2 if weight.dtype is torch.uint8 else 4  # packed: each part begins with work of its own
         if group:
