@@ -26,6 +26,7 @@ from ssd_generation import (
     draft_mode,
     enable_self_speculative,
 )
+from ssd_generation.cache import recurrent
 from ssd_generation.cache.recurrent import Checkpoint, cache_argument, has_states, knows_its_length
 from ssd_generation.cli import main
 from ssd_generation.decoding import rows
@@ -440,6 +441,41 @@ def test_the_cache_is_given_back_behind_drafts_of_its_own(model: Any) -> None:
         for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
             assert one.shape == other.shape
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("by", ["lookup", "int8"])
+@pytest.mark.parametrize("rows_", [1, 2])
+@pytest.mark.parametrize("copies", [0, 5])
+def test_states_that_find_no_room(by: str, rows_: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = made(FAMILIES["qwen3_next"]())
+    ids = prompt(9).repeat(rows_, 3)
+    config = LOOKUP if by == "lookup" else own_drafts(model)["int8"]
+    options = {"return_dict_in_generate": True}
+    plain = decoded(model, ids, 60, **options)
+    decoded(model, ids, 60, config)  # what is checked is not drafted without
+    made_before = 0
+    copy = recurrent._copy
+
+    def no_room(state: torch.Tensor) -> torch.Tensor:
+        nonlocal made_before
+        made_before += 1
+        if made_before <= copies:
+            return copy(state)
+        with monkeypatch.context() as patched:
+            message = "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"
+            patched.setattr(torch.Tensor, "clone", lambda _: (_ for _ in ()).throw(RuntimeError(message)))
+            return copy(state)
+
+    monkeypatch.setattr(recurrent, "_copy", no_room)
+    with pytest.warns(UserWarning, match=r"decoded without drafts from here on: a copy of states of [\d,]+ bytes"):
+        found = decoded(model, ids, 60, config, **options)
+    assert torch.equal(found.sequences, plain.sequences)
+    assert made_before == copies + 1  # it is not tried again
+    for one, other in zip(states(plain.past_key_values), states(found.past_key_values), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    monkeypatch.setattr(recurrent, "_copy", copy)
+    assert torch.equal(decoded(model, ids, 60, config), plain.sequences)
+    assert model.last_speculation.accepted_tokens > 0
 
 
 def test_skip_mode_as_a_user_runs_it(model: Any) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "MOST_OWED",
     "REACH",
     "Checkpoint",
+    "NoRoomForStates",
     "cache_argument",
     "crop_attention",
     "fork_states",
@@ -100,6 +101,19 @@ def layers_without_keys(model: PreTrainedModel) -> frozenset[int]:
     return frozenset(index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin))
 
 
+class NoRoomForStates(MemoryError):
+    """There is no memory for a copy of the states, so that no token can be taken back; nothing has happened yet."""
+
+
+def _copy(state: torch.Tensor) -> torch.Tensor:
+    try:
+        return state.clone()
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise NoRoomForStates(f"a copy of states of {state.nbytes:,} bytes finds no room") from error
+
+
 def fork_states(layer: Any) -> Any:
     """A layer of the same kind with states of its own, which stand where these do; keys and values are those of both.
 
@@ -110,7 +124,7 @@ def fork_states(layer: Any) -> Any:
     for name, kept in vars(layer).items():
         if isinstance(kept, dict):
             vars(fork)[name] = {
-                index: state.clone() if isinstance(state, torch.Tensor) else state for index, state in kept.items()
+                index: _copy(state) if isinstance(state, torch.Tensor) else state for index, state in kept.items()
             }
     return fork
 
@@ -141,10 +155,12 @@ class Checkpoint:
 
     Attributes:
         length: slots up to the checkpoint.
+        has_no_room: there was no memory for a copy of the states; `begin` is not to be told that tokens may fail.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
+        self.has_no_room = False
         self._since: torch.Tensor | None = None  # tokens of the last pass, all of which came behind the checkpoint
         self._stands = 0  # of these, so many are in the states: all or none
         self._saved: list[_Saved] | None = None
@@ -166,8 +182,23 @@ class Checkpoint:
             Tokens `(B, n)` that were committed behind the checkpoint and have to be in the pass again, in front of its
             own; `None` where there are none.
         """
+        return self.save(cache, length) if may_fail else self.rewind(cache, length)
+
+    def save(self, cache: Cache, length: int) -> torch.Tensor | None:
+        """Copy the states that tokens of the next pass may have to be taken out of.
+
+        Args:
+            cache: the cache.
+            length: as in `begin`.
+
+        Returns:
+            As `begin`.
+
+        Raises:
+            NoRoomForStates: there is no memory for them.
+        """
         again = self.rewind(cache, length)
-        if may_fail and self._saved is None:
+        if self._saved is None:
             self._saved = [_Saved(layer) for layer in cache.layers]
         return again
 
@@ -237,7 +268,7 @@ class _Saved:
     def __init__(self, layer: Any) -> None:
         names = ("conv_states", "recurrent_states") if keeps_states(layer) else ()
         self._states = {
-            name: {index: state.clone() for index, state in getattr(layer, name).items() if state is not None}
+            name: {index: _copy(state) for index, state in getattr(layer, name).items() if state is not None}
             for name in names
         }
         # Appending to keys and values makes new tensors: these stay as they are.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..cache.layers import add_buffers, reaches_back, trim_windows
-from ..cache.recurrent import Checkpoint, cache_argument, knows_its_length, slots_of
+from ..cache.recurrent import Checkpoint, NoRoomForStates, cache_argument, knows_its_length, slots_of
 from ..drafting.drafter import Draft, Drafter
 from ..forward.adapters import AdapterWatch
 from ..forward.forward import Context, Forward
@@ -298,7 +299,7 @@ class DecodingLoop:
         limits = rows.draft_limits(active)
         passes, before = self.drafter.draft_passes, rows.lengths
         self.drafting.start()
-        draft = self.drafter.propose(rows, limits) if max(limits) > 0 else Draft.none(rows.batch)
+        draft = self._draft(rows, limits) if max(limits) > 0 else Draft.none(rows.batch)
         self.drafting.stop()
         if self._adapters.has_changed():
             raise _adapters_changed("while a draft was made, by a logits processor or another thread")
@@ -321,6 +322,24 @@ class DecodingLoop:
         if self.after_round is not None and running:
             self.after_round(self.drafter.draft_passes - passes, draft.tokens.shape[1] + 1, rows)
         return running
+
+    def _draft(self, rows: Rows, limits: list[int]) -> Draft:
+        """What the drafter proposes, with the states that rejected tokens are taken back to copied, if there are any.
+
+        Where these find no room, nothing is drafted in this call any more.
+        """
+        context = rows.context
+        try:
+            draft = self.drafter.propose(rows, limits)
+            if context.checkpoint is not None and draft.tokens.shape[1]:
+                context.checkpoint.save(context.cache, context.length)
+        except NoRoomForStates as error:
+            assert context.checkpoint is not None
+            context.checkpoint.has_no_room = True
+            limits[:] = [0] * len(limits)
+            warnings.warn(f"This text is decoded without drafts from here on: {error}.", stacklevel=2)
+            return Draft.none(rows.batch)
+        return draft
 
     def _verify_greedily(self, rows: Rows, draft: Draft) -> list[int] | None:
         """`_verify` of a single text without processors, where the host knows all it needs and passes are replayed."""

@@ -197,7 +197,7 @@ class Rows:
         checkpoint = self.context.checkpoint
         if checkpoint is not None:
             most = min(most, REACH - MOST_OWED - 1)
-            if checkpoint.owed(self.context.length) >= MOST_OWED:
+            if checkpoint.has_no_room or checkpoint.owed(self.context.length) >= MOST_OWED:
                 most = 0  # a pass in which nothing can be rejected moves the checkpoint on
         return [min(spare - 1, most) if active[row] else 0 for row, spare in enumerate(self._spare())]
 
