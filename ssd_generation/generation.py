@@ -44,7 +44,7 @@ from .support.display import visible
 from .support.messages import clipped, shown
 from .support.model_state import state_of
 from .tuning.automatic import automatic_config, check_budget
-from .tuning.costs import costs_of
+from .tuning.costs import costs_of, rows_measured
 from .tuning.exactness import invariant_of, invariant_to_check, wants_own_kernels
 from .tuning.measuring import describe_machine
 from .tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_model
@@ -646,15 +646,13 @@ def _model_type(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True).model_type)
 
 
-def _policy_of(model: Any, config: SelfSpeculativeConfig) -> DraftPolicy:
+def _policy_of(model: Any, config: SelfSpeculativeConfig, batch: int) -> DraftPolicy:
     """The draft-length policy of this model and config, with what it learnt in earlier calls where that is carried."""
-    policies: dict[SelfSpeculativeConfig, DraftPolicy] = state_of(model).policies
-    if config not in policies or config.drafting.carry_state is False:
+    policies, key, rows = state_of(model).policies, _policy_key(config, batch), rows_measured(batch)
+    if key not in policies or config.drafting.carry_state is False:
         costs = config.costs
         if config.drafting.policy == "cost":
-            if costs is None:
-                costs = costs_of(model, config)
-            elif costs.measured_on is not None and costs.measured_on != describe_machine(model):
+            if costs is not None and costs.measured_on is not None and costs.measured_on != describe_machine(model):
                 warnings.warn(
                     f"The costs in this config were measured on another machine, dtype or version "
                     f"({visible(costs.measured_on)}) than this one ({describe_machine(model)}): the draft length may "
@@ -662,14 +660,22 @@ def _policy_of(model: Any, config: SelfSpeculativeConfig) -> DraftPolicy:
                     "`ssd_generation.tuning.costs.measure_costs(model, config)`.",
                     stacklevel=3,
                 )
-        policies[config] = make_policy(
+            elif costs is None or (rows > 1 and costs.measured_on is not None):
+                costs = costs_of(model, config, rows=rows)  # what was measured is of single texts
+        policies[key] = make_policy(
             config.drafting,
             costs,
             self_drafts=config.drafts_itself,
             lookup=config.lookup is not None,
             use_confidence=input_device(model).type == "cpu",
         )
-    return policies[config]
+    found: DraftPolicy = policies[key]
+    return found
+
+
+def _policy_key(config: SelfSpeculativeConfig, batch: int) -> Any:
+    """By what a policy is known: the config, and of a batch about how many rows share its passes."""
+    return config if batch == 1 else (config, rows_measured(batch))
 
 
 def _drafter_of(
@@ -685,8 +691,8 @@ def _drafter_of(
     adapts = call.config.adapt and not (call.config.precision and is_offloaded(model))
     refinement = refinement_of(model, call.config) if adapts else None
     config = call.config if refinement is None else refinement.config
-    drafter = self_drafter(forward, config, generation_config, _policy_of(model, config), batch)
-    return drafter, None if refinement is None else _Refining(model, refinement, drafter.draft_by)
+    drafter = self_drafter(forward, config, generation_config, _policy_of(model, config, batch), batch)
+    return drafter, None if refinement is None else _Refining(model, refinement, drafter.draft_by, batch)
 
 
 class _Refining:
@@ -697,8 +703,9 @@ class _Refining:
         model: PreTrainedModel,
         refinement: Refinement,
         draft_by: Callable[[SelfSpeculativeConfig, DraftPolicy], None],
+        batch: int,
     ) -> None:
-        self.model = model
+        self.model, self.batch = model, batch
         self.refinement = refinement
         self.draft_by = draft_by
         self.judged = 0  # tokens of the text
@@ -715,9 +722,9 @@ class _Refining:
         before = refinement.config
         if text is None or not refinement.learn(self.model, text):
             return
-        policies: dict[SelfSpeculativeConfig, DraftPolicy] = state_of(self.model).policies
-        policy = _policy_of(self.model, refinement.config)
-        old = policies[before] if before == refinement.base else policies.pop(before)
+        policies, key = state_of(self.model).policies, _policy_key(before, self.batch)
+        policy = _policy_of(self.model, refinement.config, self.batch)
+        old = policies[key] if before == refinement.base else policies.pop(key)
         if isinstance(policy, CostAwarePolicy) and isinstance(old, CostAwarePolicy):
             policy.take_over(old)  # of the new draft nothing is known
         self.draft_by(refinement.config, policy)

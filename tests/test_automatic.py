@@ -422,7 +422,7 @@ def test_ruined_costs_are_measured_again(
     measured = []
 
     def measure(
-        model: Any, config: Any, lengths: Sequence[int], what: str, invariant: Any, shows: bool
+        model: Any, config: Any, lengths: Sequence[int], what: str, asked: Any, shows: bool, rows: int
     ) -> dict[int, float]:
         measured.append(what)
         return {n: 0.25 if n == 0 else 1.0 + (n - 1) / 100 for n in (1, *lengths)}
@@ -439,6 +439,48 @@ def test_ruined_costs_are_measured_again(
     # A number may well be a ratio, but is no times.
     assert measured[2:] == (["verification"] if content == "0.25" else ["verification", "drafting"])
     assert any("measuring again" in record.message for record in caplog.records)
+
+
+@pytest.mark.measures
+def test_batches_have_costs_of_their_own(model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, int]] = []
+
+    def measure(
+        model: Any, config: Any, lengths: Sequence[int], what: str, asked: Any, shows: bool, rows: int
+    ) -> dict[int, float]:
+        measured.append((what, rows))
+        return {n: 0.25 if n == 0 else 1.0 + (n - 1) * rows / 100 for n in (1, *lengths)}
+
+    monkeypatch.setattr(costs, "_measure", measure)
+    prompts: dict[str, Any] = {"input_ids": torch.randint(3, 60, (5, 12)), "max_new_tokens": 4, "eos_token_id": None}
+    config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), lookup=True)
+    for rows in (1, 5, 6, 1):
+        ids = prompts["input_ids"][:1].expand(rows, -1)
+        model.generate(**{**prompts, "input_ids": ids}, do_sample=False, pad_token_id=0, self_speculative=config)
+    assert measured == [("verification", 1), ("drafting", 1), ("verification", 8), ("drafting", 8)]
+    told = dataclasses.replace(config, costs=Costs(plain_step=1.0, draft_step=0.5, verify=[(1, 1.0), (4, 1.2)]))
+    of_single = dataclasses.replace(config, costs=costs.costs_of(model, config))
+    for given in (told, of_single):
+        model.generate(**prompts, do_sample=False, pad_token_id=0, self_speculative=given)
+    assert len(measured) == 4
+    policies = [policy for key, policy in state_of(model).policies.items() if key == (of_single, 8)]
+    assert policies[0]._verify_cost[2] == pytest.approx(1.08)  # not what a single text's pass takes
+    assert costs.rows_measured(1) == 1 and costs.rows_measured(2) == 2 and costs.rows_measured(9) == 16
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize("rows", [1, 4])
+def test_passes_of_a_batch_are_timed(model: Any, cache: Path, rows: int) -> None:
+    widths: list[tuple[int, int]] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        found = costs.costs_of(model, SelfSpeculativeConfig(SkipConfig(mlp=[1])), again=True, rows=rows)
+    finally:
+        hook.remove()
+    assert found.plain_step > 0 and {batch for batch, _ in widths} == {rows}
+    assert len(found.verify) == 1 + len(costs.VERIFIED if rows == 1 else costs._VERIFIED_BATCH)
 
 
 def fail_to_replace(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -580,7 +622,7 @@ def test_a_machine_that_slows_down_makes_no_pass_dearer(model: Any, monkeypatch:
     class Pretend:
         """Passes that take 0.9 + n / 10, on a machine that gets slower with each, and stops now and then."""
 
-        def __init__(self, model: Any, config: Any, invariant: Any) -> None:
+        def __init__(self, model: Any, config: Any, **how: Any) -> None:
             pass
 
         def settle(self) -> None:

@@ -359,6 +359,32 @@ def test_rows_of_a_batch_are_told_apart() -> None:
     assert poor.state()["balance"] == pytest.approx(1.5 + 2 / 3 - (0.3 + 1.05 - 1.0))
 
 
+def test_rows_share_what_a_pass_costs() -> None:
+    """One row of four finds a match now and then: the others wait for its pass."""
+    match = Match(3, 2)
+
+    def copies(rows: int, of_rows: int) -> tuple[CostAwarePolicy, int]:
+        policy = CostAwarePolicy(Costs(plain_step=1.0, draft_step=1.0, verify=[(1, 1.0), (9, 3.4)]), lookup=True)
+        count = 0
+        for _ in range(200):
+            for _ in range(of_rows):
+                policy.draft_length(20, match)
+            for row in range(of_rows):
+                copied = policy.lookup_length(0, match, 20) if row < rows else 0
+                count += copied > 0
+                policy.update(0, copied, False, copied, match if copied else NO_MATCH)  # right as ever
+        return policy, count
+
+    alone, of_one = copies(1, 1)
+    policy, of_four = copies(1, 4)
+    together, of_all = copies(4, 4)
+    # Each copy of three tokens gains three for a price of 0.9; shared among four, 0.75.
+    assert of_one == 200 and of_all == 800 and alone._share == together._share == pytest.approx(1.0)
+    assert of_four < 20 and policy._share < 0.7
+    lost = policy.state()["lookup_balance"] - 0.5
+    assert lost > -3.0
+
+
 # --- Cost-aware: simulations ----------------------------------------------------------------------
 # A world says of the drafted token at a position how likely it is accepted, and how sure the draft is of it.
 World = Callable[[random.Random, int], tuple[float, float]]

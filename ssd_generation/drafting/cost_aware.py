@@ -34,6 +34,7 @@ _DEPTH_DISCOUNT = 0.98
 _BIN_DISCOUNT = 0.985
 _LOOKUP_DISCOUNT = 0.95
 _MATCH_DISCOUNT = 0.95
+_SHARE_STEP = 0.1
 
 # Observations that a prior is worth.
 _PRIOR_WEIGHT = 8.0
@@ -149,6 +150,9 @@ class CostAwarePolicy(DraftPolicy):
     pay, the draft that tells most for its price is tried again, each failed probe doubling the wait for the next. Gains
     beyond the cap are kept for probes alone, so that a run of bad luck does not end a good draft.
 
+    **A batch** shares its passes, so that what some rows gain counts by their share of all rows, and costs are those of
+    passes of as many rows.
+
     No clock and no randomness: the same reports lead to the same decisions.
 
     Args:
@@ -212,6 +216,11 @@ class CostAwarePolicy(DraftPolicy):
         self._lookup_account = _Account(_LOOKUP_START)
         self._rounds = 0
 
+        # Of a batch: the share of its rows that copy in a round in which any does, whose pass all wait for.
+        self._share = 1.0
+        self._rows = 0  # that this round began with
+        self._is_reported = True
+
         # Of the round.
         self._paths: list[list[float]] = []  # per row: survival, then the bins of its drafted tokens
         self._depth = 0  # depth of the last question
@@ -231,7 +240,10 @@ class CostAwarePolicy(DraftPolicy):
     # decisions
 
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
-        self._settle()
+        if self._is_reported:
+            self._settle()
+            self._rows, self._is_reported = 0, False
+        self._rows += 1
         self._next_path = self._depth = 0
         self._paths = []
         self._going_on = []
@@ -326,6 +338,7 @@ class CostAwarePolicy(DraftPolicy):
     def update(
         self, drafted: int, accepted: int, reached_end: bool, looked_up: int = 0, match: Match = NO_MATCH
     ) -> None:
+        self._is_reported = True
         drafted = min(drafted, self.max_length)
         kept = min(accepted, drafted)
         if drafted:
@@ -371,13 +384,15 @@ class CostAwarePolicy(DraftPolicy):
         drafted = drafting.longest
         if drafting.rows:
             spent = self._cost[drafted] - 1.0
-            self._account.book(drafting.right / drafting.rows - spent, self._cap)
+            self._account.book(drafting.right / max(self._rows, drafting.rows) - spent, self._cap)
             self._account.drafted(drafting.right > 0, pays=self._best > 0)
             self._drafting = _Round()
         if copying.rows:
             behind = self._verify_cost[1 + drafted] if drafted else 1.0
             spent = self._verify_cost[1 + max(copying.longest, drafted)] - behind
-            self._lookup_account.book(copying.right / copying.rows - spent, self._lookup_cap)
+            rows = max(self._rows, copying.rows)
+            self._share += _SHARE_STEP * (copying.rows / rows - self._share)
+            self._lookup_account.book(copying.right / rows - spent, self._lookup_cap)
             if self._copying_judged:
                 self._lookup_account.drafted(copying.right > 0, pays=False)
             self._copying, self._copying_judged = _Round(), False
@@ -450,7 +465,7 @@ class CostAwarePolicy(DraftPolicy):
                     continue
                 m, value = self._best_copy(1.0, 0, length, _MAX_LOOKUP)
                 copying = m > 0 and 1.0 - before + value > tokens - before * spent
-                all_tokens += share * (1.0 + self._gains[length][m] if copying else tokens)
+                all_tokens += share * (1.0 + self._share * self._gains[length][m] if copying else tokens)
                 all_spent += share * (self._verify_cost[1 + m] if copying else spent)
             rate = max(rate, all_tokens / all_spent)
         self._rate = max(rate, 1.0)
@@ -531,7 +546,7 @@ class CostAwarePolicy(DraftPolicy):
         base = v[1 + depth] if depth else 1.0
         best, most = 0, 0.0
         for m in range(1, longest + 1):
-            value = survival * gains[m] - rate * (v[1 + depth + m] - base)
+            value = self._share * survival * gains[m] - rate * (v[1 + depth + m] - base)
             if value > most:
                 best, most = m, value
         return best, most

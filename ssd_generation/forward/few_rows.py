@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_ROWS", "few_rows"]
 
-MOST_ROWS = 32
-"""Rows of a pass beyond which arithmetic is what takes the time."""
+MOST_ROWS = 64
+_MOST_HALF = 32
+"""Rows of a pass, in float32 and in half precision, beyond which arithmetic is what takes the time."""
 
 _SMALL = 2**16
 """Weights of fewer elements are left to torch: a call takes longer than their arithmetic."""
@@ -91,9 +92,10 @@ def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | 
         return None
     kernel.held = kernel.held[-1:]  # not the weights, which are the module's: those of old are to go
     columns, dtype = module.weight.shape[1], module.weight.dtype
+    most = columns * (MOST_ROWS if dtype is torch.float32 else _MOST_HALF)
 
     def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002, the name that torch's own has
-        is_few = input.dtype is dtype and 0 < input.numel() <= MOST_ROWS * columns
+        is_few = input.dtype is dtype and 0 < input.numel() <= most
         if is_few and input.shape[-1] == columns and _place(module) == place:
             return kernel(input)
         return functional.linear(input, module.weight, module.bias)

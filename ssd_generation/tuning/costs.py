@@ -38,10 +38,13 @@ from .measuring import describe_machine, describe_model, time_in_turns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Passes", "costs_of", "measure_costs"]
+__all__ = ["Passes", "costs_of", "measure_costs", "rows_measured"]
 
 VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
 """Lengths of the verify passes that are measured; 13: the pending token and the 12 drafted ones of a longest round."""
+
+_VERIFIED_BATCH = (2, 3, 5, 9)
+"""Of a batch, whose rows make passes wide at once."""
 
 LONGEST_VERIFIED = 32
 """The longest verify pass that `Passes` can make."""
@@ -82,17 +85,22 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
     return _put_together(model, verify, value_of(_draft_ratio(model, config)))
 
 
+def rows_measured(rows: int) -> int:
+    """The size of a batch whose costs stand for those of one of so many rows: the next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
 def _invariant(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Invariant | None:
     """How the passes are run whose costs are measured. Replayed ones are the same, exact or not."""
     invariant, _ = invariant_of(model, config.exactness)
     return None if invariant is not None and invariant.is_replayed else invariant
 
 
-def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True) -> Any:
+def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True, rows: int = 1) -> Any:
     """A draft step / a plain step."""
     if not config.drafts_itself:
         return 1.0
-    measured = _measure(model, config, [0], "drafting", config, shows)
+    measured = _measure(model, config, [0], "drafting", config, shows, rows)
     times = value_of(measured)
     ratio = times[0] / times[1]
     return NoisyMeasurement(ratio) if isinstance(measured, NoisyMeasurement) else ratio
@@ -117,6 +125,7 @@ def _measure(
     what: str,
     asked: SelfSpeculativeConfig,
     shows: bool = True,
+    rows: int = 1,
 ) -> Any:
     """Seconds of passes over so many tokens, 0 for a draft step: a dictionary, or a `NoisyMeasurement` of one.
 
@@ -126,14 +135,15 @@ def _measure(
         torch.no_grad(),
         hf_logging.tqdm(
             total=len(lengths) + 1 + _REPEATS * (len(lengths) + -(-len(lengths) // 2)),
-            desc=f"Measuring the cost of {what} here, once",
+            desc=f"Measuring the cost of {what}{'' if rows == 1 else f' in batches of {rows}'} here, once",
             leave=False,
             disable=not shows,
             bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
         ) as bar,
     ):
         own_kernels = wants_own_kernels(model, asked.exactness)
-        passes = Passes(model, config, invariant=_invariant(model, asked), own_kernels=own_kernels)
+        invariant = _invariant(model, asked) if rows == 1 else None
+        passes = Passes(model, config, invariant=invariant, own_kernels=own_kernels, rows=rows)
         passes.settle()
         for length in (1, *lengths):
             passes.once(length)  # capture, first touch
@@ -162,6 +172,7 @@ class Passes:
         context: tokens in the cache.
         cache: of other passes behind the same context, to share; `None`: one of their own.
         invariant, own_kernels: as in `Forward`.
+        rows: of a batch.
     """
 
     def __init__(
@@ -172,17 +183,18 @@ class Passes:
         cache: Cache | None = None,
         invariant: Invariant | None = None,
         own_kernels: bool = False,
+        rows: int = 1,
     ) -> None:
         self.model = model
         self.context = context
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         device = input_device(model)
         generator = torch.Generator().manual_seed(0)
-        prompt = torch.randint(0, vocabulary, (1, context), generator=generator).to(device)
-        self.tokens = torch.randint(0, vocabulary, (1, LONGEST_VERIFIED), generator=generator).to(device)
+        prompt = torch.randint(0, vocabulary, (rows, context), generator=generator).to(device)
+        self.tokens = torch.randint(0, vocabulary, (rows, LONGEST_VERIFIED), generator=generator).to(device)
         self.cache = _behind(model, prompt) if cache is None else cache
         self.checkpoint = Checkpoint.of(self.cache, context)
-        self.forward = Forward(model, config, invariant=invariant, own_kernels=own_kernels)
+        self.forward = Forward(model, config, plays_back=rows == 1, invariant=invariant, own_kernels=own_kernels)
 
     def settle(self) -> None:
         """Make passes until those that are replayed have been recorded and found to be right, or given up."""
@@ -204,8 +216,8 @@ class Passes:
         context = Context(
             self.cache,
             length=self.context,
-            mask=torch.ones((1, self.context + 1), dtype=torch.long, device=ids.device),
-            positions=torch.full((1, 1), self.context, device=ids.device),
+            mask=torch.ones((len(ids), self.context + 1), dtype=torch.long, device=ids.device),
+            positions=torch.full((len(ids), 1), self.context, device=ids.device),
             limit=self.context + _LONG,  # worth recording
             checkpoint=self.checkpoint,
         )
@@ -252,7 +264,9 @@ def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
 # keeping
 
 
-def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool = False, shows: bool = True) -> Costs:
+def costs_of(
+    model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool = False, shows: bool = True, rows: int = 1
+) -> Costs:
     """The costs of this model and config on this machine: from memory, from the disk, or measured now.
 
     Args:
@@ -260,13 +274,16 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         config: what the draft leaves out, and its precision.
         again: measure anew.
         shows: show a progress bar where the draft is measured; not in the middle of a text.
+        rows: of a batch, as `rows_measured` has them.
     """
     if is_offloaded(model):
         return _costs_of_streamed(model, config, again)
-    invariant = _invariant(model, config)
+    invariant = _invariant(model, config) if rows == 1 else None
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
-    if (how := state_of(model).row_by_row.get(False)) is not None:
+    if (how := state_of(model).row_by_row.get(rows > 1)) is not None:
         shape["row by row"] = how
+    if rows > 1:
+        shape["rows"] = rows
     if invariant is None:
         shape["own kernels"] = wants_own_kernels(model, config.exactness) or why_not() is not None
 
@@ -278,7 +295,7 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
     verify = cached_measurement(
         model,
         {"what": "verify", **shape},
-        lambda: _measure(model, None, VERIFIED, "verification", config, shows),
+        lambda: _measure(model, None, VERIFIED if rows == 1 else _VERIFIED_BATCH, "verification", config, shows, rows),
         again,
         use=lambda result: put_together(result, 1.0),
     )
@@ -290,7 +307,11 @@ def costs_of(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool 
         "itself": config.drafts_itself,
     }
     ratio = cached_measurement(
-        model, draft, lambda: _draft_ratio(model, config, shows), again, use=lambda result: put_together(verify, result)
+        model,
+        draft,
+        lambda: _draft_ratio(model, config, shows, rows),
+        again,
+        use=lambda result: put_together(verify, result),
     )
     return put_together(verify, ratio)
 
