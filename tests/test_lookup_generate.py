@@ -22,7 +22,8 @@ from ssd_generation import (
 )
 from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
 from ssd_generation.drafting.lookup import NGramIndex
-from tiny_models import FAMILIES, WINDOW, prompt, tiny_model
+from ssd_generation.drafting.self_drafter import SelfDrafter
+from tiny_models import FAMILIES, VOCAB, WINDOW, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=3)
 LOOKUP = SelfSpeculativeConfig(drafting=FIXED, lookup=LookupConfig())
@@ -327,3 +328,41 @@ def test_each_row_looks_in_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(made) == 3
     for index, row in zip(made, out.tolist(), strict=True):
         assert row[: len(index)] == index._text and len(index) > 18 + NEW // 2
+
+
+def test_a_row_that_is_far_ahead_does_not_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = enable_self_speculative(tiny_model())
+    ids = torch.cat((prompt(4).repeat(1, 6), prompt(24)))
+    options = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    # One row says the same over and over, the other never the same.
+    once = torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(0)) + 3
+
+    class Says(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            forced = torch.full_like(scores, -torch.inf)
+            for row, text in enumerate(input_ids.tolist()):
+                new = len(text) - ids.shape[1]
+                known = text[-4] if row == 0 else int(once[new % len(once)])
+                forced[row, known] = 0.0
+            return forced  # type: ignore[return-value]
+
+    asked: list[tuple[list[int], list[int]]] = []
+    propose = SelfDrafter.propose
+
+    def watched(self: SelfDrafter, texts: Any, limits: Any) -> Any:
+        lengths = list(texts.lengths)
+        draft = propose(self, texts, limits)
+        asked.append((lengths, list(draft.lengths)))
+        return draft
+
+    monkeypatch.setattr(SelfDrafter, "propose", watched)
+    config = SelfSpeculativeConfig(
+        lookup=LookupConfig(min_ngram=3), drafting=DraftingConfig(policy="fixed", max_draft_length=4)
+    )
+    processors = LogitsProcessorList([Says()])
+    plain = model.generate(ids, logits_processor=processors, **options)
+    assert torch.equal(model.generate(ids, logits_processor=processors, self_speculative=config, **options), plain)
+    leads = [lengths[0] - lengths[1] for lengths, _ in asked]
+    assert asked[0][1][0] > 8
+    assert any(lead > 8 for lead in leads)
+    assert all(drafted[0] == 0 for lead, (_, drafted) in zip(leads, asked, strict=True) if lead > 8)

@@ -201,7 +201,7 @@ class _Text:
         self, input_ids: torch.Tensor, context: Context, processors: LogitsProcessorList, samples: bool
     ) -> None:
         self.input_ids, self.context, self._processors, self._samples = input_ids, context, processors, samples
-        self.pending = input_ids[:, -1:]
+        self.pending, self.lengths = input_ids[:, -1:], [input_ids.shape[1]]
         self.has_processors = len(processors) > 0
 
     def text(self, row: int, start: int = 0) -> list[int]:

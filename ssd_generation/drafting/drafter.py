@@ -23,6 +23,10 @@ class Texts(Protocol):
     """What a pass of the model stands behind: KV cache, mask, positions."""
 
     @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each row, the prompt's and the pending one included."""
+
+    @property
     def batch(self) -> int:
         """Rows, B."""
 

@@ -14,6 +14,9 @@ from .lookup import NGramIndex
 
 __all__ = ["SelfDrafter"]
 
+_LEAD = 8
+"""A row of a batch that is so many tokens ahead of the slowest one waits: nobody is waiting for it."""
+
 
 class SelfDrafter(Drafter):
     """Drafts with the model in skip mode or from low-bit copies of its weights, by n-gram lookup, or by both.
@@ -79,6 +82,10 @@ class SelfDrafter(Drafter):
     def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
         """As far as the policy says, and at most `limits`; see `Drafter.propose`."""
         rows = [row for row, limit in enumerate(limits) if limit > 0]
+        if len(rows) > 1:
+            # All texts take as many rounds as the slowest one.
+            shortest = min(texts.lengths[row] for row in rows)
+            rows = [row for row in rows if texts.lengths[row] <= shortest + _LEAD]
         if self.indexes is not None:
             for row in rows:
                 self.indexes[row].extend(texts.text(row, len(self.indexes[row])))
