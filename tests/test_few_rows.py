@@ -192,7 +192,7 @@ def test_plains_very_text_in_half_precision(by_torch: list[tuple[int, int]]) -> 
     by_torch.clear()
     decoded(model, batch, NOTHING, **options)  # by kernels that round otherwise
     assert by_torch.count((3, 32)) == 1
-    assert Forward(model, own_kernels=True)._few_rows is None
+    assert Forward(model, own_kernels=True)._few_rows() is None
 
 
 def test_a_draft_that_is_paused_is_the_model_as_it_is() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,6 +164,7 @@ class Forward:
     ) -> None:
         self.model = model
         self._own_kernels = own_kernels
+        self._few: tuple[SkipMode | None] | None = None
         self.device = input_device(model)
         self._cache_argument = cache_argument(model)
         self.is_bitwise = invariant is not None
@@ -197,13 +198,15 @@ class Forward:
         """
         if self._replayed is None:
             self._captured = captured_target(self.model, self._invariant) if self._plays_back else None
-        self.__dict__.pop("_few_rows", None)
+        self._few = None
         if self._config is not None:
             self.draft_by(self._config)
 
-    @cached_property
     def _few_rows(self) -> SkipMode | None:
-        return None if self._own_kernels else few_rows(self.model)
+        # Not a `cached_property`: until Python 3.12 these have a lock, which a fork may catch held.
+        if self._few is None:
+            self._few = (None if self._own_kernels else few_rows(self.model),)
+        return self._few[0]
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -273,7 +276,7 @@ class Forward:
 
         def run() -> None:
             nonlocal outputs
-            few = self._few_rows if whole is None and tokens.numel() <= MOST_ROWS else None
+            few = self._few_rows() if whole is None and tokens.numel() <= MOST_ROWS else None
             with (
                 few or nullcontext(),
                 row_by_row(self.model, len(tokens)) if count > 1 and whole is None else nullcontext(),
@@ -537,10 +540,13 @@ class _DraftForward:
         self._skipped_attention = frozenset(config.skip.attention)
         self._cache: DraftCache | None = None
         self._has_copies = config.precision is not None
+        self._few: tuple[SkipMode | None] | None = None
 
-    @cached_property
     def _few_rows(self) -> SkipMode | None:
-        return None if self._has_copies else few_rows(self._model)  # copies have kernels of their own
+        if self._few is None:
+            # Copies have kernels of their own.
+            self._few = (None if self._has_copies else few_rows(self._model),)
+        return self._few[0]
 
     def passes(self, context: Context, pending: torch.Tensor, length: int) -> DraftPasses:
         captured = self._captured
@@ -565,4 +571,4 @@ class _DraftForward:
             self._cache = DraftCache(context.cache, self._skipped_attention)
         else:
             self._cache.rewind()
-        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length, again, self._few_rows)
+        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length, again, self._few_rows())
