@@ -25,7 +25,7 @@ from ..support.model_state import state_of
 from .capture import own_attention
 from .linears import features, is_foreign, linears, mixes_rows, rounds_activations
 from .skip_mode import SkipMode
-from .state_layers import StateLayer, state_layers
+from .state_layers import StateLayer, forward_of, state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,7 +137,7 @@ def row_by_row(model: PreTrainedModel, texts: int) -> Iterator[None]:
 
 
 def _each_row(module: nn.Module) -> Callable[..., Any]:
-    forward = module.__dict__.get("forward") or type(module).forward.__get__(module)
+    forward = forward_of(module)
 
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         place = 1 if x.ndim > 2 else 0

@@ -22,7 +22,7 @@ from .linears import features, linears
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["StateLayer", "state_layers"]
+__all__ = ["StateLayer", "forward_of", "state_layers"]
 
 
 class StateLayer:
@@ -50,8 +50,8 @@ class StateLayer:
     def patches(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
         """Modules, and what takes the place of their `forward` for one pass."""
         return [
-            (self._layer, partial(self._run, _forward_of(self._layer))),
-            *((linear, partial(self._run_linear, linear, _forward_of(linear))) for linear in self._linears),
+            (self._layer, partial(self._run, forward_of(self._layer))),
+            *((linear, partial(self._run_linear, linear, forward_of(linear))) for linear in self._linears),
         ]
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,5 +121,6 @@ def state_layers(model: PreTrainedModel) -> list[StateLayer]:
     return found
 
 
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """What a module runs now: its own `forward`, or what stands in for it."""
     return module.__dict__.get("forward") or type(module).forward.__get__(module)  # type: ignore[no-any-return]

@@ -90,8 +90,10 @@ def rows_measured(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def _invariant(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Invariant | None:
+def _invariant(model: PreTrainedModel, config: SelfSpeculativeConfig, rows: int) -> Invariant | None:
     """How the passes are run whose costs are measured. Replayed ones are the same, exact or not."""
+    if rows > 1:
+        return None
     invariant, _ = invariant_of(model, config.exactness)
     return None if invariant is not None and invariant.is_replayed else invariant
 
@@ -142,7 +144,7 @@ def _measure(
         ) as bar,
     ):
         own_kernels = wants_own_kernels(model, asked.exactness)
-        invariant = _invariant(model, asked) if rows == 1 else None
+        invariant = _invariant(model, asked, rows)
         passes = Passes(model, config, invariant=invariant, own_kernels=own_kernels, rows=rows)
         passes.settle()
         for length in (1, *lengths):
@@ -278,7 +280,7 @@ def costs_of(
     """
     if is_offloaded(model):
         return _costs_of_streamed(model, config, again)
-    invariant = _invariant(model, config) if rows == 1 else None
+    invariant = _invariant(model, config, rows)
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
     if (how := state_of(model).row_by_row.get(rows > 1)) is not None:
         shape["row by row"] = how
