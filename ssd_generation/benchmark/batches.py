@@ -18,7 +18,7 @@ import torch
 
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..generation import enable_self_speculative
-from ..harness.interleaved import Timings, interleaved, spread, timed
+from ..harness.interleaved import Timings, greedy_options, interleaved, spread, timed
 from ..harness.prompts import encode_prompt, load_prompts
 from ..models import load_model
 from ..support.machine import cpu_name
@@ -74,15 +74,7 @@ def measure_batches(
         ValueError: there are not so many short prompts.
     """
     enable_self_speculative(model)
-    options = {
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "temperature": None,
-        "top_p": None,
-        "top_k": None,
-    }
+    options = greedy_options(new_tokens)
     found = []
     for count, batch in [(count, _batch(tokenizer, count)) for count in rows]:
         inputs = {name: value.to(model.device) for name, value in batch.items()}

@@ -26,7 +26,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.self_drafter import SelfDrafter
 from ..generation import enable_self_speculative
-from ..harness.interleaved import interleaved
+from ..harness.interleaved import greedy_options, interleaved
 from ..models import load_model
 
 __all__ = ["measure_overhead"]
@@ -139,15 +139,7 @@ def measure_overhead(
             [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
         )
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
-    common = {
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "temperature": None,
-        "top_p": None,
-        "top_k": None,
-    }
+    common = greedy_options(new_tokens)
     config = SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=draft_length))
     settings = model.generation_config
     saved = {
