@@ -261,12 +261,19 @@ class Integers(_Digits):
         wholes = []
         for at, part in enumerate(parts):
             rounded = self.call(b, f"llvm.rint.v{LANES}f32", FLOATS, b.fmul(part, factors))
-            whole = self.call(b, f"llvm.fptosi.sat.v{LANES}i32.v{LANES}f32", INTS, rounded)
+            whole = b.fptosi(self._within(b, rounded), INTS)
             wholes.append(whole)
             narrow = b.trunc(whole, ir.VectorType(I8, LANES))
             b.store(narrow, self.at(b, target, integer(LANES * at), I8), align=1)
         total = self.call(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, b.add(*wholes))
         return b.fdiv(most, ir.Constant(FLOAT, 127.0)), b.mul(total, ir.Constant(I32, self.least))
+
+    def _within(self, b: Any, values: Any) -> Any:
+        """From −127 to 127, and 0 for what is no number. LLVM makes a branch for each lane of `llvm.fptosi.sat`."""
+        values = b.select(b.fcmp_ordered("ord", values, values), values, splat(FLOAT, 0.0))
+        for sign, bound in (("<", splat(FLOAT, 127.0)), (">", splat(FLOAT, -127.0))):
+            values = b.select(b.fcmp_ordered(sign, values, bound), values, bound)
+        return values
 
     def factors(self, b: Any, j: int, word: Any) -> list[tuple[int, Any]]:
         """What line j of the weights holds: first columns, and four columns' bytes from there on in each lane."""
