@@ -38,6 +38,7 @@ from .drafting.drafter import CheckedDrafter, Drafter
 from .drafting.policies import make_policy
 from .forward.adapters import weights_in_use
 from .forward.forward import Forward
+from .forward.module_states import module_states
 from .forward.offloaded import is_offloaded, why_unreadable
 from .forward.sublayers import input_device, layout_of
 from .support.display import visible
@@ -318,16 +319,22 @@ class SelfSpeculativeMixin:
         states = generation_config.output_attentions or generation_config.output_hidden_states
         returns_states = bool(states and generation_config.return_dict_in_generate)
         forward: Forward | None = None
+        on_modules = module_states(model)
         try:
             add_buffers(cache, history)
+            before = None if on_modules is None else on_modules.read()
             forward, reason = _forward_of(call, batch, returns_states)
             drafter, refining = _drafter_of(call, forward, generation_config, batch)
+            if on_modules is not None and before is not None:
+                on_modules.write(before)  # passes that measure something leave others
             request = Request(
                 generation_config, logits_processor, stopping_criteria, streamer, call.cache_is_returned, in_step
             )
             loop = DecodingLoop(forward, drafter, request, after_round=refining)
             output = loop.run(input_ids, model_kwargs)
         finally:
+            if on_modules is not None:
+                on_modules.end(cache)
             if forward is not None:
                 forward.end(cache, keeps=call.cache_is_returned)
             if call.cache_is_returned:

@@ -130,16 +130,16 @@ def fork_states(layer: Any) -> Any:
 
 
 def crop_attention(cache: Cache, slots: int) -> None:
-    """Make the keys and values of a cache end at a slot; states stay as they are.
+    """Make the keys and values of a cache end at a slot, if they go on behind it; states stay as they are.
 
     Args:
         cache: of a model with recurrent states.
-        slots: the new length, at most the present one.
+        slots: the new length.
     """
     layers: list[Any] = cache.layers
     for layer in layers:
         if not keeps_states(layer):
-            if isinstance(layer, CacheLayerMixin):  # others hold nothing
+            if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > slots:  # others hold nothing
                 layer.crop(slots - layer.get_seq_length())
         elif _has_window(layer):
             continue

@@ -26,7 +26,9 @@ from ..cache.recurrent import Checkpoint, NoRoomForStates, cache_argument, knows
 from ..drafting.drafter import Draft, Drafter
 from ..forward.adapters import AdapterWatch
 from ..forward.forward import Context, Forward
+from ..forward.module_states import module_states
 from ..forward.prompt_mode import prompt_mode
+from ..forward.row_by_row import has_scans_of_its_own
 from ..native.waiting import ThreadsAtWork
 from ..support.timing import Stopwatch
 from .choice import IMPOSSIBLE, Choice, SampledChoice
@@ -222,8 +224,8 @@ class DecodingLoop:
             # Whoever cancels, say from a streamer, goes on from what was committed.
             if request.cache_is_returned and rows is not None:
                 rows.take_back()
-                if not knows_its_length(rows.context.cache):
-                    # Nobody could tell how far the states have got: as far as the text.
+                if not knows_its_length(rows.context.cache) or has_scans_of_its_own(self.forward.model, rows.batch):
+                    # Nobody could tell how far the states have got, or go on over several tokens: as far as the text.
                     with contextlib.suppress(Exception):
                         self._complete_cache(rows)
             raise
@@ -261,6 +263,8 @@ class DecodingLoop:
         shapes = {key: value.shape for key, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
         kwargs = model._update_model_kwargs_for_generation(answer, model_kwargs, is_encoder_decoder=False)
         cache = kwargs.pop(name)
+        if (states := module_states(model)) is not None:
+            states.take(cache)
         add_buffers(cache)  # a cache that was made without a config has got its layers just now
         trim_windows(cache)
         kwargs.pop("inputs_embeds", None)

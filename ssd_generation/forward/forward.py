@@ -23,6 +23,7 @@ from ..cache.recurrent import Checkpoint, cache_argument
 from ..config import SelfSpeculativeConfig
 from .few_rows import MOST_ROWS, few_rows
 from .invariant import Invariant
+from .module_states import module_states
 from .passes import CapturedPasses, agree, captured_target, draft_of
 from .replayed import ReplayedPasses, replayed_draft, replayed_target
 from .resident import drafting_model
@@ -165,6 +166,7 @@ class Forward:
         self.model = model
         self._own_kernels = own_kernels
         self._few: tuple[SkipMode | None] | None = None
+        self._states = _mode_of_states(model)
         self.device = input_device(model)
         self._cache_argument = cache_argument(model)
         self.is_bitwise = invariant is not None
@@ -279,6 +281,7 @@ class Forward:
             few = self._few_rows() if whole is None and tokens.numel() <= MOST_ROWS else None
             with (
                 few or nullcontext(),
+                self._states or nullcontext(),
                 row_by_row(self.model, len(tokens)) if count > 1 and whole is None else nullcontext(),
             ):
                 outputs = self.model(**inputs, return_dict=True)
@@ -439,10 +442,10 @@ class _ModelDraftPasses(DraftPasses):
         context: Context,
         length: int,
         again: torch.Tensor | None,
-        few_rows: SkipMode | None,
+        others: Sequence[SkipMode | None],
     ) -> None:
         self._model, self._cache, self._context = model, cache, context
-        self._modes = (skip_mode,) if few_rows is None else (skip_mode, few_rows)
+        self._modes = (*(mode for mode in others if mode is not None), skip_mode)
         # One mask for all passes; each sees the left part of it.
         self._mask = None if context.mask is None else functional.pad(context.mask, (0, length), value=1)
         self._width = 0 if context.mask is None else context.mask.shape[1]
@@ -541,6 +544,7 @@ class _DraftForward:
         self._cache: DraftCache | None = None
         self._has_copies = config.precision is not None
         self._few: tuple[SkipMode | None] | None = None
+        self._states = _mode_of_states(model)
 
     def _few_rows(self) -> SkipMode | None:
         if self._few is None:
@@ -571,4 +575,11 @@ class _DraftForward:
             self._cache = DraftCache(context.cache, self._skipped_attention)
         else:
             self._cache.rewind()
-        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length, again, self._few_rows())
+        others = self._few_rows(), self._states
+        return _ModelDraftPasses(self._model, self._skip_mode, self._cache, context, length, again, others)
+
+
+def _mode_of_states(model: PreTrainedModel) -> SkipMode | None:
+    """What makes the states that are kept on modules those of a pass's cache; `None` where there are none."""
+    states = module_states(model)
+    return None if states is None else states.mode(model)

@@ -217,7 +217,7 @@ class ResidentDraft:
             copies = LowBitCopies(self.model, skip, precision, make=self._copy)
             del self._bar
         state_of(self.model).low_bit_drafts[skip, precision] = copies
-        # A copy has its biases, too. It is known by the module's tensors, none of which may be another one from here on.
+        # A copy has its biases, too. It is known by the module's tensors: none may be another one from here on.
         covered = {id(tensor) for module in copies.modules for tensor in module.parameters()}
         self._resident: int = 0
         embedding = self.model.get_input_embeddings()

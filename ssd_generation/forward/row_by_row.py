@@ -24,13 +24,22 @@ from ..config import SkipConfig
 from ..support.model_state import state_of
 from .capture import own_attention
 from .linears import features, is_foreign, linears, mixes_rows, rounds_activations
-from .skip_mode import SkipMode
-from .state_layers import StateLayer, forward_of, state_layers
+from .skip_mode import SkipMode, forward_of
+from .state_layers import StateLayer, state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION", "EVERYTHING", "STATES", "least_needed", "row_by_row", "run_row_by_row", "ways"]
+__all__ = [
+    "ATTENTION",
+    "EVERYTHING",
+    "STATES",
+    "has_scans_of_its_own",
+    "least_needed",
+    "row_by_row",
+    "run_row_by_row",
+    "ways",
+]
 
 STATES, ATTENTION, EVERYTHING = "layers of states", "attention", "attention and linear layers"
 """What is done for each token by itself."""
@@ -114,6 +123,11 @@ def _hangs_on_width(module: nn.Module, dtype: torch.dtype) -> bool:
             if any(not torch.equal(module(x[:, :width].contiguous()), alone[:, :width]) for width in _WIDTHS):
                 return True
     return False
+
+
+def has_scans_of_its_own(model: PreTrainedModel, texts: int) -> bool:
+    """Whether the model's own code over several tokens of so many texts was found to be another function of states."""
+    return state_of(model).row_by_row.get(texts > 1) == STATES
 
 
 @contextmanager

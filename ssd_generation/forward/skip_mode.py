@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 
     from ..config import SkipConfig
 
-__all__ = ["SkipMode", "draft_mode", "draft_mode_with"]
+__all__ = ["SkipMode", "draft_mode", "draft_mode_with", "forward_of"]
 
 _MISSING: Any = object()
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """What a module runs now: its own `forward`, or what stands in for it."""
+    return module.__dict__.get("forward") or type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
 
 class SkipMode:

@@ -18,11 +18,13 @@ from torch import nn
 
 from ..cache.recurrent import layers_without_keys
 from .linears import features, linears
+from .module_states import holders
+from .skip_mode import forward_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["StateLayer", "forward_of", "state_layers"]
+__all__ = ["StateLayer", "state_layers"]
 
 
 class StateLayer:
@@ -110,17 +112,15 @@ class StateLayer:
 
 
 def state_layers(model: PreTrainedModel) -> list[StateLayer]:
-    """The layers of which the model's cache keeps states alone: the innermost modules that know their place in it."""
+    """The layers of which the model's cache keeps states alone.
+
+    They are the innermost modules that know their place in it, or those that keep states of their own.
+    """
     places = layers_without_keys(model)
-    found = []
+    found = [StateLayer(holder.module) for holder in holders(model) if next(linears(holder.module), None) is not None]
     for module in model.modules():
         if getattr(module, "layer_idx", None) in places and next(linears(module), None) is not None:
             inside = (other for other in module.modules() if other is not module)
             if not any(isinstance(getattr(other, "layer_idx", None), int) for other in inside):
                 found.append(StateLayer(module))
     return found
-
-
-def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """What a module runs now: its own `forward`, or what stands in for it."""
-    return module.__dict__.get("forward") or type(module).forward.__get__(module)  # type: ignore[no-any-return]

@@ -31,8 +31,8 @@ Kind = Literal["attention", "mlp"]
 Stub = Callable[..., Any]
 
 # Attribute names that transformers gives to the sub-layers, most common first.
-_ATTENTION_NAMES = ("self_attn", "attn", "self_attention", "attention")
-_MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
+_ATTENTION_NAMES = ("self_attn", "attn", "self_attention", "attention", "temporal_block")
+_MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "mlp_block")
 # The MLP of a layer without an MLP module: (first linear, last linear).
 _MLP_PAIRS = (("fc1", "fc2"), ("intermediate", "output"))
 

@@ -25,6 +25,8 @@ class ModelState:
         lock: held while the model's modules are patched (forward/skip_mode.py).
         layout: its attention and MLP sub-layers (forward/sublayers.py).
         state_layers: its layers of states, where these may have to be run token by token (forward/row_by_row.py).
+        module_states: the states that its modules keep, or `None`, in a tuple once that is known
+            (forward/module_states.py).
         few_rows: its linear layers, and what stands in for their `forward` in passes over few rows
             (forward/few_rows.py).
         low_bit_copies: copies of weights, by weights and precision (forward/low_bit.py).
@@ -66,6 +68,7 @@ class ModelState:
         """Free what takes memory, and forget what was learnt; what was measured and found out stays."""
         self.layout: Any = None
         self.state_layers: Any = None
+        self.module_states: Any = None
         self.few_rows: dict[Any, Any] = {}
         self.drop_copies()
         self.captured_targets: dict[Any, Any] = {}
