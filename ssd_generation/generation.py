@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache.layers import add_buffers, drop_buffers
+from .cache.own_lists import class_of, hold_lists, release_lists
 from .cache.recurrent import REACH, cache_argument, keeps_states
 from .cache.static import fill_static
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
@@ -259,6 +260,8 @@ class SelfSpeculativeMixin:
         if call is not None:
             cache = model_kwargs.get(name)
             if call.refusal is None:
+                if cache is None and (kind := class_of(cast(PreTrainedModel, self))) is not None:
+                    cache = model_kwargs[name] = kind()  # as the model itself makes one in its first pass
                 if not is_users and isinstance(cache, StaticCache) and not cache.offloading:
                     # Nothing has been allocated for it yet. Passes stand behind a cache of this library's own.
                     config = cast(PreTrainedModel, self).config.get_text_config(decoder=True)
@@ -296,12 +299,15 @@ class SelfSpeculativeMixin:
         model = cast(PreTrainedModel, self)
         refusal, in_step, name = call.refusal, call.in_step, cache_argument(model)
         if refusal is None:
+            hold_lists(model, model_kwargs[name])
             refusal = _why_not_from_states(model_kwargs[name], generation_config)
         if refusal is None and not call.is_check and input_ids.shape[0] > 1:
             check = self._check(is_batch=True)
             refusal, in_step = check.refusal, check.uneven_refusal is not None
         if refusal is not None:
             _warn_of_refusal(model, refusal)
+            if isinstance(model_kwargs.get(name), Cache):
+                release_lists(model_kwargs[name])
             output = sample()
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             prompt = input_ids.shape[1]
@@ -340,6 +346,7 @@ class SelfSpeculativeMixin:
             if call.cache_is_returned:
                 # A cache that the user passed in is theirs again, whatever happened.
                 drop_buffers(cache)
+            release_lists(cache)
         if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
             forward.end(output.past_key_values, keeps=True)
             drop_buffers(output.past_key_values)

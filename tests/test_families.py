@@ -34,8 +34,8 @@ starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl xmod youtu
 # These keep recurrent states.
 _HYBRIDS = """
 bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe
-lfm3 mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
-qwen4_exp_text zamba zamba2 zaya
+lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
+qwen4_exp_text recurrent_gemma zamba zamba2 zaya
 """
 # Image-text models, with a picture in the prompt; and those for which no shape of pixels is known, with text alone.
 _WITH_A_PICTURE = """

@@ -27,6 +27,7 @@ from ssd_generation import (
     enable_self_speculative,
 )
 from ssd_generation.cache import recurrent
+from ssd_generation.cache.own_lists import class_of, lists_of
 from ssd_generation.cache.recurrent import Checkpoint, cache_argument, has_states, keeps_states, knows_its_length
 from ssd_generation.cli import main
 from ssd_generation.decoding import rows
@@ -98,6 +99,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "mamba": lambda: tf.MambaConfig(**_SCANNED),
     "falcon_mamba": lambda: tf.FalconMambaConfig(**_SCANNED),
+    # States in a list of its own class of cache, beside the layers.
+    "minimax": lambda: tf.MiniMaxConfig(
+        **small(), head_dim=8, block_size=8, num_local_experts=4, num_experts_per_tok=2,
+    ),
     # States on its modules, one set for all texts; a convolution that ends elsewhere over several tokens; windows.
     "recurrent_gemma": lambda: tf.RecurrentGemmaConfig(
         **small(num_hidden_layers=6), lru_width=32, attention_window_size=8,
@@ -314,7 +319,8 @@ def test_the_cache_of_a_batch_is_given_back_as_plain_leaves_it(model: Any, new: 
 def test_a_text_that_is_cancelled_can_be_gone_on_with(model: Any, stop: int) -> None:
     ids = prompt(21)
     plain = decoded(model, ids, 40)
-    cache = tf.DynamicCache(config=model.config)
+    kind = class_of(model)
+    cache = tf.DynamicCache(config=model.config) if kind is None else kind()
 
     class Cancels:
         seen = -1
@@ -588,6 +594,25 @@ def test_a_second_turn_is_read_as_transformers_reads_it(name: str) -> None:
         texts.append(decoded(model, again, 30, request, **options))
         assert request is None or model.last_speculation.refusal is None
     assert torch.equal(*texts)
+
+
+def test_a_list_of_states_is_as_the_model_leaves_it() -> None:
+    model: Any = made(FAMILIES["minimax"]())
+    kind = class_of(model)
+    assert kind is not None and class_of(tiny_model("llama")) is None
+    ids, options = prompt(21), {"return_dict_in_generate": True}
+    text = decoded(model, ids, 40)[0].tolist()
+    plain = decoded(model, ids, 30, **options).past_key_values
+    mine = kind()
+    drafted = decoded(model, ids, 30, Lies(text, EVERY_PATTERN), past_key_values=mine, **options).past_key_values
+    assert drafted is mine and type(drafted) is type(plain) is kind and not lists_of(drafted)
+    assert [type(layer) for layer in drafted.layers] == [type(layer) for layer in plain.layers]
+    assert [len(state) for state in drafted.linear_cache] == [len(state) for state in plain.linear_cache] == [0, 1] * 2
+    for one, other in zip(drafted.linear_cache, plain.linear_cache, strict=True):
+        if len(one):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    with pytest.raises(RuntimeError, match="crop"):
+        drafted.crop(-1)  # its own method still
 
 
 class Interrupts:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from .own_lists import ListedStates, lists_of
 from .recurrent import crop_attention, fork_states, keeps_states
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "GhostLayer",
     "add_buffers",
     "append_written",
+    "draft_cache",
     "drop_buffers",
     "fix_unwritten",
     "keep_length",
@@ -397,7 +399,7 @@ class DraftCache(Cache):
     def __init__(self, target: Cache, skipped: frozenset[int]) -> None:
         self.target = target
         self.skipped = skipped
-        super().__init__(layers=self._views())
+        Cache.__init__(self, layers=self._views())  # whatever other class there is (`draft_cache`)
 
     def _views(self) -> list[Any]:
         layers = self.target.layers
@@ -454,6 +456,22 @@ def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # whole caches
+
+
+def draft_cache(target: Cache, skipped: frozenset[int]) -> DraftCache:
+    """A `DraftCache`, of the target's class as well where that is a model's own, and holds its states in lists.
+
+    Args:
+        target: as of `DraftCache`.
+        skipped: as of `DraftCache`.
+    """
+    lists = lists_of(target)
+    if not lists:
+        return DraftCache(target, skipped)
+    cache: DraftCache = type("DraftCache", (DraftCache, type(target)), {})(target, skipped)
+    for name in lists:
+        setattr(cache, name, ListedStates(cache))
+    return cache
 
 
 def add_buffers(cache: Cache, history: int = 0) -> None:

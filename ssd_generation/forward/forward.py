@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache.layers import DraftCache, add_buffers, append_written, fix_unwritten
+from ..cache.layers import DraftCache, add_buffers, append_written, draft_cache, fix_unwritten
 from ..cache.recurrent import Checkpoint, cache_argument
 from ..config import SelfSpeculativeConfig
 from .few_rows import MOST_ROWS, few_rows
@@ -572,7 +572,7 @@ class _DraftForward:
     def _passes_of_the_model(self, context: Context, length: int) -> _ModelDraftPasses:
         again = None if context.checkpoint is None else context.checkpoint.rewind(context.cache, context.length)
         if self._cache is None or self._cache.target is not context.cache:
-            self._cache = DraftCache(context.cache, self._skipped_attention)
+            self._cache = draft_cache(context.cache, self._skipped_attention)
         else:
             self._cache.rewind()
         others = self._few_rows(), self._states

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.utils import logging as hf_logging
 
 from ..cache.layers import BufferedLayer, add_buffers
+from ..cache.own_lists import new_cache
 from ..cache.recurrent import Checkpoint, cache_argument, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
@@ -243,7 +244,7 @@ class Passes:
 
 def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
     """A cache behind a text of random tokens."""
-    cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = new_cache(model)
     add_buffers(cache)
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     first = prompt[:, :_CONTEXT]

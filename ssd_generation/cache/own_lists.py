@@ -1,0 +1,126 @@
+"""Caches of a model's own class that keep states in a list beside their layers (minimax).
+
+While this library decodes with one, its layers are those that any cache of such a model would have, with places for
+states, and the list shows what stands in these. So states are copied, put back and drafted behind like any others.
+Afterwards the cache is as the model's own code leaves it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ListedStates", "class_of", "hold_lists", "lists_of", "new_cache", "release_lists"]
+
+
+def class_of(model: PreTrainedModel) -> type[DynamicCache] | None:
+    """The kind of cache that a model's passes want, where that is one of its own; `None` where any will do."""
+    return _wanted_by(type(model.base_model).forward)
+
+
+@functools.cache
+def _wanted_by(forward: Callable[..., Any]) -> type[DynamicCache] | None:
+    try:
+        wanted = typing.get_type_hints(inspect.unwrap(forward)).get("past_key_values")
+    except Exception:  # names that only a type checker knows
+        return None
+    for kind in typing.get_args(wanted) or (wanted,):
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
+            return kind
+    return None
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache for passes of a model, which this library can take tokens out of."""
+    kind = class_of(model)
+    if kind is None:
+        return DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = kind()
+    hold_lists(model, cache)
+    return cache
+
+
+class ListedStates(list[Any]):
+    """A list that shows the states of a cache's layers, and writes to them; nothing, where a layer keeps none.
+
+    Args:
+        cache: the cache.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self._cache.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _states(self._cache.layers[index]).get(0)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _states(self._cache.layers[index])[0] = value
+
+    def append(self, value: Any) -> None:
+        """There is a place for every layer already."""
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        """No place can be taken away.
+
+        Raises:
+            IndexError: always.
+        """
+        raise IndexError("a layer's states cannot be taken away")
+
+
+def _states(layer: Any) -> dict[Any, Any]:
+    return getattr(layer, "recurrent_states", {})
+
+
+def lists_of(cache: Cache) -> list[str]:
+    """Names of the lists of a cache that is held."""
+    return [name for name, value in vars(cache).items() if isinstance(value, ListedStates)]
+
+
+def hold_lists(model: PreTrainedModel, cache: Cache) -> None:
+    """Keep in its layers what a cache holds in lists of its own.
+
+    Args:
+        model: whose cache it is.
+        cache: any; one that is not of the model's own class stays as it is, and so does one that is held.
+    """
+    kind = class_of(model)
+    if kind is None or not isinstance(cache, kind) or lists_of(cache):
+        return
+    for name, before in list(vars(cache).items()):
+        if not isinstance(before, list) or name == "layers":
+            continue
+        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        for index, layer in enumerate(layers):
+            if _states(layer):
+                if index < len(before) and len(before[index]):
+                    _states(layer)[0] = before[index]
+            elif index < len(cache.layers):
+                layers[index] = cache.layers[index]
+        cache.layers = layers
+        setattr(cache, name, ListedStates(cache))
+
+
+def release_lists(cache: Cache) -> None:
+    """Give a cache that was held its lists back, as the model's own code fills them."""
+    for name in lists_of(cache):
+        layers: list[Any] = cache.layers
+        states = [_states(layer).get(0) for layer in layers]
+        with_states = [index for index, state in enumerate(states) if state is not None]
+        with_keys = [index for index, layer in enumerate(layers) if getattr(layer, "is_initialized", False)]
+        setattr(cache, name, [[] if state is None else state for state in states[: max(with_states, default=-1) + 1]])
+        cache.layers = [
+            DynamicLayer() if _states(layer) else layer for layer in layers[: max(with_keys, default=-1) + 1]
+        ]
