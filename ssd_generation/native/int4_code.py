@@ -25,9 +25,6 @@ COLUMNS = 32
 those of columns 4 j … 4 j + 3, the upper ones those of 16 + 4 j …"""
 
 
-_TWO_SUMS = 4
-"""Rows of x up to which there are registers for two sums of each."""
-
 _AHEAD = 8192
 """Bytes by which memory is asked for before it is read."""
 
@@ -281,18 +278,15 @@ class Integers(_Digits):
         return [(4 * j, b.and_(word, mask)), (16 + 4 * j, b.and_(b.lshr(word, splat(I32, 4)), mask))]
 
     def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
-        # Two sums of each row of x need not wait for each other, as long as there are registers for them.
-        sums = 2 if len(numbers) <= _TWO_SUMS else 1
-        totals: list[list[Any]] = [[begin, ir.Constant(INTS, None)][:sums] for begin in begins]
+        # One sum of each row of x: blocks side by side, and those that follow, need not wait for it.
+        totals = list(begins)
         for j, word in enumerate(words):
             factors = self.factors(b, j, word)
             for m, row in enumerate(numbers):
-                for turn, (column, weights) in enumerate(factors, j * len(factors)):
-                    four = b.load(self.at(b, row, integer(column), I8), typ=I32, align=4)
-                    totals[m][turn % sums] = self.call(
-                        b, "llvm.x86.avx512.vpdpbusd.512", INTS, totals[m][turn % sums], weights, self.spread(b, four)
-                    )
-        return [b.sitofp(b.add(*found) if sums == 2 else found[0], FLOATS) for found in totals]
+                for column, weights in factors:
+                    four = self.spread(b, b.load(self.at(b, row, integer(column), I8), typ=I32, align=4))
+                    totals[m] = self.call(b, "llvm.x86.avx512.vpdpbusd.512", INTS, totals[m], weights, four)
+        return [b.sitofp(total, FLOATS) for total in totals]
 
 
 class _Pairs(Integers):
