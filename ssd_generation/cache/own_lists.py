@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from .recurrent import layers_of_states
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -22,8 +24,12 @@ __all__ = ["ListedStates", "class_of", "hold_lists", "lists_of", "new_cache", "r
 
 
 def class_of(model: PreTrainedModel) -> type[DynamicCache] | None:
-    """The kind of cache that a model's passes want, where that is one of its own; `None` where any will do."""
-    return _wanted_by(type(model.base_model).forward)
+    """The kind of cache that a model's passes want, where that is one of its own whose states can be kept in layers.
+
+    `None` where any cache will do, or where this transformers has no such layers.
+    """
+    kind = _wanted_by(type(model.base_model).forward)
+    return None if kind is None or not layers_of_states(model) else kind
 
 
 @functools.cache

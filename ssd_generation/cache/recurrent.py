@@ -31,6 +31,7 @@ __all__ = [
     "is_known",
     "keeps_states",
     "knows_its_length",
+    "layers_of_states",
     "layers_without_keys",
     "slots_of",
 ]
@@ -99,6 +100,14 @@ def layers_without_keys(model: PreTrainedModel) -> frozenset[int]:
     """Layers of which the cache holds states alone, or nothing."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return frozenset(index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin))
+
+
+def layers_of_states(model: PreTrainedModel) -> frozenset[int]:
+    """Layers of which the cache holds states alone, which can be copied and put back here."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return frozenset(
+        index for index, layer in enumerate(layers) if is_known(layer) and not isinstance(layer, CacheLayerMixin)
+    )
 
 
 class NoRoomForStates(MemoryError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..cache.recurrent import layers_without_keys
+from ..cache.recurrent import layers_of_states
 from ..config import SkipConfig
 from ..support.model_state import state_of
 from .skip_mode import SkipMode, forward_of
@@ -40,18 +40,18 @@ class Holder(NamedTuple):
 
 
 def holders(model: PreTrainedModel) -> list[Holder]:
-    """The modules that keep states, of the layers that have neither keys nor values in the cache.
+    """The modules that keep states, of the layers of which the cache would hold states alone.
 
     Args:
         model: the target model.
     """
-    without_keys = layers_without_keys(model)
-    if not without_keys:
+    of_states = layers_of_states(model)
+    if not of_states:
         return []
     found = []
     for layers in model.modules():
-        if isinstance(layers, nn.ModuleList) and len(layers) > max(without_keys):
-            for index in sorted(without_keys):
+        if isinstance(layers, nn.ModuleList) and len(layers) > max(of_states):
+            for index in sorted(of_states):
                 found += [Holder(index, module, places) for module, places in _outermost(layers[index])]
     return found
 
