@@ -359,6 +359,32 @@ def test_rows_of_a_batch_are_told_apart() -> None:
     assert poor.state()["balance"] == pytest.approx(1.5 + 2 / 3 - (0.3 + 1.05 - 1.0))
 
 
+def test_a_batch_gains_what_its_slowest_row_gains() -> None:
+    def played(accepted: Callable[[int, int], int], rounds: int = 200, rows: int = 4) -> tuple[int, float]:
+        """Rounds in which anything was drafted, and what was gained by it, where a draft of a row comes so far."""
+        policy = CostAwarePolicy(FLAT, use_confidence=False)
+        lengths, drafts, price = [20] * rows, 0, 0.0
+        for turn in range(rounds):
+            policy.begin_round(lengths)
+            wanted = [policy.draft_length(20) for _ in range(rows)]
+            drafts += max(wanted) > 0
+            price += FLAT.draft_step * max(wanted) + FLAT.verify_seconds(1 + max(wanted)) - FLAT.plain_step
+            for row, length in enumerate(wanted):
+                right = min(accepted(row, turn), length)
+                policy.update(length, right, True)
+                lengths[row] += 1 + right
+        return drafts, min(lengths) - 20 - rounds - price / FLAT.plain_step
+
+    drafts, gained = played(lambda row, turn: 3)
+    assert drafts == 200 and gained > 100
+    # Three rows gain all that they can, and wait for the fourth.
+    drafts, gained = played(lambda row, turn: 3 if row else 0)
+    assert drafts < 40 and gained > -8.0
+    # In turns: what each is ahead by is gained when the others have come as far.
+    drafts, gained = played(lambda row, turn: 12 if (row + turn) % 2 else 1)
+    assert drafts == 200 and gained > 100
+
+
 def test_rows_share_what_a_pass_costs() -> None:
     """One row of four finds a match now and then: the others wait for its pass."""
     match = Match(3, 2)

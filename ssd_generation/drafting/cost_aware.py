@@ -150,8 +150,8 @@ class CostAwarePolicy(DraftPolicy):
     pay, the draft that tells most for its price is tried again, each failed probe doubling the wait for the next. Gains
     beyond the cap are kept for probes alone, so that a run of bad luck does not end a good draft.
 
-    **A batch** shares its passes, so that what some rows gain counts by their share of all rows, and costs are those of
-    passes of as many rows.
+    **A batch** shares its passes, and lasts as long as its slowest row: what that one gains is what the accounts gain,
+    and what some rows may gain counts by their share of all rows. Costs are those of passes of as many rows.
 
     No clock and no randomness: the same reports lead to the same decisions.
 
@@ -220,6 +220,8 @@ class CostAwarePolicy(DraftPolicy):
         self._share = 1.0
         self._rows = 0  # that this round began with
         self._is_reported = True
+        self._slowest: int | None = None  # tokens of the row that is waited for
+        self._advance: int | None = None  # and how many more these are than a round before; `None`: not known
 
         # Of the round.
         self._paths: list[list[float]] = []  # per row: survival, then the bins of its drafted tokens
@@ -238,6 +240,11 @@ class CostAwarePolicy(DraftPolicy):
 
     # ------------------------------------------------------------------------------------------------------------------
     # decisions
+
+    def begin_round(self, lengths: Sequence[int]) -> None:
+        slowest, before = min(lengths), self._slowest
+        self._slowest = slowest
+        self._advance = None if before is None or slowest <= before else slowest - before
 
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
         if self._is_reported:
@@ -382,9 +389,13 @@ class CostAwarePolicy(DraftPolicy):
         """Book the round on the accounts."""
         drafting, copying = self._drafting, self._copying
         drafted = drafting.longest
+        # What was gained of each token that was right.
+        worth = 1.0 / max(self._rows, drafting.rows, copying.rows, 1)
+        if self._advance is not None and (right := drafting.right + copying.right):
+            worth = min(self._advance - 1, right) / right
         if drafting.rows:
             spent = self._cost[drafted] - 1.0
-            self._account.book(drafting.right / max(self._rows, drafting.rows) - spent, self._cap)
+            self._account.book(drafting.right * worth - spent, self._cap)
             self._account.drafted(drafting.right > 0, pays=self._best > 0)
             self._drafting = _Round()
         if copying.rows:
@@ -392,7 +403,7 @@ class CostAwarePolicy(DraftPolicy):
             spent = self._verify_cost[1 + max(copying.longest, drafted)] - behind
             rows = max(self._rows, copying.rows)
             self._share += _SHARE_STEP * (copying.rows / rows - self._share)
-            self._lookup_account.book(copying.right / rows - spent, self._lookup_cap)
+            self._lookup_account.book(copying.right * worth - spent, self._lookup_cap)
             if self._copying_judged:
                 self._lookup_account.drafted(copying.right > 0, pays=False)
             self._copying, self._copying_judged = _Round(), False

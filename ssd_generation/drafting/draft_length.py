@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..support.bounds import DRAFT_LENGTH
@@ -35,9 +36,10 @@ NO_MATCH = Match(0, 0)
 class DraftPolicy(ABC):
     """Decides the draft length of each round.
 
-    A round asks `draft_length` once, then per row of the batch `keep_drafting` after each self-drafted token and
-    `lookup_length` when self-drafting has ended, and reports the outcome of each row to `update`, always in the order
-    of the rows. A policy keeps its state from round to round and from call to call.
+    A round of a batch begins with `begin_round`. A round asks `draft_length` once for each row, then per row of the
+    batch `keep_drafting` after each self-drafted token and `lookup_length` when self-drafting has ended, and reports
+    the outcome of each row to `update`, always in the order of the rows. A policy keeps its state from round to round
+    and from call to call.
 
     Attributes:
         needs_probability: whether `keep_drafting` wants the probability of the drafted token. Where it does not, the
@@ -45,6 +47,13 @@ class DraftPolicy(ABC):
     """
 
     needs_probability: bool = False
+
+    def begin_round(self, lengths: Sequence[int]) -> None:  # noqa: B027 - a policy may ignore it
+        """Said before the first question of a round of a batch.
+
+        Args:
+            lengths: tokens of each row that still drafts.
+        """
 
     @abstractmethod
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:

@@ -82,7 +82,8 @@ class SelfDrafter(Drafter):
     def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
         """As far as the policy says, and at most `limits`; see `Drafter.propose`."""
         rows = [row for row, limit in enumerate(limits) if limit > 0]
-        if len(rows) > 1:
+        if texts.batch > 1 and rows:
+            self.policy.begin_round([texts.lengths[row] for row in rows])
             # All texts take as many rounds as the slowest one.
             shortest = min(texts.lengths[row] for row in rows)
             rows = [row for row in rows if texts.lengths[row] <= shortest + _LEAD]

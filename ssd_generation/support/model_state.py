@@ -33,6 +33,7 @@ class ModelState:
         resident: the draft of a model with offloaded weights, which has all of its own in memory (forward/resident.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
         unread: of classes of linear layers, why their weights cannot be had, or `None` (forward/low_bit.py).
+        shares: of the weights' bytes, what low-bit copies would take, with the modules (tuning/automatic.py).
         captured_targets: captured passes of the whole model, by the kernel that keeps their bits the same
             (forward/passes.py).
         captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
@@ -70,6 +71,7 @@ class ModelState:
         self.state_layers: Any = None
         self.module_states: Any = None
         self.few_rows: dict[Any, Any] = {}
+        self.shares: Any = None
         self.drop_copies()
         self.captured_targets: dict[Any, Any] = {}
         self.captured_drafts: dict[Any, Any] = {}

@@ -266,8 +266,7 @@ def _allowed(model: PreTrainedModel, draft_memory: float) -> tuple[list[str], di
     except ValueError as error:
         return [], dict.fromkeys(_USUAL_AGREEMENT, str(error))
     names, ruled_out = [], {}
-    for name in _USUAL_AGREEMENT:
-        share = estimated_bytes(model, SkipConfig(), _precision(name)) / weight_bytes(model)
+    for name, share in _shares(model).items():
         if share <= 0:
             ruled_out[name] = "no linear layer of a shape that it takes"
         elif share > draft_memory:
@@ -277,6 +276,18 @@ def _allowed(model: PreTrainedModel, draft_memory: float) -> tuple[list[str], di
         else:
             names.append(name)
     return names, ruled_out
+
+
+def _shares(model: PreTrainedModel) -> dict[str, float]:
+    """Of the weights' bytes, what the copies of each candidate would take; looked at once, while modules stay."""
+    weights = ((module, module._parameters.get("weight")) for module in model.modules())
+    modules = tuple((id(m), type(m), type(weight), getattr(weight, "shape", None)) for m, weight in weights)
+    state = state_of(model)
+    if state.shares is None or state.shares[0] != modules:
+        total = weight_bytes(model)
+        shares = {name: estimated_bytes(model, SkipConfig(), _precision(name)) / total for name in _USUAL_AGREEMENT}
+        state.shares = modules, shares
+    return state.shares[1]  # type: ignore[no-any-return]
 
 
 def _precision(name: str) -> PrecisionConfig:
