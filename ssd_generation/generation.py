@@ -16,7 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .cache.layers import add_buffers, drop_buffers
 from .cache.own_lists import class_of, hold_lists, release_lists
-from .cache.recurrent import REACH, cache_argument, keeps_states
+from .cache.recurrent import REACH, cache_argument, has_states, keeps_states
 from .cache.static import fill_static
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .config.values import BITWISE, NUMERIC
@@ -299,15 +299,12 @@ class SelfSpeculativeMixin:
         model = cast(PreTrainedModel, self)
         refusal, in_step, name = call.refusal, call.in_step, cache_argument(model)
         if refusal is None:
-            hold_lists(model, model_kwargs[name])
-            refusal = _why_not_from_states(model_kwargs[name], generation_config)
+            refusal = _why_not_from_states(model, generation_config)
         if refusal is None and not call.is_check and input_ids.shape[0] > 1:
             check = self._check(is_batch=True)
             refusal, in_step = check.refusal, check.uneven_refusal is not None
         if refusal is not None:
             _warn_of_refusal(model, refusal)
-            if isinstance(model_kwargs.get(name), Cache):
-                release_lists(model_kwargs[name])
             output = sample()
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             prompt = input_ids.shape[1]
@@ -318,10 +315,11 @@ class SelfSpeculativeMixin:
         refuse_processors(logits_processor)
         cache: Cache = model_kwargs[name]
         batch = input_ids.shape[0]
+        hold_lists(model, cache)
         # Recurrent states of all rows stand behind the same number of tokens.
-        has_states = any(map(keeps_states, cache.layers))
-        in_step = in_step or has_states
-        history = REACH if has_states else _HISTORY if batch > 1 and call.cache_is_returned else 0
+        with_states = any(map(keeps_states, cache.layers))
+        in_step = in_step or with_states
+        history = REACH if with_states else _HISTORY if batch > 1 and call.cache_is_returned else 0
         states = generation_config.output_attentions or generation_config.output_hidden_states
         returns_states = bool(states and generation_config.return_dict_in_generate)
         forward: Forward | None = None
@@ -365,9 +363,9 @@ class SelfSpeculativeMixin:
         return _rebuild, (_original_class(type(self)),), state
 
 
-def _why_not_from_states(cache: Cache, config: GenerationConfig) -> str | None:
-    """Why a call cannot be drafted in where the cache keeps recurrent states; `None` where it can."""
-    if not any(map(keeps_states, cache.layers)):
+def _why_not_from_states(model: PreTrainedModel, config: GenerationConfig) -> str | None:
+    """Why a call cannot be drafted in where a model's cache keeps recurrent states; `None` where it can."""
+    if not has_states(model):
         return None
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "attentions and hidden states are asked for of a model that keeps recurrent states"
