@@ -11,11 +11,11 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from .recurrent import layers_of_states
+from .recurrent import layers_of_states, usual_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,17 +74,6 @@ class ListedStates(list[Any]):
     def __setitem__(self, index: Any, value: Any) -> None:
         _states(self._cache.layers[index])[0] = value
 
-    def append(self, value: Any) -> None:
-        """There is a place for every layer already."""
-
-    def pop(self, index: SupportsIndex = -1) -> Any:
-        """No place can be taken away.
-
-        Raises:
-            IndexError: always.
-        """
-        raise IndexError("a layer's states cannot be taken away")
-
 
 def _states(layer: Any) -> dict[Any, Any]:
     return getattr(layer, "recurrent_states", {})
@@ -108,7 +97,7 @@ def hold_lists(model: PreTrainedModel, cache: Cache) -> None:
     for name, before in list(vars(cache).items()):
         if not isinstance(before, list) or name == "layers":
             continue
-        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        layers = usual_layers(model)
         for index, layer in enumerate(layers):
             if _states(layer):
                 if index < len(before) and len(before[index]):

@@ -34,6 +34,7 @@ __all__ = [
     "layers_of_states",
     "layers_without_keys",
     "slots_of",
+    "usual_layers",
 ]
 
 MOST_OWED = 48
@@ -67,10 +68,15 @@ def is_known(layer: Any) -> bool:
     return type(layer) in _KNOWN and isinstance(layer.recurrent_states, dict) and isinstance(layer.conv_states, dict)
 
 
+def usual_layers(model: PreTrainedModel) -> list[Any]:
+    """The empty layers of the cache that transformers makes for a model, or would make."""
+    layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return layers
+
+
 def has_states(model: PreTrainedModel) -> bool:
     """Whether a model keeps such states in its cache."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return any(map(keeps_states, layers))
+    return any(map(keeps_states, usual_layers(model)))
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -98,16 +104,13 @@ def slots_of(cache: Cache | None, otherwise: int = 0) -> int:
 
 def layers_without_keys(model: PreTrainedModel) -> frozenset[int]:
     """Layers of which the cache holds states alone, or nothing."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return frozenset(index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin))
+    return frozenset(index for index, layer in enumerate(usual_layers(model)) if not isinstance(layer, CacheLayerMixin))
 
 
 def layers_of_states(model: PreTrainedModel) -> frozenset[int]:
     """Layers of which the cache holds states alone, which can be copied and put back here."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return frozenset(
-        index for index, layer in enumerate(layers) if is_known(layer) and not isinstance(layer, CacheLayerMixin)
-    )
+    layers = usual_layers(model)
+    return frozenset(index for index in layers_without_keys(model) if is_known(layers[index]))
 
 
 class NoRoomForStates(MemoryError):

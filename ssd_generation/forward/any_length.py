@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from transformers.cache_utils import DynamicCache
-
+from ..cache.recurrent import usual_layers
 from .capture import CannotCapture, capture_pass
 from .captured import CapturedPass, at_length, of_any_length, same_pass
 from .skip_mode import SkipMode
@@ -24,8 +23,7 @@ LONGEST = 33
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
     """By layer, how many tokens its attention sees; `None`: all."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return [getattr(layer, "sliding_window", None) for layer in layers]
+    return [getattr(layer, "sliding_window", None) for layer in usual_layers(model)]
 
 
 class PassCapture:
