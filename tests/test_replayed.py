@@ -28,7 +28,7 @@ from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward import fused, replay, replayed
 from ssd_generation.forward.fixed_attention import FixedAttention
 from ssd_generation.forward.replay import Again, Results
-from ssd_generation.forward.replayed import ReplayedPasses, replayed_draft, replayed_target
+from ssd_generation.forward.replayed import ReplayedPasses, Tokens, replayed_draft, replayed_target
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import exactness
@@ -124,7 +124,9 @@ def test_a_replayed_pass_gives_the_models_logits(family: str) -> None:
         at = 20
         for count in (1, 3, 16, 2, 4, 9, 1):
             ids = text[:, at : at + count]
-            found = passes.run(cache, ids if count % 2 else ids[0].tolist(), at, at, records=True)
+            known = ids[0].tolist()
+            tokens = Tokens((), ids) if count % 2 else Tokens(known[: count // 4 * 2], ids[:, count // 4 * 2 :])
+            found = passes.run(cache, tokens, at, at, records=True)
             assert found is not None, passes.refusal
             logits, choices = (result.clone() for result in found)
             expected = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
@@ -194,7 +196,9 @@ class _Pretended:
     def __init__(self, uneven: float, is_free: bool = True) -> None:
         self.arena, self.uneven, self.is_free = arenas.Arena(), uneven, is_free
 
-    def run(self, cache: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Results | None:
+    def run(self, cache: Any, tokens: Tokens, *args: Any, **kwargs: Any) -> Results | None:
+        ids = tokens.others
+        assert ids is not None
         logits = ids[..., None].float() + self.uneven * torch.arange(ids.shape[1])[None, :, None]
         return (logits, logits[0, :, 0].long()) if self.is_free else None
 
@@ -324,10 +328,10 @@ def test_nothing_in_a_pass_reads_a_value_or_moves(family: str) -> None:
     with torch.no_grad():
         model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
         add_buffers(cache)
-        assert passes.run(cache, text[:, 20:22], 20, 20, records=True) is not None, passes.refusal
+        assert passes.run(cache, Tokens((), text[:, 20:22]), 20, 20, records=True) is not None, passes.refusal
         ((_, made),) = passes._passes.items()
         for slot, ids in ((20, text[:, 20:22]), (31, text[:, 40:49]), (200, text[:, 60:61])):
-            made.inputs.set(ids, slot, slot)
+            made.inputs.set(Tokens((), ids), slot, slot)
             with _Looked() as looked:
                 made.compute()
             seen.append(looked)
@@ -664,7 +668,7 @@ def test_what_is_compiled_is_what_the_model_computes(dtype: torch.dtype, monkeyp
         with torch.no_grad():
             model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
             add_buffers(cache)
-            found = passes.run(cache, text[:, 20:30], 20, 20, records=True)
+            found = passes.run(cache, Tokens((), text[:, 20:30]), 20, 20, records=True)
             assert found is not None, passes.refusal
             expected = model(input_ids=text[:, 20:30], past_key_values=cache, use_cache=True).logits
     finally:

@@ -30,13 +30,14 @@ from ..cache.layers import add_buffers
 from ..config import SkipConfig
 from ..decoding.loop import DecodingLoop
 from ..forward.replay import replays_on
-from ..forward.replayed import ReplayedPasses
+from ..forward.replayed import ReplayedPasses, Tokens
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import locate_sublayers
 from ..generation import enable_self_speculative
 from ..harness.methods import PLAIN, UNDRAFTED, make_methods, random_half
 from ..harness.prompts import built_in_prompts, encode_prompt
 from ..models import load_model
+from ..support.devices import is_asynchronous, wait_for
 from ..support.model_state import state_of
 from ..tuning.measuring import describe_machine
 
@@ -161,11 +162,11 @@ def _row(model: Any, passes: ReplayedPasses | None, width: int, behind: int, hal
             row["eager"] = _median(eager)
         if passes is not None:
             began = time.perf_counter()
-            found = passes.run(cache, ids[:, behind:], behind, behind, records=True)
+            found = passes.run(cache, Tokens((), ids[:, behind:]), behind, behind, records=True)
             row["recording"] = time.perf_counter() - began
 
             def replayed() -> None:
-                results = passes.run(cache, ids[:, behind:], behind, behind)
+                results = passes.run(cache, Tokens((), ids[:, behind:]), behind, behind)
                 assert results is not None
                 results[1].tolist()
 
@@ -207,7 +208,7 @@ def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> 
     ]
 
     def call(name: str, at: int) -> tuple[float, list[int]]:
-        _wait(model)
+        wait_for(model.device)
         began = time.perf_counter()
         text = model.generate(
             **encoded[at],
@@ -218,7 +219,7 @@ def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> 
             pad_token_id=0,
             **methods[name],
         )
-        _wait(model)
+        wait_for(model.device)
         return time.perf_counter() - began, text[0].tolist()
 
     def first_two(name: str) -> list[float]:
@@ -254,7 +255,7 @@ def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> 
             row["undrafted text as plain's"] = texts[UNDRAFTED] == texts[PLAIN]
         calls.append(row)
     host = None
-    if model.device.type == "cuda":
+    if is_asynchronous(model.device):
         host = clock.attempt("host time", lambda: _host_seconds(lambda: call("lookup", 0)))
     else:
         clock.missing.append("host time in a round: on a CPU it cannot be told from that of its pass")
@@ -298,11 +299,6 @@ def _host_seconds(call: Callable[[], Any]) -> float:
     finally:
         DecodingLoop._round, ReplayedPasses.run = round_of, replay_of  # type: ignore[method-assign]
     return statistics.median(seconds)
-
-
-def _wait(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -392,7 +388,7 @@ def main() -> None:
         "passes": measure_passes(model, clock, arguments.fused),
         "keeps_bits": None if target is None else target.keeps_bits,
         "arena_bytes": 0 if state.arena is None else state.arena.bytes,
-        "reserved_bytes": torch.cuda.memory_reserved() if model.device.type == "cuda" else None,
+        "reserved_bytes": torch.cuda.memory_reserved() if is_asynchronous(model.device) else None,
         "missing": clock.missing,
     }
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(_tables(report)))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..support.bounds import DRAFT_LENGTH, NGRAM, SHARE
+from ..support.devices import is_asynchronous
 from ..support.hub import identity_of
 from ..support.messages import did_you_mean, listed, shown
 from ..support.parameters import Parameters, Part, check_keys
@@ -324,7 +325,7 @@ class Provenance(Parameters, title="'provenance'", omits_defaults=True):
             revision=getattr(config, "_commit_hash", None) or revision,
             dtype=str(model.dtype).removeprefix("torch."),
             attention_implementation=getattr(text_config, "_attn_implementation", None),
-            device=f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type,
+            device=f"cuda ({torch.cuda.get_device_name(device)})" if is_asynchronous(device) else device.type,
             versions={"python": platform.python_version(), **{m.__name__: str(m.__version__) for m in libraries}},
             date=datetime.now(timezone.utc).date().isoformat(),
         )

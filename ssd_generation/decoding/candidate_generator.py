@@ -203,6 +203,7 @@ class _Text:
         self.input_ids, self.context, self._processors, self._samples = input_ids, context, processors, samples
         self.pending, self.lengths = input_ids[:, -1:], [input_ids.shape[1]]
         self.has_processors = len(processors) > 0
+        self.are_greedy = not (self.has_processors or samples)
 
     def text(self, row: int, start: int = 0) -> list[int]:
         return self.input_ids[row, start:].tolist()

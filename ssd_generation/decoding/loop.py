@@ -28,8 +28,10 @@ from ..forward.adapters import AdapterWatch
 from ..forward.forward import Context, Forward
 from ..forward.module_states import module_states
 from ..forward.prompt_mode import prompt_mode
+from ..forward.replayed import Tokens
 from ..forward.row_by_row import has_scans_of_its_own
 from ..native.waiting import ThreadsAtWork
+from ..support.devices import sent
 from ..support.timing import Stopwatch
 from .choice import IMPOSSIBLE, Choice, SampledChoice
 from .outputs import SelfSpeculativeOutput, StepOutputs
@@ -349,12 +351,17 @@ class DecodingLoop:
         """`_verify` of a single text without processors, where the host knows all it needs and passes are replayed."""
         if not self.forward.replays or rows.batch > 1 or rows.has_processors or rows.choice.draws:
             return None
-        if draft.tokens.device.type != "cpu" or rows.whole_text() is not None:
+        if rows.whole_text() is not None:
             return None
-        drafted: list[int] = draft.tokens.numpy()[0].tolist()
-        choices = self.forward.choices([rows.text(0, rows.lengths[0] - 1)[0], *drafted], rows.context)
-        if choices is None:
+        tokens = Tokens(rows.text(0, rows.lengths[0] - 1))
+        if draft.tokens.device.type == "cpu":
+            tokens = Tokens([*tokens.known, *draft.tokens.numpy()[0].tolist()])
+        else:
+            tokens = Tokens(tokens.known, draft.tokens)
+        found = self.forward.choices(tokens, rows.context)
+        if found is None:
             return None
+        (_, *drafted), choices = found
         length = draft.lengths[0]
         kept = next((place for place in range(length) if drafted[place] != choices[place]), length)
         rows.advance([choices[: kept + 1]])  # those kept are the target's own
@@ -365,7 +372,7 @@ class DecodingLoop:
 
         Drafted tokens are accepted from the left, as long as they are the target's own.
         """
-        tokens, drafted = draft.tokens.to(rows.device), draft.tokens.shape[1]
+        tokens, drafted = sent(draft.tokens, rows.device), draft.tokens.shape[1]
         # Rows that have ended go along in step, as they do in plain decoding: padding follows padding.
         padded = [row for row in range(rows.batch) if rows.is_padded(row)] if rows.in_step else []
         if padded:

@@ -48,13 +48,16 @@ class Processors:
 
     def __init__(self, processors: LogitsProcessorList, batch: int) -> None:
         self.are_blind = all(type(p) in _BLIND for p in processors)
-        self._is_constrained = batch > 1 and any(type(p) is PrefixConstrainedLogitsProcessor for p in processors)
+        has_constraints = any(type(p) is PrefixConstrainedLogitsProcessor for p in processors)
+        self._is_constrained = batch > 1 and has_constraints
         if self._is_constrained:
             processors = LogitsProcessorList(
                 [_RowPrefixes(p) if type(p) is PrefixConstrainedLogitsProcessor else p for p in processors]
             )
         self._processors = processors
         self._foreign = [processor for processor in processors if is_foreign(processor)]
+        # transformers' other processors have scores for any text.
+        self._takes_any_text = not has_constraints and not self._foreign
 
     def __len__(self) -> int:
         """Processors."""
@@ -112,13 +115,15 @@ class Processors:
         count = logits.shape[1]
         if self.are_blind and count > 1:
             return self.once(pending.expand(-1, count).reshape(-1, 1), logits.flatten(0, 1)).view_as(logits)
+        # On a GPU the host would wait for the answer.
+        may_end = len(lengths) == 1 and not (self._takes_any_text and logits.device.type != "cpu")
         for ahead in range(count):
             scores = self.step(tokens, lengths, logits[:, ahead], ahead)
             logits[:, ahead] = scores
             # Nothing that stands behind a token that cannot be can count, and a constraint may have no word for it.
-            if len(lengths) == 1 and ahead + 1 < count:
-                drafted = int(tokens[0, lengths[0] + ahead])
-                if float(scores[0, drafted]) == -math.inf:
+            if may_end and ahead + 1 < count:
+                drafted = tokens[0, lengths[0] + ahead]
+                if bool(scores[0].gather(0, drafted[None]) == -math.inf):
                     break
         return logits
 

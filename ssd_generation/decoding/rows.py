@@ -16,6 +16,7 @@ import torch
 from ..cache.layers import BufferedLayer, BufferedSlidingLayer, move_rows, reaches_back
 from ..cache.recurrent import MOST_OWED, REACH
 from ..forward.forward import Context
+from ..support.devices import sent
 from .choice import Choice
 from .processors import Processors
 from .rotary import RotarySwitch
@@ -124,7 +125,7 @@ class Rows:
             generated = self._generated[0]
             length, last = self.prompt_length + len(generated), generated[-self._unwritten :]
             self._widen(length)
-            self._tokens[0, length - len(last) : length] = torch.tensor(last, device=self.device)
+            self._tokens[0, length - len(last) : length] = sent(last, self.device)
             self._unwritten = 0
         return self._tokens
 
@@ -133,7 +134,7 @@ class Rows:
         """The last token of each row, `(B, 1)`, which is not in the cache yet."""
         if len(set(self.lengths)) == 1:
             return self.tokens[:, self.lengths[0] - 1 : self.lengths[0]]
-        last = torch.tensor(self.lengths, device=self.device)[:, None] - 1
+        last = sent(self.lengths, self.device)[:, None] - 1
         return self.tokens.gather(1, last)
 
     def text(self, row: int, start: int = 0) -> list[int]:
@@ -148,6 +149,11 @@ class Rows:
     def has_processors(self) -> bool:
         """Whether the call has logits processors."""
         return len(self.processors) > 0
+
+    @property
+    def are_greedy(self) -> bool:
+        """Whether the token with the largest logit is the one that `choose` takes."""
+        return not (self.has_processors or self.choice.draws)
 
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores `(B, V)`: logits `(B, V)` behind the drafted tokens `(B, i)`, after the call's logits processors."""
@@ -289,7 +295,7 @@ class Rows:
             if len(set(added)) == 1:
                 context.positions = context.positions + added[0]
             else:
-                context.positions = context.positions + torch.tensor(added, device=context.positions.device)[:, None]
+                context.positions = context.positions + sent(added, context.positions.device)[:, None]
 
     def _widen(self, columns: int) -> None:
         if columns > self._tokens.shape[1]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..support.devices import sent
 from .choice import IMPOSSIBLE
 
 __all__ = ["accept"]
@@ -31,7 +32,7 @@ def accept(drafted: torch.Tensor, lengths: Sequence[int], choices: torch.Tensor)
     batch, most = drafted.shape
     if not most:
         return torch.zeros(batch, dtype=torch.long, device=choices.device), choices[:, 0]
-    inside = torch.arange(most, device=choices.device) < torch.tensor(lengths, device=choices.device)[:, None]
+    inside = torch.arange(most, device=choices.device) < sent(lengths, choices.device)[:, None]
     kept = ((drafted == choices[:, :-1]) & inside).long().cumprod(dim=1).sum(dim=1)
     following = choices.gather(1, kept[:, None]).squeeze(1)
     # The tokens before come first: plain decoding fails with them committed.

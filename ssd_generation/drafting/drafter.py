@@ -41,6 +41,10 @@ class Texts(Protocol):
     def has_processors(self) -> bool:
         """Whether the call has logits processors."""
 
+    @property
+    def are_greedy(self) -> bool:
+        """Whether the token with the largest logit is the one that `choose` takes."""
+
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores `(B, V)`: logits `(B, V)` behind the drafted tokens `(B, i)`, after the call's logits processors."""
 

@@ -8,6 +8,7 @@ import torch
 
 from ..config import SelfSpeculativeConfig
 from ..forward.forward import Forward
+from ..support.devices import sent
 from .draft_length import NO_MATCH, DraftPolicy, Match
 from .drafter import Draft, Drafter, Texts
 from .lookup import NGramIndex
@@ -113,10 +114,16 @@ class SelfDrafter(Drafter):
         scores: list[torch.Tensor] = []
         read: list[list[int]] = [[] for _ in wanted]
         if length:
-            token = pending = texts.pending
             # Reading a token back makes the host wait for the device; on the CPU that costs nothing.
-            reads = pending.device.type == "cpu" and (bool(self.eos_token_ids) or self.indexes is not None)
-            with self.forward.draft(texts.context, pending, length) as passes:
+            on_cpu = self.forward.device.type == "cpu"
+            reads = on_cpu and (bool(self.eos_token_ids) or self.indexes is not None)
+            looks = reads or self.keeps_scores or self.policy.needs_probability or not texts.are_greedy
+            with self.forward.draft(texts.context, texts.batch, length) as passes:
+                chain = None if looks else passes.chain(texts.text(0, texts.lengths[0] - 1)[0], length)
+                if chain is not None:
+                    self.draft_passes += length
+                    return self._drafted(chain, None, lengths, wanted), read
+                token = pending = texts.pending
                 for depth in range(length):
                     logits = passes(token, depth)[:, -1].to(dtype=torch.float32, device=pending.device)
                     if texts.has_processors:
@@ -137,16 +144,20 @@ class SelfDrafter(Drafter):
                         if max(lengths) <= depth + 1:
                             break
         self.draft_passes += len(tokens)
-        draft = Draft(
-            # Nothing drafted here: what lookup adds is known to the host, and stays there.
-            tokens=torch.cat(tokens, dim=1) if tokens else torch.zeros((texts.batch, 0), dtype=torch.long),
-            scores=torch.stack(scores, dim=1) if scores else None,
+        # Nothing drafted here: what lookup adds is known to the host, and stays there.
+        drafted = torch.cat(tokens, dim=1) if tokens else torch.zeros((texts.batch, 0), dtype=torch.long)
+        return self._drafted(drafted, torch.stack(scores, dim=1) if scores else None, lengths, wanted), read
+
+    @staticmethod
+    def _drafted(tokens: torch.Tensor, scores: torch.Tensor | None, lengths: list[int], wanted: list[int]) -> Draft:
+        return Draft(
+            tokens=tokens,
+            scores=scores,
             lengths=lengths,
             self_lengths=list(lengths),
             matches=[NO_MATCH] * len(wanted),
             complete=[made == asked for made, asked in zip(lengths, wanted, strict=True)],
         )
-        return draft, read
 
     def _end_rows(
         self,
@@ -189,7 +200,7 @@ class SelfDrafter(Drafter):
         for row, found in enumerate(copied):
             if found:
                 first = draft.self_lengths[row]
-                tokens[row, first : first + len(found)] = torch.tensor(found, device=tokens.device)
+                tokens[row, first : first + len(found)] = sent(found, tokens.device)
         draft.tokens = tokens
 
 

@@ -25,7 +25,7 @@ from .few_rows import MOST_ROWS, few_rows
 from .invariant import Invariant
 from .module_states import module_states
 from .passes import CapturedPasses, agree, captured_target, draft_of
-from .replayed import ReplayedPasses, replayed_draft, replayed_target
+from .replayed import ReplayedPasses, Tokens, replayed_draft, replayed_target
 from .resident import drafting_model
 from .row_by_row import row_by_row
 from .skip_mode import SkipMode
@@ -232,7 +232,7 @@ class Forward:
         """
         new = count = tokens.shape[1]
         replays = whole is None and self._replays(context, len(tokens))
-        if replays and (found := self._replay(tokens, context)) is not None:
+        if replays and (found := self._replay(Tokens((), tokens), context)) is not None:
             return CausalLMOutputWithPast(logits=found[0])
         positions = context.positions_of(count)
         plays_back = whole is None and self._captured is not None and count >= self._shortest
@@ -317,7 +317,7 @@ class Forward:
         positions = first + torch.arange(count, device=tokens.device)
         return self._captured.run(context.cache, tokens, positions)
 
-    def choices(self, tokens: Sequence[int], context: Context) -> list[int] | None:
+    def choices(self, tokens: Tokens, context: Context) -> tuple[list[int], list[int]] | None:
         """The tokens that the whole model takes greedily behind each of some, where its passes are replayed.
 
         One copy to the device, and one wait for it.
@@ -327,10 +327,17 @@ class Forward:
             context: as in `target`.
 
         Returns:
-            As many tokens; `None` where the pass is not replayed, and nothing has happened then.
+            The tokens themselves, and as many that it takes; `None` where the pass is not replayed, and nothing has
+            happened then.
         """
         found = self._replay(tokens, context) if self._replays(context, 1) else None
-        return None if found is None else found[1].tolist()
+        if found is None:
+            return None
+        if tokens.others is None:
+            return list(tokens.known), found[1].tolist()
+        both: list[int] = torch.cat((tokens.others[0], found[1])).tolist()
+        others = tokens.others.shape[1]
+        return [*tokens.known, *both[:others]], both[others:]
 
     @property
     def replays(self) -> bool:
@@ -346,13 +353,13 @@ class Forward:
     def _replays(self, context: Context, rows: int) -> bool:
         return self._replayed is not None and self._replayed.refusal is None and context.is_plain(rows)
 
-    def _replay(self, ids: torch.Tensor | Sequence[int], context: Context) -> tuple[torch.Tensor, ...] | None:
+    def _replay(self, tokens: Tokens, context: Context) -> tuple[torch.Tensor, ...] | None:
         """A pass with the addresses it was recorded at; `None` where it has not been."""
         replayed = self._replayed
         assert replayed is not None
         if not replayed.is_checked:
             return None
-        found = replayed.run(context.cache, ids, context.length, context.position, expected=context.limit)
+        found = replayed.run(context.cache, tokens, context.length, context.position, expected=context.limit)
         if found is not None:
             append_written(context.cache, found[1].shape[0])
             self.replayed_passes += 1
@@ -377,17 +384,17 @@ class Forward:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def draft(self, context: Context, pending: torch.Tensor, length: int) -> DraftPasses:
+    def draft(self, context: Context, rows: int, length: int) -> DraftPasses:
         """The passes of one round's draft, to be entered with `with`.
 
         Args:
             context: what they stand behind. Its cache is read in place; the draft's own keys and values are kept until
                 the end of the round.
-            pending (`torch.LongTensor` of shape `(B, 1)`): the last token of each row, which is not in the cache yet.
+            rows: of the batch, B.
             length: tokens to draft at the most.
         """
         assert self._draft is not None, "no config to draft by"
-        return self._draft.passes(context, pending, length)
+        return self._draft.passes(context, rows, length)
 
 
 class DraftPasses:
@@ -411,6 +418,18 @@ class DraftPasses:
             Logits `(B, 1, V)`.
         """
         raise NotImplementedError
+
+    def chain(self, first: int, length: int) -> torch.Tensor | None:
+        """Tokens that a single text's draft takes greedily one behind the other, without a look at any of them.
+
+        Args:
+            first: the pending token.
+            length: of the chain.
+
+        Returns:
+            `torch.LongTensor` of shape `(1, length)`; `None` where they are to be drafted one by one.
+        """
+        return None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -515,11 +534,15 @@ class _ReplayedDraftPasses(DraftPasses):
         with nullcontext() if self._others is None else self._others.paused():
             yield
 
+    def chain(self, first: int, length: int) -> torch.Tensor | None:
+        context = self._context
+        return self._replayed.chain(context.cache, first, context.length, context.position, length)
+
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
         if self._others is None:
             context = self._context
             slot, position = context.length + depth, context.position + depth
-            found = self._replayed.run(context.cache, token, slot, position, records=True)
+            found = self._replayed.run(context.cache, Tokens((), token), slot, position, records=True)
             if found is not None:
                 return found[0]
             others = self._of_the_model()
@@ -552,18 +575,18 @@ class _DraftForward:
             self._few = (None if self._has_copies else few_rows(self._model),)
         return self._few[0]
 
-    def passes(self, context: Context, pending: torch.Tensor, length: int) -> DraftPasses:
+    def passes(self, context: Context, rows: int, length: int) -> DraftPasses:
         captured = self._captured
         if (
             captured is not None
             and (positions := context.flat_positions) is not None
-            and context.suits_capture(pending.shape[0])
+            and context.suits_capture(rows)
             and captured.can_run(context.cache, 1)
         ):
             return _CapturedDraftPasses(captured, context.cache, positions, length)
         of_the_model = partial(self._passes_of_the_model, context, length)
         replayed, target = self._replayed, self._target
-        if replayed is None or target is None or not target.is_checked or not context.is_plain(len(pending)):
+        if replayed is None or target is None or not target.is_checked or not context.is_plain(rows):
             return of_the_model()
         if not target.arena.lend(context.cache, context.length + length + 1):
             return of_the_model()

@@ -15,6 +15,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from ..cache.arena import Arena, bucket_of
 from ..config import SkipConfig
+from ..support.devices import is_asynchronous
 from ..support.model_state import state_of
 from .any_length import PassCapture, windows_of
 from .capturable import fingerprint, why_not_replayed
@@ -35,7 +37,7 @@ from .skip_mode import SkipMode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ReplayedPasses", "replayed_draft", "replayed_target"]
+__all__ = ["ReplayedPasses", "Tokens", "replayed_draft", "replayed_target"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,9 @@ _FIRST_TRIES = 3
 _AHEAD = 2048
 """Slots that an arena is made for at the most before they are needed."""
 
+_LONGEST_CHAIN = 64
+"""Tokens that a draft takes one behind the other without the host's help."""
+
 _HALF = 0.5
 """Of the time that the rest of a text takes by the model's own code, what replaying saves at the least."""
 
@@ -64,39 +69,80 @@ _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.15
 to 1, rounding stays far below."""
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a pass over a single text.
+
+    Attributes:
+        known: those that the host knows, the first ones. If there are any, it must have waited for the pass before.
+        others (`torch.LongTensor` of shape `(1, n)`): the device's, behind them; `None`: none.
+    """
+
+    known: Sequence[int]
+    others: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """All of them."""
+        return len(self.known) + (0 if self.others is None else self.others.shape[1])
+
+
 class _Inputs:
     """Where passes of one width read: `ids (1, w)`, `positions (1, w)`, `slots (w,)`."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.width = width
-        self._all = torch.zeros((3, width), dtype=torch.long, device=device)
-        self.ids, self.positions, self.slots = self._all[:1], self._all[1:2], self._all[2]
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros((3, width), dtype=torch.long, pin_memory=is_cuda)
+        self.all = torch.zeros((4, width), dtype=torch.long, device=device)
+        self.ids, self.positions, self.slots = self.all[:1], self.all[1:2], self.all[2]
+        self._host = torch.zeros((4, width), dtype=torch.long, pin_memory=is_asynchronous(device))
         self._numbers = self._host.numpy()
         self._steps = torch.arange(width, device=device)
 
-    def set(self, ids: torch.Tensor | Sequence[int], slot: int, position: int) -> None:
+    def set(self, tokens: Tokens, slot: int, position: int) -> None:
         """For a pass over these tokens from a slot and a position on.
 
+        What the host knows takes one copy, which must be through before the next.
+
         Args:
-            ids: of the host: one copy, which must be through before the next. Or `torch.LongTensor` of shape `(1, n)`:
-                by the device alone.
+            tokens: at most w.
             slot: of the first token.
             position: of the first token; what fills the pass up has that of the last one.
         """
-        if isinstance(ids, torch.Tensor):
-            count = ids.shape[1]
-            self.ids[:, :count].copy_(ids)
+        count, first = len(tokens), len(tokens.known)
+        if first:
+            numbers = self._numbers
+            numbers[0, :first] = tokens.known
+            for place in range(self.width):
+                numbers[1, place] = position + min(place, count - 1)
+                numbers[2, place] = slot + place
+            self.all.copy_(self._host, non_blocking=True)
+        else:
             torch.add(self._steps, slot, out=self.slots)
             torch.clamp(self._steps, max=count - 1, out=self.positions[0]).add_(position)
-            return
-        numbers, count = self._numbers, len(ids)
-        numbers[0, :count] = ids
-        for place in range(self.width):
-            numbers[1, place] = position + min(place, count - 1)
-            numbers[2, place] = slot + place
-        self._all.copy_(self._host, non_blocking=True)
+        if tokens.others is not None:
+            self.ids[:, first:count].copy_(tokens.others)
+
+
+class _ChainInputs(_Inputs):
+    """Of a draft's passes over one token, each of which leaves them as the next one needs them.
+
+    Attributes:
+        chain (`torch.LongTensor` of shape `(1, _LONGEST_CHAIN)`): what they chose, one after the other.
+    """
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        super().__init__(1, device)
+        self._at = self.all[3]  # 0 where a chain begins: the host's number is never another
+        self._last = capacity - 1
+        self.chain = torch.zeros((1, _LONGEST_CHAIN), dtype=torch.long, device=device)
+
+    def go_on(self, choices: torch.Tensor) -> None:
+        """A token was chosen, `(1,)`; part of what is recorded."""
+        self.chain.index_copy_(1, self._at, choices[None])
+        self.ids.copy_(choices[None])
+        self.positions.add_(1)
+        # While it is being recorded a pass may be run more often than there is room for.
+        self.slots.add_(1).clamp_(max=self._last)
+        self._at.add_(1).clamp_(max=_LONGEST_CHAIN - 1)
 
 
 class _Pass:
@@ -111,7 +157,10 @@ class _Pass:
         with torch.inference_mode():
             self.attention.begin()
             logits = self.program.run(self.inputs.ids, self.inputs.positions, self.attention)
-            return logits, logits[0].argmax(dim=-1)
+            choices = logits[0].argmax(dim=-1)
+            if isinstance(self.inputs, _ChainInputs):
+                self.inputs.go_on(choices)
+            return logits, choices
 
 
 class ReplayedPasses:
@@ -151,7 +200,8 @@ class ReplayedPasses:
         self._inputs: dict[int, _Inputs] = {}
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._version = arena.version
-        self._tries: list[bool] = [True] * _FIRST_TRIES if skip_mode is not None else []  # a draft is verified anyway
+        self.is_draft = skip_mode is not None
+        self._tries: list[bool] = [True] * _FIRST_TRIES if self.is_draft else []  # a draft is verified anyway
         self._eager_seconds = 0.0
         self._eager_tokens = 0
         self._seconds = replays.seconds
@@ -172,7 +222,7 @@ class ReplayedPasses:
     def run(
         self,
         cache: Cache,
-        ids: torch.Tensor | Sequence[int],
+        tokens: Tokens | None,
         slot: int,
         position: int,
         records: bool = False,
@@ -182,8 +232,7 @@ class ReplayedPasses:
 
         Args:
             cache: of a single text.
-            ids: `torch.LongTensor` of shape `(1, n)`, or n numbers of the host; these only if the host has waited for
-                the pass before.
+            tokens: n of them. `None`: the one that the pass before this one, a draft's, chose behind its own.
             slot: of the first token: how many slots of the cache are in use.
             position: of the first token.
             records: record the pass where it has not been; otherwise it is not run then.
@@ -193,7 +242,7 @@ class ReplayedPasses:
             Logits `(1, n, V)` and the tokens with the largest `(n,)`, good until the next pass; `None` where it is not
             replayed, and nothing has happened that counts.
         """
-        count = ids.shape[1] if isinstance(ids, torch.Tensor) else len(ids)
+        count = 1 if tokens is None else len(tokens)
         width = next((width for width in self.widths if width >= count), None)
         if self.refusal is not None or width is None:
             return None
@@ -206,23 +255,52 @@ class ReplayedPasses:
             if self._version != self.arena.version:
                 self._version = self.arena.version
                 self._passes.clear()
+                self._inputs.clear()
             inputs = self._inputs.get(width)
             if inputs is None:
-                with torch.inference_mode(False):  # written in any mode
-                    inputs = self._inputs[width] = _Inputs(width, self.arena.keys[0].device)
+                inputs = self._inputs[width] = self._new_inputs(width)
+            if tokens is not None:
+                inputs.set(tokens, slot, position)
             known = self._passes.get((width, bucket))
             if known is None:
                 if not records:
                     return None
-                inputs.set(ids, slot, position)
+                given = inputs.all.clone()
                 known = self._record(width, bucket, inputs)
-            inputs.set(ids, slot, position)
+                inputs.all.copy_(given)
             logits, choices = known.replay()
         except Exception as error:
             # Whatever a driver says, or a model's code does, that is not known here: its own passes go on.
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         return logits[:, :count], choices[:count]
+
+    def _new_inputs(self, width: int) -> _Inputs:
+        device = self.arena.keys[0].device
+        with torch.inference_mode(False):  # written in any mode
+            return _ChainInputs(device, self.arena.capacity) if self.is_draft else _Inputs(width, device)
+
+    def chain(self, cache: Cache, first: int, slot: int, position: int, length: int) -> torch.Tensor | None:
+        """Tokens that a draft takes greedily one behind the other: nothing but replays, and no wait.
+
+        Args:
+            cache: of a single text, for whose last pass the host has waited.
+            first: the token that they follow.
+            slot, position: its own.
+            length: of the chain, at most 64.
+
+        Returns:
+            `torch.LongTensor` of shape `(1, length)`; `None` where a pass is not replayed.
+        """
+        if length > _LONGEST_CHAIN:
+            return None
+        for depth in range(length):
+            tokens = None if depth else Tokens([first])
+            if self.run(cache, tokens, slot + depth, position + depth, records=True) is None:
+                return None
+        inputs = self._inputs[1]
+        assert isinstance(inputs, _ChainInputs)
+        return inputs.chain[:, :length].clone()
 
     def _record(self, width: int, bucket: int, inputs: _Inputs) -> _Pass:
         began = time.perf_counter()
@@ -287,7 +365,7 @@ class ReplayedPasses:
         slot = int(cache.get_seq_length()) - count
         expected = slot + count + most_tokens
         if len(self._tries) >= _FIRST_TRIES:
-            self.run(cache, ids, slot, position, records=True, expected=expected)
+            self.run(cache, Tokens((), ids), slot, position, records=True, expected=expected)
             return
         layers: list[Any] = cache.layers
         # While it is not known to be right, what it writes does not stay.
@@ -295,7 +373,7 @@ class ReplayedPasses:
             [buffer[:, :, layer.end - count : layer.end].clone() for buffer in (layer.key_buffer, layer.value_buffer)]
             for layer in layers
         ]
-        found = self.run(cache, ids, slot, position, records=True, expected=expected)
+        found = self.run(cache, Tokens((), ids), slot, position, records=True, expected=expected)
         for layer, states in zip(layers, own, strict=True):
             layer.write(layer.end - count, *states)
         if found is None:
@@ -309,7 +387,8 @@ class ReplayedPasses:
     def _see_that_it_pays(self, cache: Cache, ids: torch.Tensor, slot: int, position: int) -> None:
         """Give up where a pass takes as long as by the model's own code (a large model on a device of little speed)."""
         own = self._eager_seconds / self._eager_tokens
-        seconds = [self.replays.seconds_of(lambda: self.run(cache, ids, slot, position)) for _ in range(3)]
+        tokens = Tokens((), ids)
+        seconds = [self.replays.seconds_of(lambda: self.run(cache, tokens, slot, position)) for _ in range(3)]
         if min(seconds) > _PAYS * own:
             self._give_up(f"they take {1e3 * min(seconds):.1f} ms where the model's own take {1e3 * own:.1f}")
 

@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..support.devices import wait_for
+
 __all__ = ["Timing", "Timings", "Turn", "greedy_options", "interleaved", "rotated", "spread", "timed"]
 
 M = TypeVar("M")
@@ -81,16 +83,11 @@ def timed(device: torch.device, call: Callable[..., T], *args: Any, **kwargs: An
         *args: its arguments.
         **kwargs: likewise.
     """
-    _wait_for(device)
+    wait_for(device)
     started = time.perf_counter()
     result = call(*args, **kwargs)
-    _wait_for(device)
+    wait_for(device)
     return result, time.perf_counter() - started
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)

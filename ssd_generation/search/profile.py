@@ -28,6 +28,7 @@ from ..forward.kernels import linear_of_few_rows
 from ..forward.low_bit import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
 from ..forward.sublayers import locate_sublayers
 from ..generation import require_drafts
+from ..support.devices import wait_for
 from ..support.display import visible
 from ..support.files import write_whole
 from ..support.messages import shown
@@ -475,10 +476,10 @@ class _Profiler:
         def once() -> float:
             for p in others:
                 p.sum()  # evicts the head's weights from the processor's cache
-            _wait_for(weight.device)
+            wait_for(weight.device)
             started = time.perf_counter()
             run(hidden)
-            _wait_for(weight.device)
+            wait_for(weight.device)
             return time.perf_counter() - started
 
         once()
@@ -497,11 +498,6 @@ def _in_seconds(profile: CostProfile, seconds: float) -> CostProfile:
         overhead={name: cost * seconds for name, cost in profile.overhead.items()},
         verify=tuple((n, cost * seconds) for n, cost in profile.verify),
     )
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _available(model: PreTrainedModel, precisions: Sequence[str] | None) -> tuple[str, ...]:

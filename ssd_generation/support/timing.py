@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .devices import is_asynchronous
+
 __all__ = ["Stopwatch"]
 
 
@@ -21,7 +23,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._events: list[tuple[Any, Any]] | None = [] if device.type == "cuda" else None
+        self._events: list[tuple[Any, Any]] | None = [] if is_asynchronous(device) else None
         self._total = 0.0
         self._started = 0.0
 

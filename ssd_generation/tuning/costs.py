@@ -28,6 +28,7 @@ from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device, layout_of
 from ..native.compiler import why_not
 from ..support.bounds import Number
+from ..support.devices import wait_for
 from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
 from ..support.model_state import state_of
 from ..support.parallel import broadcast
@@ -225,13 +226,12 @@ class Passes:
             checkpoint=self.checkpoint,
         )
         watch = Stopwatch(ids.device)
-        if ids.device.type == "cuda":
-            torch.cuda.synchronize(ids.device)
+        wait_for(ids.device)
         watch.start()
         if length:
             logits = self.forward.target(ids, context).logits
         else:
-            with self.forward.draft(context, ids, 1) as passes:
+            with self.forward.draft(context, len(ids), 1) as passes:
                 logits = passes(ids, 0)
         argmax(logits[:, -count:].float()).tolist()
         if self.checkpoint is not None:

@@ -25,7 +25,7 @@ from ..forward.capturable import why_not_captured, why_not_replayed
 from ..forward.forward import Context, Forward
 from ..forward.invariant import LINEARS, NATIVE, REPLAYED, WIDTHS, Invariant
 from ..forward.passes import captured_target
-from ..forward.replayed import ReplayedPasses, replayed_target
+from ..forward.replayed import ReplayedPasses, Tokens, replayed_target
 from ..forward.sublayers import input_device
 from ..native.compiler import why_not
 from ..support.bounds import Number
@@ -169,7 +169,7 @@ def _same_bits(model: PreTrainedModel, passes: ReplayedPasses) -> bool | None:
         cache, at, parts = text.cache(), 0, []
         while at < _NEW:
             ids, slot = text.ids[:, at : at + count], text.prompt + at
-            results = passes.run(cache, ids, slot, slot, records=True)
+            results = passes.run(cache, Tokens((), ids), slot, slot, records=True)
             if results is None:
                 return None
             parts.append(results[0][0].clone())

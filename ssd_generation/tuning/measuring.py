@@ -18,6 +18,7 @@ import transformers
 from ..forward.capturable import why_not_captured, why_not_replayed
 from ..forward.linears import is_plain
 from ..forward.sublayers import input_device
+from ..support.devices import is_asynchronous
 from ..support.machine import cpu_name
 from ..support.tensors import rest_of
 
@@ -32,7 +33,7 @@ _MOST_REPEATS = 15
 def describe_machine(model: PreTrainedModel) -> str:
     """What the costs depend on besides model and config: device, threads, dtype, attention, versions of torch."""
     device = input_device(model)
-    if device.type == "cuda":
+    if is_asynchronous(device):
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{cpu_name()}, {torch.get_num_threads()} threads"

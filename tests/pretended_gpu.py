@@ -1,0 +1,321 @@
+"""A device that is none: what a GPU does with tensors, streams and graphs, on a CPU, and what it does not do.
+
+Tensors "on" the device `pretended` hold their numbers in the host's memory, but may be used only as on a GPU:
+
+- operations that mix them with tensors of the host are refused, as torch does on CUDA;
+- whatever reads a value to the host is a wait, which is counted;
+- the host's memory that an asynchronous copy reads may not change before the next wait;
+- while a graph is captured nothing is computed for good: what it gives is not a number until it is replayed, and a wait
+  is an error. A replay computes what was recorded at the addresses of then, whatever Python would do now.
+
+torch's own module for CUDA is stood in for (`pretended_cuda`), so that `CudaGraphs` itself runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from ssd_generation.forward import capturable, linears, replay
+from ssd_generation.support import devices
+
+NAME = "pretended"
+aten = torch.ops.aten
+
+_READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
+"""Operations whose result, or its shape, the host has to wait for."""
+
+_MIXED = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+"""Operations that take tensors of the host beside those of the device."""
+
+
+class Graph:
+    """What was done while it was captured."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
+        self.replays = 0
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.replays += 1
+        for function, args, kwargs, results in self.steps:
+            found = function(*args, **kwargs)
+            for result, new in zip(results, _tensors(found), strict=True):
+                # What lies where an argument does has been written there.
+                if result.untyped_storage()._cdata != new.untyped_storage()._cdata and not _is_view_of(new, args):
+                    result.copy_(new)
+
+
+class Device:
+    """The one device.
+
+    Attributes:
+        waits: how often the host has waited for it.
+        graphs: that were captured, and not freed.
+        graph: the one that is being captured.
+        launches: operations that were launched one by one.
+    """
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.launches = 0
+        self.graph: Graph | None = None
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.pinned: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+
+    def wait(self, what: str) -> None:
+        if self.graph is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+        self.waits += 1
+        self._look_at_pinned()
+        self.pinned.clear()
+
+    def _look_at_pinned(self) -> None:
+        for where, was in self.pinned:
+            now = where()
+            assert now is None or torch.equal(now, was), "memory of the host was changed while a copy may read it"
+
+    def reads(self, source: torch.Tensor) -> None:
+        """An asynchronous copy reads memory of the host."""
+        self._look_at_pinned()
+        self.pinned.append((weakref.ref(source), source.clone()))
+
+
+device = Device()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the device."""
+
+    inner: Any
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OnDevice:
+        with torch.inference_mode(False):  # torch cannot have views of others that are made there
+            made: OnDevice = torch.Tensor._make_wrapper_subclass(
+                cls,
+                inner.shape,
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                device=torch.device(NAME, 0),
+                requires_grad=False,
+            )
+        made.inner = inner
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDevice({self.inner!r})"
+
+    def tolist(self) -> Any:
+        device.wait("tolist")
+        return self.inner.tolist()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnDevice:
+        made = OnDevice(self.inner.clone())
+        made.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            made._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = made
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _dispatch(func, args, kwargs or {})
+
+
+class OnHostAndDevice(TorchDispatchMode):
+    """Factories that name the device make tensors there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "is_pretended_to_be_pinned")
+
+
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.is_pretended_to_be_pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _bare(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    return leaf.inner if isinstance(leaf, OnDevice) else leaf
+
+
+def _is_view_of(result: torch.Tensor, args: Any) -> bool:
+    return any(result.untyped_storage()._cdata == arg.untyped_storage()._cdata for arg in _tensors(args))
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = _tensors((args, kwargs))
+    mine = [leaf for leaf in given if isinstance(leaf, OnDevice)]
+    places = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
+    asked = places[0].type == NAME if places else None
+    if not mine and not asked:
+        if func is aten.is_pinned.default:
+            return _is_pinned(args[0])
+        if func in (aten._pin_memory.default, aten.pin_memory.default):
+            return _pin(args[0].clone())
+        pins = kwargs.pop("pin_memory", False) and func is not aten._to_copy.default
+        result = func(*args, **kwargs)
+        return _pin(result) if pins else result
+    to_host = asked is False or (func is aten.copy_.default and not isinstance(args[0], OnDevice))
+    if func in _READS or (to_host and mine):
+        device.wait(str(func))
+    elif func not in _MIXED and mine:
+        strangers = [leaf for leaf in given if not isinstance(leaf, OnDevice) and leaf.ndim > 0]
+        if strangers:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {func} got some on {NAME}:0 and on cpu "
+                f"({[tuple(leaf.shape) for leaf in strangers]})"
+            )
+    elif func in _MIXED:
+        source = args[1] if func is aten.copy_.default else args[0]
+        source = None if isinstance(source, OnDevice) else source
+        if isinstance(source, torch.Tensor) and func in (aten.copy_.default, aten._to_copy.default):
+            if _is_pinned(source) and (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+                device.reads(source)
+            elif source.ndim > 0 or func is aten._to_copy.default:
+                device.wait("blocking copy")
+    bare_args, bare_kwargs = pytree.tree_map(_bare, (args, kwargs))
+    with torch.inference_mode(False), torch.no_grad():
+        result = func(*bare_args, **bare_kwargs)
+    if func is aten._local_scalar_dense.default or to_host:
+        return result
+    device.launches += 1
+    if device.graph is not None:
+        results = _tensors(result)
+        device.graph.steps.append((func, bare_args, bare_kwargs, results))
+        for made in results:
+            if not _is_view_of(made, (bare_args, bare_kwargs)) and made.is_floating_point():
+                made.fill_(torch.nan)
+    known = {id(leaf.inner): leaf for leaf in mine}
+    return pytree.tree_map_only(
+        torch.Tensor, lambda leaf: known.get(id(leaf)) if id(leaf) in known else OnDevice(leaf), result
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Stream:
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        if device.graph is not None:
+            raise RuntimeError("an event in a graph")
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        device.wait("synchronize")
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+class _Module:
+    """What `torch.get_device_module` gives of the device."""
+
+    def __init__(self) -> None:
+        self.default_generators = (torch.default_generator,)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, where: Any = None) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+
+@contextlib.contextmanager
+def _capturing(graph: Graph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    assert device.graph is None and capture_error_mode == "thread_local"
+    device.graph = graph
+    try:
+        yield
+    finally:
+        device.graph = None
+    device.graphs.add(graph)
+
+
+@contextlib.contextmanager
+def _nothing(*_: Any) -> Iterator[None]:
+    yield
+
+
+def set_up() -> None:
+    """Register the device with torch, for good: in a process of its own."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    generator = torch.Generator
+
+    class Generators(generator):  # type: ignore[misc, valid-type]
+        def __new__(cls, where: Any = "cpu") -> Any:
+            return generator("cpu" if torch.device(where).type == NAME else where)
+
+    torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor` brings its numbers there by an operation
+    cuda: Any = torch.cuda
+    stand_ins: dict[str, Callable[..., Any] | type] = {
+        "device": _nothing,
+        "graph_pool_handle": lambda: (0, 1),
+        "Stream": _Stream,
+        "current_stream": _Stream,
+        "stream": _nothing,
+        "CUDAGraph": Graph,
+        "graph": _capturing,
+        "Event": _Event,
+        "synchronize": lambda where=None: device.wait("synchronize"),
+        "get_device_name": lambda where=None: "a pretended GPU",
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(cuda, name, stand_in)
+    torch.Generator = Generators  # type: ignore[misc, assignment]
+    devices.ASYNCHRONOUS.add(NAME)
+    replay.KINDS[NAME] = replay.CudaGraphs
+    is_plain = linears.is_plain
+    vars(capturable)["is_plain"] = lambda tensor: isinstance(tensor, OnDevice) or is_plain(tensor)
