@@ -10,20 +10,23 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel, StaticCache
+from transformers import LogitsProcessorList, PreTrainedModel, StaticCache, TemperatureLogitsWarper
 from transformers.cache_utils import DynamicCache
 
 from ssd_generation import Draft, Drafter, DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark import gpu
 from ssd_generation.cache import arena as arenas
 from ssd_generation.cache.layers import BufferedLayer, add_buffers
+from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.loop import DecodingLoop
+from ssd_generation.decoding.processors import Processors
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward import fused, replay, replayed
 from ssd_generation.forward.fixed_attention import FixedAttention
@@ -235,6 +238,96 @@ def test_sampled_text_is_that_of_the_seed(options: dict[str, Any]) -> None:
     drafted = plain_text(model, 40, do_sample=True, self_speculative=Guesses(plain[0].tolist()), **options)
     assert torch.equal(plain, drafted) and torch.equal(state, torch.get_rng_state())
     assert Runs.replays > 10
+
+
+def test_sampling_is_recorded_where_it_is_a_function_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model("qwen2"))
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    eager: list[int] = []
+    monkeypatch.setattr(SampledChoice, "choose", _counted(SampledChoice.choose, eager))
+    for recorded, more in ((True, {}), (False, {"repetition_penalty": 1.2}), (True, {"typical_p": 0.95})):
+        plain = plain_text(model, 90, **options, **more)
+        for request in (NOTHING, Guesses(plain[0].tolist(), lengths=(3, 0, 14, 1, 12, 5))):
+            eager.clear()
+            assert torch.equal(plain, plain_text(model, 90, self_speculative=request, **options, **more))
+            rounds = model.last_speculation.target_passes - 1
+            # The first token, and where passes are not replayed yet.
+            assert (len(eager) <= 4) if recorded else (len(eager) == rounds + 1)
+    known = state_of(model).recorded_choice
+    assert len(known._recorded) == 2 and set(next(iter(known._recorded.values()))) >= {1, 4, 16}
+    plain_text(model, 8, self_speculative=NOTHING, do_sample=True, temperature=0.5)
+    assert len(known._recorded) == 2, "not for so few tokens"
+
+
+def _counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def test_where_sampling_cannot_be_recorded_it_goes_on_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = enable_self_speculative(tiny_model())
+    plain_text(model, 20, self_speculative=NOTHING)
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    plain = plain_text(model, 60, **options)
+    original = Runs.record
+
+    def fails(self: Runs, function: Callable[[], Results]) -> Callable[[], Results]:
+        if len(function()) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended).")
+        return original(self, function)
+
+    monkeypatch.setattr(Runs, "record", fails)
+    for _ in range(2):
+        assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist()), **options))
+        assert model.last_speculation.replayed_passes == model.last_speculation.target_passes - 1
+    assert "out of memory" in state_of(model).recorded_choice.refusal and "Sampling is not recorded" in caplog.text
+
+
+def test_the_noise_of_a_call_is_its_own() -> None:
+    model = enable_self_speculative(tiny_model())
+    plain_text(model, 20, self_speculative=NOTHING)
+    options = {"do_sample": True, "temperature": 0.8}
+    plain = plain_text(model, 60, **options)
+    other = SampledChoice(1, torch.device("cpu"))
+    processors = Processors(LogitsProcessorList([TemperatureLogitsWarper(0.8)]), 1)
+    drafts = Guesses(plain[0].tolist())
+    assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts, **options))
+    known = state_of(model).recorded_choice
+    assert known.lend(other), "the call before has ended"
+    assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts, **options)), "and draws elsewhere"
+    # More steps than the buffer has room for: what is known goes elsewhere.
+    logits = torch.randn(1, 3, VOCAB)
+    assert known.choose(processors, logits, other, 50) is not None and other.ring is known.noise
+    before = {step: noise.clone() for step, noise in other._noise.items()}
+    assert known.choose(processors, logits, other, 80) is None and other.ring is None
+    assert len(before) == 53 and all(torch.equal(noise, other._noise[step]) for step, noise in before.items())
+    other.end(0)
+
+
+def test_an_impossible_token_ends_a_sampled_call_as_plain_does() -> None:
+    model = enable_self_speculative(tiny_model())
+    options = {"do_sample": True, "temperature": 0.8}
+    plain = plain_text(model, 40, self_speculative=NOTHING, **options)
+    original = ReplayedPasses.run
+
+    def not_a_number(self: ReplayedPasses, cache: Any, tokens: Any, slot: int, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, cache, tokens, slot, *args, **kwargs)
+        if found is not None:
+            found[0][:, max(30 - slot, 0) :] = torch.nan
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReplayedPasses, "run", not_a_number)
+        streamed: list[int] = []
+        streamer: Any = SimpleNamespace(put=lambda tokens: streamed.extend(tokens.flatten().tolist()), end=lambda: None)
+        with pytest.raises(RuntimeError, match="probability"):
+            plain_text(model, 40, self_speculative=Guesses(plain[0].tolist()), streamer=streamer, **options)
+    assert streamed == plain[0, :31].tolist(), "what comes before it is committed"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])

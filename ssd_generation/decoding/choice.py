@@ -17,7 +17,7 @@ import torch
 from ..support.forks import ForkSafeRLock
 from ..support.tensors import argmax
 
-__all__ = ["IMPOSSIBLE", "Choice", "SampledChoice"]
+__all__ = ["IMPOSSIBLE", "Choice", "SampledChoice", "winners"]
 
 IMPOSSIBLE = -1
 """Stands for a token where the scores allow none: all are −∞, or one is not a number."""
@@ -86,6 +86,9 @@ class SampledChoice(Choice):
     Args:
         batch: rows, B.
         device: of the scores.
+
+    Attributes:
+        ring (`torch.FloatTensor` of shape `(steps, V)`): where the noise is kept (`draw_into`); `None`: anywhere.
     """
 
     draws = True
@@ -96,6 +99,7 @@ class SampledChoice(Choice):
         self._noise: dict[int, torch.Tensor] = {}  # by step: (B, V)
         self._unused: list[torch.Tensor] = []
         self._states: dict[int, torch.Tensor] = {}  # by step: the generator before its noise is drawn
+        self.ring: torch.Tensor | None = None
         self._drawn = 0  # steps
         self._first = 0  # step whose noise is still kept
         self._generator = torch.Generator(device)
@@ -117,7 +121,7 @@ class SampledChoice(Choice):
     def choose(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """See `Choice.choose`."""
         count = scores.shape[1]
-        self._draw_up_to(max(steps) + count, scores.shape[2])
+        self.draw_up_to(max(steps) + count, scores.shape[2])
         race = scores.softmax(dim=-1)
         if len(set(steps)) == 1:
             for place in range(count):
@@ -126,7 +130,7 @@ class SampledChoice(Choice):
             for row, first in enumerate(steps):
                 for place in range(count):
                     race[row, place] /= self._noise[first + place][row]
-        return _winners(race)
+        return winners(race)
 
     def choose_again(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """See `Choice.choose_again`."""
@@ -139,7 +143,7 @@ class SampledChoice(Choice):
             for place, its_step in enumerate(steps):
                 if its_step == step:
                     race[place] /= noise[0]
-        return _winners(race)
+        return winners(race)
 
     def fail(self, scores: torch.Tensor) -> None:
         """See `Choice.fail`."""
@@ -150,7 +154,7 @@ class SampledChoice(Choice):
         """See `Choice.commit`."""
         while self._first < steps:
             noise = self._noise.pop(self._first, None)
-            if noise is not None:
+            if noise is not None and self.ring is None:
                 self._unused.append(noise)
             self._states.pop(self._first - _HISTORY, None)
             self._first += 1
@@ -165,6 +169,7 @@ class SampledChoice(Choice):
                 default.set_state(self._states[steps] if steps in self._states else self._generator.get_state())
         self._noise.clear()
         self._unused.clear()
+        self.ring = None
 
     @property
     def longest_lead(self) -> int:
@@ -173,24 +178,56 @@ class SampledChoice(Choice):
             return sys.maxsize
         return max(_LEAST_LEAD, _MOST_BYTES // (4 * self._batch * self._vocabulary))
 
-    def _draw_up_to(self, step: int, vocabulary: int) -> None:
+    def draw_into(self, ring: torch.Tensor) -> bool:
+        """Keep the noise of a single text in rows of a buffer: that of step t in row t modulo the buffer's length.
+
+        Args:
+            ring (`torch.FloatTensor` of shape `(steps, V)`).
+
+        Returns:
+            Whether there is room for the noise that is kept.
+        """
+        if len(self._noise) > len(ring):
+            return False
+        for step, noise in self._noise.items():
+            row = ring[step % len(ring)][None]
+            self._noise[step] = row.copy_(noise)
+        self._unused.clear()
+        self.ring = ring
+        return True
+
+    def draw_up_to(self, step: int, vocabulary: int) -> bool:
+        """Draw the noise of all steps before this one, if it has not been.
+
+        Returns:
+            Whether all that is kept is where it was asked for (`draw_into`).
+        """
         self._vocabulary = vocabulary
+        if self.ring is not None and step - self._first > len(self.ring):
+            # Of these steps the buffer would have to hold two at one place.
+            self._noise = {at: noise.clone() for at, noise in self._noise.items()}
+            self.ring = None
         while self._drawn < step:
             self._states[self._drawn] = self._generator.get_state()
-            shape = (self._batch, vocabulary)
-            noise = self._unused.pop() if self._unused else torch.empty(shape, device=self._device)
-            self._noise[self._drawn] = noise.exponential_(generator=self._generator)
+            self._noise[self._drawn] = self._empty(vocabulary).exponential_(generator=self._generator)
             self._drawn += 1
+        return self.ring is not None
+
+    def _empty(self, vocabulary: int) -> torch.Tensor:
+        if self.ring is not None:
+            return self.ring[self._drawn % len(self.ring)][None]
+        return self._unused.pop() if self._unused else torch.empty((self._batch, vocabulary), device=self._device)
 
 
 _lock = ForkSafeRLock()
 _running: list[SampledChoice] = []
 
 
-def _winners(race: torch.Tensor) -> torch.Tensor:
-    winners = argmax(race)
-    best = race.gather(-1, winners[..., None]).squeeze(-1)
-    return winners.masked_fill_(best.isnan(), IMPOSSIBLE)
+def winners(race: torch.Tensor) -> torch.Tensor:
+    """The entries `(…,)` that are first in a race `(…, V)`; `IMPOSSIBLE` where one of them is not a number."""
+    found = argmax(race)
+    best = race.gather(-1, found[..., None]).squeeze(-1)
+    return found.masked_fill_(best.isnan(), IMPOSSIBLE)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -37,6 +37,7 @@ from .choice import IMPOSSIBLE, Choice, SampledChoice
 from .outputs import SelfSpeculativeOutput, StepOutputs
 from .processors import Processors
 from .random_use import is_foreign, no_draws
+from .recorded_choice import RecordedChoice, recorded_choice
 from .rotary import RotarySwitch
 from .rows import Limits, Rows
 from .statistics import SpeculationStatistics
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 __all__ = ["DecodingLoop", "Request", "end_tokens"]
+
+_WORTH_RECORDING = 16
+"""Tokens that a call may come to, for recording how they are sampled to be worth its time."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,8 @@ class DecodingLoop:
         users = (*request.criteria, *(() if request.streamer is None else (request.streamer,)))
         self._watched = [user for user in users if is_foreign(user)] if request.generation_config.do_sample else []
         self._adapters: Any = None
+        self._may_record = False
+        self._recorded: RecordedChoice | None = None
         self._ends = KnownEnds.of(request.criteria)
         self.statistics = SpeculationStatistics()
         self.drafting = Stopwatch(forward.device)
@@ -283,6 +289,8 @@ class DecodingLoop:
             checkpoint=Checkpoint.of(cache, length),
         )
         processors = Processors(request.processors, batch)
+        few_tokens = request.limits.max_length - input_ids.shape[1] < _WORTH_RECORDING
+        self._may_record = choice.draws and processors.setting is not None and not few_tokens
         rotary = RotarySwitch(model)
         rows = Rows(
             input_ids, context, processors, choice, request.limits, rotary, request.in_step, request.cache_is_returned
@@ -312,7 +320,7 @@ class DecodingLoop:
 
         # Verify: one pass of the target over the pending token and the drafted ones.
         self.verifying.start()
-        accepted = self._verify_greedily(rows, draft) if outputs.keeps_nothing and active[0] else None
+        accepted = self._verify_by_replay(rows, draft) if outputs.keeps_nothing and active[0] else None
         if accepted is None:
             accepted = self._verify(rows, draft, outputs, active)
         self.verifying.stop()
@@ -347,9 +355,9 @@ class DecodingLoop:
             return Draft.none(rows.batch)
         return draft
 
-    def _verify_greedily(self, rows: Rows, draft: Draft) -> list[int] | None:
-        """`_verify` of a single text without processors, where the host knows all it needs and passes are replayed."""
-        if not self.forward.replays or rows.batch > 1 or rows.has_processors or rows.choice.draws:
+    def _verify_by_replay(self, rows: Rows, draft: Draft) -> list[int] | None:
+        """`_verify` of a single text where passes are replayed, and what follows them is, too, or nothing does."""
+        if not self.forward.replays or rows.batch > 1 or not (rows.are_greedy or self._may_record):
             return None
         if rows.whole_text() is not None:
             return None
@@ -358,14 +366,41 @@ class DecodingLoop:
             tokens = Tokens([*tokens.known, *draft.tokens.numpy()[0].tolist()])
         else:
             tokens = Tokens(tokens.known, draft.tokens)
-        found = self.forward.choices(tokens, rows.context)
+        found = self.forward.choices(tokens, rows.context) if rows.are_greedy else self._sample(rows, tokens)
         if found is None:
             return None
         (_, *drafted), choices = found
         length = draft.lengths[0]
         kept = next((place for place in range(length) if drafted[place] != choices[place]), length)
+        if choices[kept] == IMPOSSIBLE:
+            kept -= 1  # the tokens before come first: plain decoding fails with them committed
         rows.advance([choices[: kept + 1]])  # those kept are the target's own
         return [kept]
+
+    def _sample(self, rows: Rows, tokens: Tokens) -> tuple[list[int], list[int]] | None:
+        """As `Forward.choices`, of the tokens that sampling takes; the first of these is possible."""
+        logits = self.forward.replayed_logits(tokens, rows.context)
+        if logits is None:
+            return None
+        model, choice, processors = self.forward.model, rows.choice, rows.processors
+        assert isinstance(choice, SampledChoice)
+        if self._recorded is None:
+            self._recorded = recorded_choice(model, processors, choice, logits)
+        step = rows.lengths[0] - rows.prompt_length
+        found = None if self._recorded is None else self._recorded.choose(processors, logits, choice, step)
+        self._may_record = found is not None
+
+        def scores() -> torch.Tensor:
+            return processors.block(rows.tokens, rows.lengths, rows.pending, logits.to(torch.float32, copy=True))
+
+        if found is None:
+            found = rows.choose(scores())[0]
+        given = tokens.others
+        both: list[int] = (found if given is None else torch.cat((given[0], found))).tolist()
+        others = 0 if given is None else given.shape[1]
+        if both[others] == IMPOSSIBLE:
+            choice.fail(scores()[:, 0])
+        return [*tokens.known, *both[:others]], both[others:]
 
     def _verify(self, rows: Rows, draft: Draft, outputs: StepOutputs, active: list[bool]) -> list[int]:
         """The target's pass; the rows take in what it accepts and one token of its own. How many drafted ones it kept.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -35,6 +35,22 @@ _BLIND: tuple[type, ...] = tuple(
 )
 
 
+# Of these, those that are functions of tensors and of numbers that do not change: they can be recorded.
+_RECORDABLE: tuple[type, ...] = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "LogitNormalization",
+    )
+    if hasattr(logits_process, name)
+)
+
+
 class Processors:
     """The logits processors of a call.
 
@@ -44,6 +60,7 @@ class Processors:
 
     Attributes:
         are_blind: whether none of them looks at the text.
+        setting: what tells them from others, where all of them are functions of tensors alone; `None` elsewhere.
     """
 
     def __init__(self, processors: LogitsProcessorList, batch: int) -> None:
@@ -57,6 +74,7 @@ class Processors:
         self._processors = processors
         self._foreign = [processor for processor in processors if is_foreign(processor)]
         # transformers' other processors have scores for any text.
+        self.setting = _setting_of(processors)
         self._takes_any_text = not has_constraints and not self._foreign
 
     def __len__(self) -> int:
@@ -165,6 +183,13 @@ class Processors:
                     f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {row}: the constraint is "
                     "unsatisfiable. Return at least one token for every text that it allows."
                 )
+
+
+def _setting_of(processors: LogitsProcessorList) -> tuple[Hashable, ...] | None:
+    if any(type(processor) not in _RECORDABLE for processor in processors):
+        return None
+    found = tuple((type(processor), *sorted(vars(processor).items())) for processor in processors)
+    return found if all(type(v) in (int, float, bool) for _, *pairs in found for _, v in pairs) else None
 
 
 class _RowPrefixes(LogitsProcessor):

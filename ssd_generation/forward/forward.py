@@ -317,6 +317,18 @@ class Forward:
         positions = first + torch.arange(count, device=tokens.device)
         return self._captured.run(context.cache, tokens, positions)
 
+    def replayed_logits(self, tokens: Tokens, context: Context) -> torch.Tensor | None:
+        """Logits `(1, n, V)` of the whole model's pass over n tokens, good until the next one.
+
+        Args:
+            tokens, context: as in `choices`.
+
+        Returns:
+            `None` where the pass is not replayed, and nothing has happened then.
+        """
+        found = self._replay(tokens, context) if self._replays(context, 1) else None
+        return None if found is None else found[0]
+
     def choices(self, tokens: Tokens, context: Context) -> tuple[list[int], list[int]] | None:
         """The tokens that the whole model takes greedily behind each of some, where its passes are replayed.
 

@@ -443,6 +443,6 @@ def _known(
     if passes is None or not passes.is_current(model):
         device = model.get_input_embeddings().weight.device
         if state.replays is None or state.replays.device != device:
-            state.replays, state.arena = replays_on(device), Arena()
+            state.replays, state.arena, state.recorded_choice = replays_on(device), Arena(), None
         passes = state.replayed[kind] = make(state.arena, state.replays)
     return passes

@@ -40,6 +40,7 @@ class ModelState:
         replayed: passes that are replayed at fixed addresses, by skip set, `None` for the whole model
             (forward/replayed.py).
         replays, arena: how they are run again, and the keys and values that they read and write (forward/replayed.py).
+        recorded_choice: sampling from their logits, as it is run again (decoding/recorded_choice.py).
         row_by_row: what is done for each token by itself in passes of the model's own code, as the check of the model
             found it to be needed, for a single text and for a batch (forward/row_by_row.py).
         capture_refusal: why no pass may be captured, as the check of the model found (forward/capturable.py).
@@ -78,6 +79,7 @@ class ModelState:
         self.replayed: dict[Any, Any] = {}
         self.replays: Any = None
         self.arena: Any = None
+        self.recorded_choice: Any = None
         self.policies: dict[Any, Any] = {}
         self.refinements: dict[Any, Any] = {}
         self._learnt: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = {}  # of other weights than those in use

@@ -1,0 +1,139 @@
+"""What lies between the logits of a replayed pass and its sampled tokens, recorded as well (forward/replay.py).
+
+Logits processors, softmax and the race against noise (choice.py) are some dozens of small operations, and launching
+them takes a GPU's host as long as a part of the pass. Where they are functions of tensors alone they are recorded once
+for each setting and number of rows. The noise of step t is drawn into a row of a buffer and read from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..forward.replay import Replays
+from ..support.forks import ForkSafeRLock
+from ..support.model_state import state_of
+from .choice import SampledChoice, winners
+from .processors import Processors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["RecordedChoice", "recorded_choice"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (1, 2, 4, 8, 16)
+"""Places that a recorded choice is for; fewer are filled up with any."""
+
+_STEPS = 64
+"""Whose noise the buffer has room for."""
+
+_MOST = 8
+"""Settings of processors of which recordings are kept."""
+
+
+class RecordedChoice:
+    """Sampled tokens from logits, for one call at a time.
+
+    Args:
+        replays: how it is run again.
+        vocabulary: tokens that the model knows, V.
+        dtype: of the logits.
+    """
+
+    def __init__(self, replays: Replays, vocabulary: int, dtype: torch.dtype) -> None:
+        device = replays.device
+        self._replays, self.vocabulary, self.dtype = replays, vocabulary, dtype
+        with torch.inference_mode(False):  # written in any mode
+            self._logits = torch.zeros((1, _ROWS[-1], vocabulary), dtype=dtype, device=device)
+            self.noise = torch.ones((_STEPS, vocabulary), device=device)
+            self._first = torch.zeros((1,), dtype=torch.long, device=device)
+        self._recorded: dict[Hashable, dict[int, Callable[[], tuple[torch.Tensor, ...]]]] = {}
+        self._borrower: weakref.ref[SampledChoice] | None = None
+        self._guard = ForkSafeRLock()
+        self.refusal: str | None = None
+
+    def lend(self, choice: SampledChoice) -> bool:
+        """Have a call draw its noise into this buffer; `False` while another does, or where there is too much of it."""
+        with self._guard:
+            borrower = None if self._borrower is None else self._borrower()
+            if borrower is choice and choice.ring is self.noise:
+                return True
+            if self.refusal is not None or (borrower is not None and borrower.ring is self.noise):
+                return False
+            self._borrower = weakref.ref(choice)
+            return choice.draw_into(self.noise)
+
+    def choose(
+        self, processors: Processors, logits: torch.Tensor, choice: SampledChoice, step: int
+    ) -> torch.Tensor | None:
+        """The tokens that plain sampling takes at some places of a single text.
+
+        Args:
+            processors: of the call.
+            logits (`torch.FloatTensor` of shape `(1, n, V)`): the model's.
+            choice: that this was lent to.
+            step: of the first place.
+
+        Returns:
+            `torch.LongTensor` of shape `(n,)`, good until the next time, `IMPOSSIBLE` where nothing can be drawn;
+            `None` where that cannot be recorded.
+        """
+        count = logits.shape[1]
+        rows = next((rows for rows in _ROWS if rows >= count), None)
+        if rows is None or self.refusal is not None or not choice.draw_up_to(step + count, self.vocabulary):
+            return None
+        self._logits[:, :count].copy_(logits)
+        self._first.fill_(step % _STEPS)
+        known = self._recorded.pop(processors.setting, {})
+        self._recorded[processors.setting] = known  # the last that was used
+        while len(self._recorded) > _MOST:
+            del self._recorded[next(iter(self._recorded))]
+        try:
+            if rows not in known:
+                known[rows] = self._record(processors, rows)
+            return known[rows]()[0][:count]
+        except Exception as error:  # whatever a driver says, or a processor does, that is not known here
+            self.refusal = f"{type(error).__name__}: {error}"
+            self._recorded.clear()
+            logger.warning("Sampling is not recorded any more: %s", self.refusal)
+            return None
+
+    def _record(self, processors: Processors, rows: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+        device = self._replays.device
+        with torch.inference_mode(False):
+            no_text = torch.zeros((rows, 1), dtype=torch.long, device=device)
+            places = torch.arange(rows, device=device)
+
+        def compute() -> tuple[torch.Tensor, ...]:
+            with torch.inference_mode():
+                scores = processors.once(no_text, self._logits[0, :rows].float())
+                race = scores.softmax(dim=-1)
+                race /= self.noise.index_select(0, (places + self._first) % _STEPS)
+                return (winners(race),)
+
+        return self._replays.record(compute)
+
+
+def recorded_choice(
+    model: PreTrainedModel, processors: Processors, choice: SampledChoice, logits: torch.Tensor
+) -> RecordedChoice | None:
+    """What chooses for a call; `None` where its processors have to see more than logits, or another call has it.
+
+    Args:
+        model: whose passes are replayed.
+        processors, choice: of the call, which is of a single text.
+        logits (`torch.FloatTensor` of shape `(1, n, V)`): such as there will be.
+    """
+    state = state_of(model)
+    if processors.setting is None or state.replays is None:
+        return None
+    known: RecordedChoice | None = state.recorded_choice
+    if known is None or (known.vocabulary, known.dtype) != (logits.shape[-1], logits.dtype):
+        known = state.recorded_choice = RecordedChoice(state.replays, logits.shape[-1], logits.dtype)
+    return known if known.lend(choice) else None
