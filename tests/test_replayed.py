@@ -35,7 +35,7 @@ from ssd_generation.forward.replayed import ReplayedPasses, Tokens, replayed_dra
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import exactness
-from ssd_generation.tuning.costs import measure_costs
+from ssd_generation.tuning.costs import costs_of, measure_costs
 from ssd_generation.tuning.exactness import invariant_of
 from test_capture import REFUSALS
 from tiny_models import FAMILIES, LAYERS, VOCAB, even_model, prompt, tiny_model
@@ -170,6 +170,60 @@ def test_a_text_longer_than_any_bucket_goes_on_by_the_models_own_code(monkeypatc
     assert 0 < Runs.replays < 60 and state_of(model).replayed[None].refusal is None
 
 
+@pytest.mark.parametrize("same_bits", [True, False])
+@pytest.mark.parametrize(("narrow", "recording"), [(0.003, 0.02), (0.003, 1.0), (0.0039, 0.02)])
+def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
+    narrow: float, recording: float, same_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    original = ReplayedPasses._run
+
+    def run(self: ReplayedPasses, width: int, bucket: int, tokens: Any, slot: int, position: int) -> Results:
+        # A CPU's kernels round otherwise for other widths: the usual pass stands in for the narrower one.
+        widths.append(width)
+        found = original(self, 16, bucket, tokens, slot, position)
+        self._seconds = recording if self.is_checked else 0.0
+        if width == 16:
+            return found
+        self._inputs.setdefault(1, self._inputs[16])
+        return found if same_bits or bucket < 512 else (found[0] * 1.001, found[1])
+
+    class Timed(Runs):
+        seconds = 1e-6
+
+        def seconds_of(self, run: Callable[[], object]) -> float:
+            before = len(widths)
+            run()
+            return 0.02 if len(widths) == before else narrow if widths[-1] == 1 else 0.004
+
+    monkeypatch.setitem(replay.KINDS, "cpu", Timed)
+    monkeypatch.setattr(ReplayedPasses, "_run", run)
+    model = enable_self_speculative(even_model("llama", max_position_embeddings=2048))
+    plain = plain_text(model, 600)
+    plain_text(model, 20, self_speculative=NOTHING)
+    passes = state_of(model).replayed[None]
+    assert passes.is_checked and passes.narrower_saves == 0
+    monkeypatch.setattr(torch, "equal", lambda one, other: one.shape == other.shape)
+    found, reason = exactness.invariant_of(model, None)
+    monkeypatch.undo()
+    monkeypatch.setitem(replay.KINDS, "cpu", Timed)
+    monkeypatch.setattr(ReplayedPasses, "_run", run)
+    assert found is not None and reason is None
+    assert (passes.narrower_saves > 0) == (narrow < 0.0038)
+    for request in (NOTHING, Guesses(plain[0].tolist())):
+        widths.clear()
+        assert torch.equal(plain, plain_text(model, 600, self_speculative=request))
+        if narrow > 0.0038:
+            assert 1 not in widths
+        elif request is NOTHING:
+            # At once where it was looked at, behind that as soon as it pays, if the bits are the same there as well.
+            assert widths[:200].count(1) > 190
+            assert (widths[-50:].count(1) > 45) == (recording < 1 and same_bits)
+    costs = costs_of(model, SelfSpeculativeConfig(lookup=True))
+    assert costs.verify_seconds(1) == costs.plain_step == (narrow if narrow < 0.0038 else 0.004)
+    assert costs.verify_seconds(2) == costs.verify_seconds(16) == 0.004
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_what_is_called_bitwise_is(family: str, dtype: torch.dtype) -> None:
@@ -204,6 +258,12 @@ class _Pretended:
         assert ids is not None
         logits = ids[..., None].float() + self.uneven * torch.arange(ids.shape[1])[None, :, None]
         return (logits, logits[0, :, 0].long()) if self.is_free else None
+
+    def use_narrower(self, uses: bool) -> None:
+        assert not uses
+
+    def consider_narrower(self, *_: Any) -> bool:
+        return False
 
 
 @pytest.mark.parametrize(

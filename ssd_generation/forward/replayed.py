@@ -14,8 +14,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,15 +47,20 @@ WIDTHS = (16,)
 """Widths of a target's passes. Sixteen tokens take 1.1 to 1.2 times as long as one on a GPU, and with a single width a
 token's bits do not depend on what was drafted."""
 
+NARROWER = 1
+"""Tokens of a narrower pass, for those in which nothing is drafted: only where it is faster and has the same bits."""
+
 FUSES = False
 """Whether norms, gated activations and rotary embeddings are compiled (fused.py) unless it is said. They cost seconds,
 and what they bring has to be measured on a device (`python -m ssd_generation.benchmark.gpu --fused`)."""
 
 _PAYS = 0.95
-"""Of the time of a pass by the model's own code, what one that is replayed may take."""
+"""Of the time of a pass by the model's own code, what one that is replayed may take; and of that, a narrower one."""
 
 _FIRST_TRIES = 3
 """Passes that are held against the model's own before the first one counts; two have to agree."""
+
+_REPEATS = 3
 
 _AHEAD = 2048
 """Slots that an arena is made for at the most before they are needed."""
@@ -179,6 +186,9 @@ class ReplayedPasses:
         is_checked: whether passes were found to give the model's own logits.
         keeps_bits: whether a token's bits were found not to depend on its place in a pass; `None` while not tried
             (tuning/exactness.py).
+        seconds: of a pass, by its width, as far as they were seen.
+        narrower_saves: seconds of a pass over one token, where a narrower one was found to have the same bits; 0 while
+            it was not.
     """
 
     def __init__(
@@ -207,6 +217,10 @@ class ReplayedPasses:
         self._seconds = replays.seconds
         self.refusal: str | None = None
         self.keeps_bits: bool | None = None
+        self.narrower_saves = 0.0
+        self._narrower: dict[int, bool] = {}  # by bucket: whether it has the same bits there
+        self._might_have_saved: Counter[int] = Counter()  # passes over one token, by bucket
+        self.seconds: dict[int, float] = {}  # by width
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is still what was recorded; weights may have changed where they lie."""
@@ -254,26 +268,83 @@ class ReplayedPasses:
                 return None
             if self._version != self.arena.version:
                 self._version = self.arena.version
-                self._passes.clear()
-                self._inputs.clear()
-            inputs = self._inputs.get(width)
-            if inputs is None:
-                inputs = self._inputs[width] = self._new_inputs(width)
-            if tokens is not None:
-                inputs.set(tokens, slot, position)
-            known = self._passes.get((width, bucket))
-            if known is None:
-                if not records:
-                    return None
-                given = inputs.all.clone()
-                known = self._record(width, bucket, inputs)
-                inputs.all.copy_(given)
-            logits, choices = known.replay()
+                self.forget()
+            if tokens is not None and count <= NARROWER and self._is_narrower_here(bucket, tokens, slot, position):
+                width = NARROWER
+            logits, choices = self._run(width, bucket, tokens, slot, position)
         except Exception as error:
             # Whatever a driver says, or a model's code does, that is not known here: its own passes go on.
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         return logits[:, :count], choices[:count]
+
+    def _run(self, width: int, bucket: int, tokens: Tokens | None, slot: int, position: int) -> Results:
+        inputs = self._inputs.get(width)
+        if inputs is None:
+            inputs = self._inputs[width] = self._new_inputs(width)
+        if tokens is not None:
+            inputs.set(tokens, slot, position)
+        known = self._passes.get((width, bucket))
+        if known is None:
+            given = inputs.all.clone()
+            known = self._record(width, bucket, inputs)
+            inputs.all.copy_(given)
+        return known.replay()
+
+    def _is_narrower_here(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
+        """Whether a narrower pass may stand in: where it has been used as often as pays, and has the same bits."""
+        known = self._narrower.get(bucket)
+        if known is None and self.narrower_saves:
+            self._might_have_saved[bucket] += 1
+            if self._might_have_saved[bucket] * self.narrower_saves >= self._seconds:
+                known = self._narrower[bucket] = self._has_same_bits(bucket, tokens, slot, position)
+        return bool(known)
+
+    def _has_same_bits(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
+        """Whether a narrower pass gives the logits of the usual one, to the bit."""
+        count, width = len(tokens), self.widths[-1]
+        usual = self._run(width, bucket, tokens, slot, position)[0][:, :count].clone()
+        # By the device alone: the host has not waited in between.
+        given = Tokens((), self._inputs[width].ids[:, :count].clone())
+        return torch.equal(usual, self._run(NARROWER, bucket, given, slot, position)[0][:, :count])
+
+    def consider_narrower(self, cache: Cache, tokens: Tokens, slot: int) -> bool:
+        """Whether a pass over one token is faster by a narrower one than by the usual one.
+
+        Args:
+            cache: of a single text, with `slot` slots in use.
+            tokens: one, of the device.
+            slot: its own.
+        """
+        width = self.widths[-1]
+        bucket = bucket_of(slot + width)
+        if self.is_draft or width <= NARROWER or self.run(cache, tokens, slot, slot, records=True) is None:
+            return False
+        assert bucket is not None
+        seconds: dict[int, float] = {}
+        try:
+            for of in (width, NARROWER):
+                self._run(of, bucket, tokens, slot, slot)
+                run = partial(self._run, of, bucket, tokens, slot, slot)
+                seconds[of] = min(self.replays.seconds_of(run) for _ in range(_REPEATS))
+        except Exception as error:  # as in `run`
+            self._give_up(f"{type(error).__name__}: {error}")
+            return False
+        self.seconds = seconds
+        return seconds[NARROWER] <= _PAYS * seconds[width]
+
+    def use_narrower(self, uses: bool, buckets: Sequence[int] = ()) -> None:
+        """Whether passes over one token may be narrower ones, as `consider_narrower` found them to be faster.
+
+        Args:
+            uses: once they have been seen to have the same bits where they are.
+            buckets: in which they are used without a look.
+        """
+        self.narrower_saves = self.seconds[self.widths[-1]] - self.seconds[NARROWER] if uses else 0.0
+        self._narrower = dict.fromkeys(buckets, True)
+        self._might_have_saved.clear()
+        if not uses:
+            self._passes = {key: known for key, known in self._passes.items() if key[0] in self.widths}
 
     def _new_inputs(self, width: int) -> _Inputs:
         device = self.arena.keys[0].device
@@ -324,6 +395,7 @@ class ReplayedPasses:
         """Free what was recorded."""
         self._passes.clear()
         self._inputs.clear()
+        self._narrower.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -382,13 +454,17 @@ class ReplayedPasses:
         if self._tries.count(False) > 1:
             self._give_up("they give other logits than the model")
         elif self.is_checked and self.replays.seconds:
-            self._see_that_it_pays(cache, ids, slot, position)
+            self._see_that_it_pays(ids, slot, position)
 
-    def _see_that_it_pays(self, cache: Cache, ids: torch.Tensor, slot: int, position: int) -> None:
+    def _see_that_it_pays(self, ids: torch.Tensor, slot: int, position: int) -> None:
         """Give up where a pass takes as long as by the model's own code (a large model on a device of little speed)."""
         own = self._eager_seconds / self._eager_tokens
-        tokens = Tokens((), ids)
-        seconds = [self.replays.seconds_of(lambda: self.run(cache, tokens, slot, position)) for _ in range(3)]
+        width = self.widths[-1]
+        bucket = bucket_of(slot + width)
+        assert bucket is not None
+        run = partial(self._run, width, bucket, Tokens((), ids), slot, position)
+        seconds = [self.replays.seconds_of(run) for _ in range(_REPEATS)]
+        self.seconds[width] = min(seconds)
         if min(seconds) > _PAYS * own:
             self._give_up(f"they take {1e3 * min(seconds):.1f} ms where the model's own take {1e3 * own:.1f}")
 

@@ -19,10 +19,12 @@ from ..cache.own_lists import new_cache
 from ..cache.recurrent import Checkpoint, cache_argument, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
+from ..forward.capturable import why_not_replayed
 from ..forward.forward import Context, Forward
 from ..forward.invariant import Invariant
 from ..forward.low_bit import copies_of
 from ..forward.offloaded import is_offloaded, streamed_bytes
+from ..forward.replayed import NARROWER, replayed_target
 from ..forward.resident import drafting_model
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device, layout_of
@@ -57,6 +59,8 @@ _LONG = 512
 _TRIES = 6
 """Passes until those that are replayed have been recorded and found to be right."""
 _REPEATS = 3
+_UNSEEN = 0.005
+"""Seconds of a replayed pass before one was seen; it is shares that count."""
 _ENOUGH_SECONDS = 0.1
 """For each pass, and the plain step: beyond this much time there are no more than `_REPEATS` repetitions."""
 _SECONDS = 5.0
@@ -281,8 +285,12 @@ def costs_of(
     """
     if is_offloaded(model):
         return _costs_of_streamed(model, config, again)
+    if rows == 1 and not config.drafts_itself and (known := _costs_of_replayed(model)) is not None:
+        return known
     invariant = _invariant(model, config, rows)
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
+    if rows == 1 and (passes := state_of(model).replayed.get(None)) is not None and passes.narrower_saves:
+        shape["narrower"] = True
     if (how := state_of(model).row_by_row.get(rows > 1)) is not None:
         shape["row by row"] = how
     if rows > 1:
@@ -317,6 +325,27 @@ def costs_of(
         use=lambda result: put_together(verify, result),
     )
     return put_together(verify, ratio)
+
+
+def _costs_of_replayed(model: PreTrainedModel) -> Costs | None:
+    """The costs of a model whose passes are replayed, for drafts that cost nothing; `None` for any other model.
+
+    All its passes are of one width, so that they cost the same; a pass over one token is less where a narrower one
+    stands in. What they take was seen when they were recorded: to measure it would hold up a first call for as long as
+    some hundred tokens take.
+    """
+    passes = replayed_target(model) if why_not_replayed(model) is None else None
+    if passes is None or passes.refusal is not None:
+        return None
+    width = passes.widths[-1]
+    usual = passes.seconds.get(width, _UNSEEN)
+    plain = passes.seconds[NARROWER] if passes.narrower_saves else usual
+    return Costs(
+        plain_step=plain,
+        draft_step=plain,
+        verify=[(1, plain), *((length, usual) for length in range(2, width + 1))],
+        measured_on=describe_machine(model),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

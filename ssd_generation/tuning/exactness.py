@@ -164,8 +164,8 @@ def _same_bits(model: PreTrainedModel, passes: ReplayedPasses) -> bool | None:
     """Whether replayed passes give each token the same bits wherever it stands; `None`: they cannot be run just now."""
     # The text goes over the end of a bucket: passes read one or the next for the same token.
     text = _Text(model, BUCKETS[0] - passes.widths[-1] - _NEW // 2)
-    found = []
-    for count in (1, 5, passes.widths[-1]):
+
+    def logits_by(count: int) -> torch.Tensor | None:
         cache, at, parts = text.cache(), 0, []
         while at < _NEW:
             ids, slot = text.ids[:, at : at + count], text.prompt + at
@@ -175,8 +175,24 @@ def _same_bits(model: PreTrainedModel, passes: ReplayedPasses) -> bool | None:
             parts.append(results[0][0].clone())
             at += count
         passes.arena.take_back(cache, keeps=False)
-        found.append(torch.cat(parts))
-    return all(torch.equal(logits, found[0]) for logits in found)
+        return torch.cat(parts)
+
+    passes.use_narrower(False)
+    found = [logits_by(count) for count in (1, 5, passes.widths[-1])]
+    if any(logits is None for logits in found):
+        return None
+    first = cast(torch.Tensor, found[0])
+    if not all(torch.equal(cast(torch.Tensor, logits), first) for logits in found):
+        return False
+    cache = text.cache()
+    is_faster = passes.consider_narrower(cache, Tokens((), text.ids[:, :1]), text.prompt)
+    passes.arena.take_back(cache, keeps=False)
+    if is_faster:
+        passes.use_narrower(True, BUCKETS[:2])
+        narrower = logits_by(1)
+        has_same_bits = narrower is not None and torch.equal(narrower, first)
+        passes.use_narrower(has_same_bits, BUCKETS[:2] if has_same_bits else ())
+    return passes.refusal is None
 
 
 def is_free(model: PreTrainedModel) -> bool:
