@@ -816,7 +816,7 @@ def test_what_is_compiled_is_what_the_model_computes(dtype: torch.dtype, monkeyp
     fused.fused_rows.cache_clear()
     model = tiny_model("llama").to(dtype)
     cache, text = DynamicCache(config=model.config), prompt(40)
-    passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")), fuses=True)
+    passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")), fuses="rows")
     try:
         with torch.no_grad():
             model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
@@ -830,6 +830,61 @@ def test_what_is_compiled_is_what_the_model_computes(dtype: torch.dtype, monkeyp
     assert Counter(compiled) == Counter({name: 2 * count for name, count in once.items()}), "recorded, and run again"
     apart = (found[0] - expected).float().square().mean().sqrt() / expected.float().std()
     assert apart < (1e-5 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("outcome", ["faster", "slower", "wrong", "no compiler"])
+def test_passes_are_compiled_beside_and_stay_if_they_are_faster(outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = threading.get_ident()
+    compiled: list[bool] = []
+
+    def compile_(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            compiled.append(threading.get_ident() == main)
+            if outcome == "no compiler":
+                raise RuntimeError("Failed to find a working compiler (pretended).")
+            return function(*args) + (outcome == "wrong")
+
+        return called
+
+    class Compiles(Runs):
+        seconds, compiles = 1e-6, True
+
+        def seconds_of(self, run: Callable[[], object]) -> float:
+            before, ran = len(compiled), Runs.replays
+            run()
+            if Runs.replays == ran:
+                return 0.02
+            return 0.01 if len(compiled) == before else 0.005 if outcome == "faster" else 0.0099
+
+    monkeypatch.setitem(replay.KINDS, "cpu", Compiles)
+    monkeypatch.setattr(torch, "compile", compile_)
+    fused.fused_rows.cache_clear()
+    model = enable_self_speculative(tiny_model("llama"))
+    try:
+        plain = plain_text(model, 60)
+        drafts = Guesses(plain[0].tolist())
+        while state_of(model).fusing is None:
+            assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts))
+            assert state_of(model).replayed[None].fuses is None
+            # So long has it decoded.
+            assert (Runs.replays < 400) or state_of(model).fusing is not None
+        before = state_of(model).replayed[None]
+        state_of(model).fusing._thread.join()
+        assert set(compiled) == {False}, "nothing waits"
+        for _ in range(3):
+            assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts))
+            assert model.last_speculation.replayed_passes > 5
+        passes = state_of(model).replayed[None]
+        assert (passes is not before) == (outcome == "faster")
+        if outcome == "faster":
+            assert passes.fuses == "rows" and passes.rival is None and not before._passes and True in compiled
+        elif outcome == "no compiler":
+            assert "working compiler" in state_of(model).fusing.refusal
+        else:
+            words = {"slower": "without compiled operations take 10.0", "wrong": "other logits than the model"}
+            assert words[outcome] in state_of(model).fusing.passes.refusal and passes.refusal is None
+    finally:
+        fused.fused_rows.cache_clear()
 
 
 @pytest.fixture

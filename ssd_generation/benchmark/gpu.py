@@ -1,6 +1,7 @@
 """What passes cost on a GPU and what replaying them brings, in one process and a given time.
 
-    python -m ssd_generation.benchmark.gpu [--model demo | --shape 1.5b] [--seconds 400] [--new-tokens 128] [--fused]
+    python -m ssd_generation.benchmark.gpu [--model demo | --shape 1.5b] [--seconds 400] [--new-tokens 128]
+        [--fused none|rows|whole]
 
 Milliseconds of a pass by width and bucket, by the model's own code and replayed as it was recorded (CUDA graphs), of a
 draft step with half of the sub-layers left out; whether a token's bits depend on its place; bytes of the arena and of
@@ -29,6 +30,7 @@ from ..cache.arena import Arena
 from ..cache.layers import add_buffers
 from ..config import SkipConfig
 from ..decoding.loop import DecodingLoop
+from ..forward import replayed
 from ..forward.replay import replays_on
 from ..forward.replayed import ReplayedPasses, Tokens
 from ..forward.skip_mode import SkipMode
@@ -106,13 +108,13 @@ class Clock:
             return None
 
 
-def measure_passes(model: Any, clock: Clock, fuses: bool = False) -> list[dict[str, Any]]:
+def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[dict[str, Any]]:
     """Seconds of passes by the model's own code and replayed, by width and tokens in the cache.
 
     Args:
         model: a transformers model, enabled.
         clock: the time that there is.
-        fuses: whether small operations of a layer are compiled.
+        fuses: what is compiled of them, as `forward.replayed.FUSES`.
 
     Returns:
         For each width and place a dictionary: `width`, `behind`, `eager` and `replayed` in seconds (`None` where it
@@ -165,13 +167,13 @@ def _row(model: Any, passes: ReplayedPasses | None, width: int, behind: int, hal
             found = passes.run(cache, Tokens((), ids[:, behind:]), behind, behind, records=True)
             row["recording"] = time.perf_counter() - began
 
-            def replayed() -> None:
+            def replay() -> None:
                 results = passes.run(cache, Tokens((), ids[:, behind:]), behind, behind)
                 assert results is not None
                 results[1].tolist()
 
             if found is not None:
-                row["replayed"] = _median(replayed)
+                row["replayed"] = _median(replay)
             passes.arena.take_back(cache, keeps=False)
     return row
 
@@ -367,15 +369,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=400.0, help="that the run may take, loading apart")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--fused", action="store_true", help="compile norms, gated activations and rotary embeddings")
+    parser.add_argument(
+        "--fused",
+        choices=["none", "rows", "whole"],
+        help="what to compile before passes are recorded: nothing, norms with gated activations and rotary embeddings, "
+        "or all of a pass; left out: what decoding does by itself",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     model, tokenizer = _loaded(arguments)
     clock = Clock(arguments.seconds)
-    if arguments.fused:
-        from ..forward import replayed
-
-        replayed.FUSES = True
+    if arguments.fused is not None:
+        replayed.FUSES = arguments.fused
     calls = None
     if tokenizer is not None:
         calls = measure_calls(model, tokenizer, Clock(arguments.seconds * 0.7, clock.missing), arguments.new_tokens)

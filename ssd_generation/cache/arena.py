@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
@@ -95,6 +95,12 @@ class Arena:
             self._borrower = weakref.ref(cache)
             return True
 
+    def alike(self, capacity: int) -> Arena:
+        """Another one, with buffers of the same kind for so many slots, which nobody has borrowed."""
+        made = Arena()
+        made._make([_Buffers(*both) for both in zip(self.keys, self.values, strict=True)], capacity)
+        return made
+
     def _fits(self, layers: Sequence[Any]) -> bool:
         return len(layers) == len(self.keys) and all(
             mine.shape[1] == buffer.shape[1]
@@ -139,6 +145,11 @@ class Arena:
             if self._borrower is None or self._borrower() is None:
                 self.keys, self.values, self.capacity = [], [], 0
                 self.version += 1
+
+
+class _Buffers(NamedTuple):
+    key_buffer: torch.Tensor
+    value_buffer: torch.Tensor
 
 
 def _move(layer: Any, keys: torch.Tensor, values: torch.Tensor, at: int) -> None:

@@ -352,18 +352,24 @@ class Forward:
         return [*tokens.known, *both[:others]], both[others:]
 
     @property
+    def may_replay(self) -> bool:
+        """Whether passes of the target are replayed, or may turn out to be."""
+        if self._replayed is not None:
+            self._replayed = self._replayed.in_use
+        return self._replayed is not None and self._replayed.refusal is None
+
+    @property
     def replays(self) -> bool:
         """Whether passes of the target are replayed by now, where they have been recorded."""
-        return self._replayed is not None and self._replayed.is_checked and self._replayed.refusal is None
+        return self.may_replay and self._replayed is not None and self._replayed.is_checked
 
     @property
     def is_trying_to_replay(self) -> bool:
         """Whether passes of the target are to be replayed, and have not been found to be right yet."""
-        replayed = self._replayed
-        return replayed is not None and replayed.refusal is None and not replayed.is_checked
+        return self.may_replay and self._replayed is not None and not self._replayed.is_checked
 
     def _replays(self, context: Context, rows: int) -> bool:
-        return self._replayed is not None and self._replayed.refusal is None and context.is_plain(rows)
+        return self.may_replay and context.is_plain(rows)
 
     def _replay(self, tokens: Tokens, context: Context) -> tuple[torch.Tensor, ...] | None:
         """A pass with the addresses it was recorded at; `None` where it has not been."""

@@ -25,10 +25,15 @@ class Replays(Protocol):
         device: where the functions compute.
         seconds: about what it takes to record a pass, until it is known: no text is so short that it would be longer
             for it.
+        compiles: whether compiling small operations pays there.
     """
 
     device: torch.device
     seconds: float
+    compiles: bool
+
+    def beside(self, function: Callable[[], object]) -> None:
+        """Run a function as another thread may while passes run, and wait for it."""
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
         """Record a function without arguments, which may run some times while that is done.
@@ -52,10 +57,19 @@ class CudaGraphs:
     """
 
     seconds = 1.0
+    compiles = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: object = None
+
+    def beside(self, function: Callable[[], object]) -> None:
+        """See `Replays`."""
+        with torch.cuda.device(self.device):
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                function()
+            stream.synchronize()
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
         """See `Replays`."""
@@ -95,9 +109,14 @@ class Again:
     """The function itself, on the same tensors and into the same results: what a graph does, where there are none."""
 
     seconds = 0.0
+    compiles = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def beside(self, function: Callable[[], object]) -> None:
+        """See `Replays`."""
+        function()
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
         """See `Replays`."""

@@ -16,14 +16,14 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from ..cache.arena import Arena, bucket_of
+from ..cache.arena import BUCKETS, Arena, bucket_of
 from ..config import SkipConfig
 from ..support.devices import is_asynchronous
 from ..support.model_state import state_of
@@ -32,6 +32,7 @@ from .capturable import fingerprint, why_not_replayed
 from .captured import CapturedPass, Program, compile_pass
 from .fixed_attention import FixedAttention
 from .fused import fused_rows
+from .fusing import Fusing
 from .replay import Replays, Results, replays_on
 from .rewrites import share_results, use_rows
 from .skip_mode import SkipMode
@@ -50,9 +51,13 @@ token's bits do not depend on what was drafted."""
 NARROWER = 1
 """Tokens of a narrower pass, for those in which nothing is drafted: only where it is faster and has the same bits."""
 
-FUSES = False
-"""Whether norms, gated activations and rotary embeddings are compiled (fused.py) unless it is said. They cost seconds,
-and what they bring has to be measured on a device (`python -m ssd_generation.benchmark.gpu --fused`)."""
+FUSES: str | None = None
+"""What is compiled of passes before they are recorded: `"none"`, `"rows"` (norms, gated activations and rotary
+embeddings, each once for all layers, fused.py), or `"whole"` (all of a pass, most of a minute for each bucket). `None`:
+rows, in a thread (fusing.py), and only if that turns out to be faster."""
+
+_FUSING_AFTER = 3.0
+"""Seconds that replayed passes have taken in a process when others begin to be compiled: about what that takes."""
 
 _PAYS = 0.95
 """Of the time of a pass by the model's own code, what one that is replayed may take; and of that, a narrower one."""
@@ -179,7 +184,7 @@ class ReplayedPasses:
         replays: how passes are run again.
         skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
         widths: of the passes, ascending.
-        fuses: whether small operations of a layer are compiled; by default `FUSES`.
+        fuses: as `FUSES`.
 
     Attributes:
         refusal: why nothing is replayed any more; `None` while it may be.
@@ -187,6 +192,8 @@ class ReplayedPasses:
         keeps_bits: whether a token's bits were found not to depend on its place in a pass; `None` while not tried
             (tuning/exactness.py).
         seconds: of a pass, by its width, as far as they were seen.
+        fuses: what of them is compiled, as `FUSES`.
+        rival: the same passes without what is compiled of these, while it is not known whether these are faster.
         narrower_saves: seconds of a pass over one token, where a narrower one was found to have the same bits; 0 while
             it was not.
     """
@@ -198,14 +205,16 @@ class ReplayedPasses:
         replays: Replays,
         skip_mode: SkipMode | None = None,
         widths: Sequence[int] = WIDTHS,
-        fuses: bool | None = None,
+        fuses: str | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._windows = windows_of(model)
         self._fingerprint = fingerprint(model)
         self.arena, self.replays, self.widths = arena, replays, tuple(widths)
         self._capture = PassCapture(skip_mode, knows_windows=True)
-        self._simplify = _fuse if (FUSES if fuses is None else fuses) else _simplify
+        self.fuses = FUSES if fuses is None else fuses
+        self.rival: ReplayedPasses | None = None
+        self._runs = 0
         self._programs: dict[int, Program] = {}
         self._inputs: dict[int, _Inputs] = {}
         self._passes: dict[tuple[int, int], _Pass] = {}
@@ -225,6 +234,11 @@ class ReplayedPasses:
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is still what was recorded; weights may have changed where they lie."""
         return self._fingerprint == fingerprint(model)
+
+    @property
+    def in_use(self) -> ReplayedPasses:
+        """These, or those without compiled operations where these were given up."""
+        return self if self.refusal is None or self.rival is None else self.rival
 
     @property
     def is_checked(self) -> bool:
@@ -276,6 +290,7 @@ class ReplayedPasses:
             # Whatever a driver says, or a model's code does, that is not known here: its own passes go on.
             self._give_up(f"{type(error).__name__}: {error}")
             return None
+        self._runs += 1
         return logits[:, :count], choices[:count]
 
     def _run(self, width: int, bucket: int, tokens: Tokens | None, slot: int, position: int) -> Results:
@@ -378,18 +393,57 @@ class ReplayedPasses:
         model = self._model()
         assert model is not None
         if width not in self._programs:
-            self._programs[width] = compile_pass(self._capture.at(model, width, self._simplify))
+            self._programs[width] = self._program(model, width)
         attention = FixedAttention(self.arena, bucket, inputs.slots, self._windows)
         made = self._passes[width, bucket] = _Pass(self._programs[width], attention, inputs, self.replays)
         if self.replays.seconds:
             self._seconds = time.perf_counter() - began
         return made
 
+    def _program(self, model: PreTrainedModel, width: int) -> Program:
+        program = compile_pass(self._capture.at(model, width, _fuse if self.fuses == "rows" else _simplify))
+        if self.fuses == "whole":
+            return replace(program, run=torch.compile(program.run, dynamic=False, fullgraph=True))
+        return program
+
+    def compute_beside(self) -> None:
+        """Run a pass in buffers of its own, by which all that is compiled of it is: in another thread than decoding."""
+        model = self._model()
+        if model is None:
+            return
+        device = self.replays.device
+        arena = self.arena.alike(BUCKETS[0])
+        for width in (self.widths[-1], NARROWER):
+            program = self._programs[width] = self._program(model, width)
+            with torch.inference_mode(False):
+                inputs = _Inputs(width, device)
+            inputs.set(Tokens((), torch.zeros((1, 1), dtype=torch.long, device=device)), 0, 0)
+            attention = FixedAttention(arena, BUCKETS[0], inputs.slots, self._windows)
+            with torch.inference_mode():
+                attention.begin()
+                program.run(inputs.ids, inputs.positions, attention)
+
+    def fused(self, model: PreTrainedModel) -> ReplayedPasses | None:
+        """The same passes, to be compiled; `None` while that does not pay, or where it is not wanted.
+
+        Args:
+            model: the target model.
+        """
+        taken = self._runs * self.seconds.get(self.widths[-1], 0.0)
+        if self.fuses is not None or not self.replays.compiles or taken < _FUSING_AFTER or self.refusal is not None:
+            return None
+        made = ReplayedPasses(model, self.arena, self.replays, widths=self.widths, fuses="rows")
+        made._eager_seconds, made._eager_tokens, made.rival = self._eager_seconds, self._eager_tokens, self
+        return made
+
     def _give_up(self, reason: str) -> None:
         self.refusal = reason
         self.forget()
         model = self._model()
-        logger.warning("Passes of %s are not replayed any more: %s", type(model).__name__, reason)
+        if self.rival is None:
+            logger.warning("Passes of %s are not replayed any more: %s", type(model).__name__, reason)
+        else:
+            logger.info("Compiled passes of %s are not used: %s", type(model).__name__, reason)
 
     def forget(self) -> None:
         """Free what was recorded."""
@@ -407,7 +461,7 @@ class ReplayedPasses:
         """
         if self.refusal is not None:
             return False
-        if not self._seconds:
+        if not self._seconds or self.rival is not None:
             return True
         if not self._eager_tokens:
             return False
@@ -465,8 +519,14 @@ class ReplayedPasses:
         run = partial(self._run, width, bucket, Tokens((), ids), slot, position)
         seconds = [self.replays.seconds_of(run) for _ in range(_REPEATS)]
         self.seconds[width] = min(seconds)
+        whose = "the model's own"
+        if self.rival is not None:
+            own, whose = self.rival.seconds[width], "those without compiled operations"
         if min(seconds) > _PAYS * own:
-            self._give_up(f"they take {1e3 * min(seconds):.1f} ms where the model's own take {1e3 * own:.1f}")
+            self._give_up(f"they take {1e3 * min(seconds):.1f} ms where {whose} take {1e3 * own:.1f}")
+        elif self.rival is not None:
+            self.rival.forget()
+            self.rival = None
 
 
 def _simplify(model: PreTrainedModel, captured: CapturedPass) -> None:
@@ -509,6 +569,20 @@ def replayed_draft(model: PreTrainedModel, skip: SkipConfig) -> ReplayedPasses |
     )
 
 
+def _fused_or_not(model: PreTrainedModel, passes: ReplayedPasses) -> ReplayedPasses:
+    """The passes to go on with: those that were compiled meanwhile, as long as they are not known to be slower."""
+    state = state_of(model)
+    if passes.rival is not None:
+        return passes.in_use
+    fusing: Fusing | None = state.fusing
+    if fusing is None:
+        if (fused := passes.fused(model)) is not None:
+            state.fusing = Fusing(fused)
+    elif fusing.passes.rival is passes and fusing.is_done and fusing.refusal is None and fusing.passes.refusal is None:
+        return fusing.passes
+    return passes
+
+
 def _known(
     model: PreTrainedModel, kind: SkipConfig | None, make: Callable[[Arena, Replays], ReplayedPasses]
 ) -> ReplayedPasses | None:
@@ -516,9 +590,13 @@ def _known(
         return None
     state = state_of(model)
     passes: ReplayedPasses | None = state.replayed.get(kind)
+    if kind is None and passes is not None:
+        passes = state.replayed[None] = _fused_or_not(model, passes)
     if passes is None or not passes.is_current(model):
         device = model.get_input_embeddings().weight.device
         if state.replays is None or state.replays.device != device:
             state.replays, state.arena, state.recorded_choice = replays_on(device), Arena(), None
+        if kind is None:
+            state.fusing = None
         passes = state.replayed[kind] = make(state.arena, state.replays)
     return passes

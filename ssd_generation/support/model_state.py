@@ -40,6 +40,7 @@ class ModelState:
         replayed: passes that are replayed at fixed addresses, by skip set, `None` for the whole model
             (forward/replayed.py).
         replays, arena: how they are run again, and the keys and values that they read and write (forward/replayed.py).
+        fusing: what compiles them (forward/fusing.py).
         recorded_choice: sampling from their logits, as it is run again (decoding/recorded_choice.py).
         row_by_row: what is done for each token by itself in passes of the model's own code, as the check of the model
             found it to be needed, for a single text and for a batch (forward/row_by_row.py).
@@ -79,6 +80,7 @@ class ModelState:
         self.replayed: dict[Any, Any] = {}
         self.replays: Any = None
         self.arena: Any = None
+        self.fusing: Any = None
         self.recorded_choice: Any = None
         self.policies: dict[Any, Any] = {}
         self.refinements: dict[Any, Any] = {}
