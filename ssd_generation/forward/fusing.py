@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from .replay import replays_on
-
-if TYPE_CHECKING:
-    from .replayed import ReplayedPasses
+from .replay import Replays, replays_on
 
 __all__ = ["Fusing"]
 
 logger = logging.getLogger(__name__)
 
 
-class Fusing:
+class _Compiled(Protocol):
+    replays: Replays
+
+    def compute_beside(self) -> None:
+        """Run all that is to be compiled, in memory of its own."""
+
+
+T = TypeVar("T", bound=_Compiled)
+
+
+class Fusing(Generic[T]):
     """Compiles passes in a thread of its own, which a process waits for at its end.
 
     Args:
@@ -33,7 +40,7 @@ class Fusing:
         refusal: why they could not be compiled; `None` while that is not known.
     """
 
-    def __init__(self, passes: ReplayedPasses) -> None:
+    def __init__(self, passes: T) -> None:
         self.passes = passes
         self.refusal: str | None = None
         self._thread = threading.Thread(target=self._run, name="compiles passes")

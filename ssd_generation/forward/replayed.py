@@ -574,7 +574,7 @@ def _fused_or_not(model: PreTrainedModel, passes: ReplayedPasses) -> ReplayedPas
     state = state_of(model)
     if passes.rival is not None:
         return passes.in_use
-    fusing: Fusing | None = state.fusing
+    fusing: Fusing[ReplayedPasses] | None = state.fusing
     if fusing is None:
         if (fused := passes.fused(model)) is not None:
             state.fusing = Fusing(fused)
