@@ -43,6 +43,16 @@ class Graph:
     def __init__(self) -> None:
         self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
         self.replays = 0
+        self._made: set[int] = set()
+
+    def add(self, function: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
+        """An operation was captured."""
+        self.steps.append((function, args, kwargs, results))
+        self._made |= {new.untyped_storage()._cdata for new in results if not _is_view_of(new, (args, kwargs))}
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory of what was captured."""
+        return tensor.untyped_storage()._cdata in self._made
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -62,7 +72,7 @@ class Device:
         waits: how often the host has waited for it.
         graphs: that were captured, and not freed.
         graph: the one that is being captured.
-        launches: operations that were launched one by one.
+        launches: operations that were launched one by one; views are none.
     """
 
     def __init__(self) -> None:
@@ -162,6 +172,19 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def _histogram(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Of whole numbers, which a GPU has but a CPU has not."""
+    return torch.histc(values.float(), *args, **kwargs).to(values.dtype)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Arguments that an operation writes into."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    writes = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _tensors([given[name] for name in writes if name in given])
+
+
 def _bare(leaf: Any) -> Any:
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
@@ -204,14 +227,23 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             elif source.ndim > 0 or func is aten._to_copy.default:
                 device.wait("blocking copy")
     bare_args, bare_kwargs = pytree.tree_map(_bare, (args, kwargs))
+    does = _histogram if func is aten.histc.default else func
     with torch.inference_mode(False), torch.no_grad():
-        result = func(*bare_args, **bare_kwargs)
+        # What is captured is not done: it writes nothing that outlives it.
+        written = [] if device.graph is None else _written(func, bare_args, bare_kwargs)
+        kept = [(each, each.clone()) for each in written if device.graph is not None and not device.graph.made(each)]
+        result = does(*bare_args, **bare_kwargs)
+        for each, before in kept:
+            each.copy_(before)
     if func is aten._local_scalar_dense.default or to_host:
         return result
-    device.launches += 1
+    if _written(func, bare_args, bare_kwargs) or not all(
+        _is_view_of(made, (bare_args, bare_kwargs)) for made in _tensors(result)
+    ):
+        device.launches += 1
     if device.graph is not None:
         results = _tensors(result)
-        device.graph.steps.append((func, bare_args, bare_kwargs, results))
+        device.graph.add(does, bare_args, bare_kwargs, results)
         for made in results:
             if not _is_view_of(made, (bare_args, bare_kwargs)) and made.is_floating_point():
                 made.fill_(torch.nan)
