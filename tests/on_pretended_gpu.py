@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import pretended_gpu
 from pretended_gpu import NAME, OnDevice, OnHostAndDevice, device
-from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark import gpu
 from ssd_generation.decoding.loop import DecodingLoop
 from ssd_generation.forward import replay
@@ -148,6 +148,36 @@ def test_the_text_is_plain_generates(request_: str, options: str) -> None:
     if not request_.startswith("own, by") and options != "ends":
         statistics = model.last_speculation
         assert statistics.replayed_passes == statistics.target_passes - 1 > 20 and statistics.replay_refusal is None
+
+
+@pytest.mark.parametrize("options", ["greedy", "sampled"])
+def test_drafts_in_four_bits(options: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    config = SelfSpeculativeConfig(
+        drafting=DraftingConfig(policy="fixed", max_draft_length=4),
+        precision=PrecisionConfig(default="int4", head="int4"),
+    )
+    on_cpu: Any = enable_self_speculative(tiny_model("qwen2", **sizes))
+    plain_text(on_cpu, 60, self_speculative=config, **OPTIONS[options])
+    model = model_here("qwen2", **sizes)
+    for _ in range(2):
+        plain, drafted = texts(model, config, new=60, **OPTIONS[options])
+        assert plain == drafted
+    rate = model.last_speculation.acceptance_rate
+    assert abs(rate - on_cpu.last_speculation.acceptance_rate) < 0.12 and rate > 0.3
+    (passes,) = (found for kind, found in state_of(model).replayed.items() if kind is not None)
+    assert passes._passes and passes.refusal is None and passes.copies is not None
+    copies = next(iter(state_of(model).low_bit_drafts.values()))
+    assert not copies.left, "all layers have copies"
+    # Weights that change where they lie have new copies, and graphs of these.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, device=HERE))
+    plain, drafted = texts(model, config, **OPTIONS[options])
+    assert plain == drafted and model.last_speculation.acceptance_rate > 0.15
+    assert next(iter(state_of(model).low_bit_drafts.values())) is not copies
+    with pytest.raises(ValueError, match="on a GPU in int4 only"):
+        texts(model, SelfSpeculativeConfig(precision="int8"))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral", "phi3", "qwen3_moe", "llama4"])

@@ -26,6 +26,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from ssd_generation.forward import capturable, linears, replay
 from ssd_generation.support import devices
+from ssd_generation.tuning import measuring
 
 NAME = "pretended"
 aten = torch.ops.aten
@@ -177,12 +178,37 @@ def _histogram(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.histc(values.float(), *args, **kwargs).to(values.dtype)
 
 
+def _pack_int4(both: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Of `(N, K / 2)` bytes; in an order of its own here, which only `_linear_int4` knows."""
+    rows, half = both.shape
+    if both.dtype != torch.uint8 or rows % 8 or half * 2 % (16 * tiles):
+        raise RuntimeError("expected bytes, n % 8 == 0 and k % (innerKTiles * 16) == 0")
+    whole = both.reshape(rows, half // 4, 4).view(torch.int32)
+    return whole.reshape(rows // 8, half * 2 // (tiles * 16), 32, tiles // 2)
+
+
+def _linear_int4(x: torch.Tensor, packed: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
+    assert x.dtype is torch.bfloat16 and scales.dtype is torch.bfloat16 and x.ndim == 2
+    both = packed.reshape(packed.shape[0] * 8, -1).view(torch.uint8).int()
+    numbers = torch.stack((both >> 4, both & 15), dim=-1).flatten(1).float()
+    scale, offset = (scales[..., at].float().T.repeat_interleave(group, 1) for at in (0, 1))
+    return (x.float() @ ((numbers - 8) * scale + offset).T).bfloat16()
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Arguments that an operation writes into."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     writes = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return _tensors([given[name] for name in writes if name in given])
+
+
+_ONLY_THERE: dict[Any, Callable[..., Any]] = {
+    aten.histc.default: _histogram,
+    aten._convert_weight_to_int4pack.default: _pack_int4,
+    aten._weight_int4pack_mm.default: _linear_int4,
+}
+"""What a CPU has not, or not in this way."""
 
 
 def _bare(leaf: Any) -> Any:
@@ -227,7 +253,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             elif source.ndim > 0 or func is aten._to_copy.default:
                 device.wait("blocking copy")
     bare_args, bare_kwargs = pytree.tree_map(_bare, (args, kwargs))
-    does = _histogram if func is aten.histc.default else func
+    does = _ONLY_THERE.get(func, func)
     with torch.inference_mode(False), torch.no_grad():
         # What is captured is not done: it writes nothing that outlives it.
         written = [] if device.graph is None else _written(func, bare_args, bare_kwargs)
@@ -350,4 +376,5 @@ def set_up() -> None:
     devices.ASYNCHRONOUS.add(NAME)
     replay.KINDS[NAME] = replay.CudaGraphs
     is_plain = linears.is_plain
-    vars(capturable)["is_plain"] = lambda tensor: isinstance(tensor, OnDevice) or is_plain(tensor)
+    for module in (capturable, linears, measuring):
+        vars(module)["is_plain"] = lambda tensor: isinstance(tensor, OnDevice) or is_plain(tensor)

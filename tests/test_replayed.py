@@ -32,6 +32,7 @@ from ssd_generation.forward import fused, replay, replayed
 from ssd_generation.forward.fixed_attention import FixedAttention
 from ssd_generation.forward.replay import Again, Results
 from ssd_generation.forward.replayed import ReplayedPasses, Tokens, replayed_draft, replayed_target
+from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import exactness
@@ -397,7 +398,7 @@ def test_a_draft_with_sub_layers_left_out_is_replayed(family: str) -> None:
     config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=4))
     plain, drafted = texts(model, config, 60)
     assert torch.equal(plain, drafted)
-    passes = replayed_draft(model, skip)
+    passes = replayed_draft(model, (skip, None), SkipMode(model, skip))
     assert passes is not None and passes._passes and passes.refusal is None
     replayed_rate = model.last_speculation.acceptance_rate
     replay.KINDS.pop("cpu")
@@ -429,7 +430,7 @@ def test_a_draft_goes_on_by_the_models_own_code_in_the_middle(monkeypatch: pytes
 def test_a_draft_that_leaves_nothing_out_is_always_right() -> None:
     model = enable_self_speculative(tiny_model())
     config = SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=3), lookup=None)
-    passes = replayed_draft(model, SkipConfig())
+    passes = replayed_draft(model, (SkipConfig(), None), SkipMode(model, SkipConfig()))
     assert passes is not None
     plain, drafted = texts(model, config, 40)
     assert torch.equal(plain, drafted)
@@ -637,7 +638,7 @@ def test_costs_are_measured_of_what_is_replayed_and_give_the_arena_back() -> Non
     model = enable_self_speculative(tiny_model())
     costs = measure_costs(model, SelfSpeculativeConfig(SkipConfig(attention=[1])))
     assert costs.plain_step > 0 and state_of(model).replayed[None].is_checked
-    assert Runs.replays > 20 and state_of(model).replayed[SkipConfig(attention=[1])]._passes
+    assert Runs.replays > 20 and state_of(model).replayed[SkipConfig(attention=[1]), None]._passes
     plain, drafted = texts(model, NOTHING, 20)
     assert torch.equal(plain, drafted) and model.last_speculation.replayed_passes == 19
 

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..cache.layers import DraftCache, add_buffers, append_written, draft_cache, fix_unwritten
 from ..cache.recurrent import Checkpoint, cache_argument
 from ..config import SelfSpeculativeConfig
+from ..support.model_state import state_of
 from .few_rows import MOST_ROWS, few_rows
 from .invariant import Invariant
 from .module_states import module_states
@@ -576,8 +577,10 @@ class _DraftForward:
         model = drafting_model(model, config)
         self._model = model
         self._skip_mode, self._captured = draft_of(model, config)
-        can_replay = target is not None and config.drafts_itself and not config.precision
-        self._replayed = replayed_draft(model, config.skip) if can_replay else None
+        self._replayed: ReplayedPasses | None = None
+        if target is not None and config.drafts_itself:
+            copies = state_of(model).low_bit_drafts.get((config.skip, config.precision))
+            self._replayed = replayed_draft(model, (config.skip, config.precision), self._skip_mode, copies)
         if self._replayed is not None:
             self._captured = None
         self._target = target

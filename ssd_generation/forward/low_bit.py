@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..native import linear as native
 from ..native.compiler import why_not
+from ..support.devices import is_asynchronous
 from ..support.model_state import state_of
 from ..support.parallel import mesh_of
+from .gpu_int4 import linear_int4, pack_int4, why_not_int4
 from .linears import CannotRead, dense, features, identity, is_plain_linear, linears, sample
 from .sublayers import layout_of
 
@@ -65,7 +68,8 @@ class LowBitCopy:
         self.precision = precision
         self.group_size = group_size
         self.sizes = tuple(int(weight.shape[0]) for weight, _ in layers)
-        reason = refused_shape(sum(self.sizes), int(layers[0][0].shape[1]), precision, group_size)
+        first = layers[0][0]
+        reason = refused_shape(sum(self.sizes), int(first.shape[1]), precision, group_size, first.device.type == "cpu")
         if reason is not None:
             raise ValueError(reason)
         bias: torch.Tensor | None = None
@@ -79,7 +83,9 @@ class LowBitCopy:
                 weight, scales = _pack_int4(weights, group_size)
             else:
                 quantised, scales = _to_int4(weights, group_size)
-                weight = torch._convert_weight_to_int4pack_for_cpu(quantised, 1)
+                on_cpu = quantised.device.type == "cpu"
+                pack = partial(torch._convert_weight_to_int4pack_for_cpu, innerKTiles=1) if on_cpu else pack_int4
+                weight = pack(quantised)
             if any(bias is not None for _, bias in layers):
                 bias = torch.cat(
                     [
@@ -146,8 +152,10 @@ class LowBitCopy:
             x = x.reshape(-1, shape[-1])
         if self.precision == "int8":
             y = torch._weight_int8pack_mm(x, self.weight, self.scales)
-        else:
+        elif x.device.type == "cpu":
             y = torch._weight_int4pack_mm_for_cpu(x, self.weight, self.group_size, self.scales)
+        else:
+            y = linear_int4(x, self.weight, self.group_size, self.scales)
         if self.bias is not None:
             y = y + self.bias
         return y if len(shape) == 2 else y.view(*shape[:-1], -1)
@@ -235,7 +243,7 @@ def _pack_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.
     return packed, scales
 
 
-def refused_shape(rows: int, columns: int, precision: str, group_size: int) -> str | None:
+def refused_shape(rows: int, columns: int, precision: str, group_size: int, on_cpu: bool = True) -> str | None:
     """Why the kernel does not take a weight of shape `(rows, columns)`; `None` if it does."""
     if precision == "int8" and columns % 16:
         # ATen's kernel does not check: it reads beyond the rows, and gives wrong numbers or kills the process.
@@ -243,6 +251,8 @@ def refused_shape(rows: int, columns: int, precision: str, group_size: int) -> s
     if precision == "int4":
         if columns % group_size:
             return f"its {columns} input channels are no multiple of the group size {group_size}"
+        if not on_cpu:
+            return why_not_int4(rows, columns)
         if rows % 16:
             return f"its {rows} output channels are no multiple of 16"
     return None
@@ -313,8 +323,12 @@ def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
     return places, left
 
 
-def check_precision(model: PreTrainedModel) -> None:
+def check_precision(model: PreTrainedModel, precision: PrecisionConfig | None = None) -> None:
     """Whether low-bit copies can be made of this model, here.
+
+    Args:
+        model: the target model.
+        precision: of the copies; `None`: any that somebody may want.
 
     Raises:
         ValueError: the weights are quantised already, or the device has no kernel for it.
@@ -330,9 +344,14 @@ def check_precision(model: PreTrainedModel) -> None:
             f"Weights of {type(model).__name__} are offloaded: they are brought into memory for each pass. `generate` "
             "drafts from low-bit copies of them; to search or profile, load the model without offloading."
         )
-    if devices != {"cpu"}:
+    only_int4 = precision is not None and {"int8"}.isdisjoint(
+        (precision.default, precision.head, *precision.attention.values(), *precision.mlp.values())
+    )
+    on_gpu = len(devices) == 1 and is_asynchronous(next(model.parameters()).device)
+    if devices != {"cpu"} and not (on_gpu and only_int4):
+        where = "on the CPU only" if not on_gpu else "on a GPU in int4 only, and only where a config asks for it"
         raise ValueError(
-            f"Low-bit drafts run on the CPU only, but {type(model).__name__} is on {', '.join(sorted(devices))}. "
+            f"Low-bit drafts run {where}, but {type(model).__name__} is on {', '.join(sorted(devices))}. "
             "Leave `precision` out there: skipping sub-layers and prompt lookup run on every device."
         )
     unread = [(module, _why_not_read(model, module)) for module in linears(model)]
@@ -408,7 +427,8 @@ class LowBitCopies:
         Raises:
             ValueError: see `check_precision`.
         """
-        check_precision(model)
+        check_precision(model, precision)
+        on_cpu = next(model.parameters()).device.type in ("cpu", "meta")
         self.others: list[tuple[nn.Module, Any]] = []
         self.by_module: dict[int, tuple[LowBitCopy, int]] = {}
         self.by_weight: dict[int, tuple[LowBitCopy, int]] = {}
@@ -420,7 +440,7 @@ class LowBitCopies:
         for group in _groups(places, precision.group_size):
             key = (tuple(identity(p.module) for p in group), group[0].precision, precision.group_size)
             rows, columns = sum(p.shape[0] for p in group), group[0].shape[1]
-            reason = refused_shape(rows, columns, group[0].precision, precision.group_size)
+            reason = refused_shape(rows, columns, group[0].precision, precision.group_size, on_cpu)
             if reason is None and key not in store:
                 try:
                     if make is None:

@@ -15,7 +15,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..cache.arena import BUCKETS, Arena, bucket_of
-from ..config import SkipConfig
 from ..support.devices import is_asynchronous
 from ..support.model_state import state_of
 from .any_length import PassCapture, windows_of
@@ -193,6 +192,7 @@ class ReplayedPasses:
             (tuning/exactness.py).
         seconds: of a pass, by its width, as far as they were seen.
         fuses: what of them is compiled, as `FUSES`.
+        copies: of weights, that a draft computes by; `None`: it has none.
         rival: the same passes without what is compiled of these, while it is not known whether these are faster.
         narrower_saves: seconds of a pass over one token, where a narrower one was found to have the same bits; 0 while
             it was not.
@@ -214,6 +214,7 @@ class ReplayedPasses:
         self._capture = PassCapture(skip_mode, knows_windows=True)
         self.fuses = FUSES if fuses is None else fuses
         self.rival: ReplayedPasses | None = None
+        self.copies: object = None
         self._runs = 0
         self._programs: dict[int, Program] = {}
         self._inputs: dict[int, _Inputs] = {}
@@ -555,18 +556,24 @@ def replayed_target(model: PreTrainedModel) -> ReplayedPasses | None:
     return _known(model, None, lambda arena, replays: ReplayedPasses(model, arena, replays, widths=WIDTHS))
 
 
-def replayed_draft(model: PreTrainedModel, skip: SkipConfig) -> ReplayedPasses | None:
+def replayed_draft(
+    model: PreTrainedModel, kind: Hashable, skip_mode: SkipMode, copies: object = None
+) -> ReplayedPasses | None:
     """A draft's passes over one token, or `None`, as `replayed_target`.
 
     Args:
         model: the target model.
-        skip: what the draft leaves out.
+        kind: what tells the draft from others.
+        skip_mode: what makes the model the draft.
+        copies: of weights, that it computes by.
     """
-    return _known(
-        model,
-        skip,
-        lambda arena, replays: ReplayedPasses(model, arena, replays, SkipMode(model, skip), widths=(1,)),
-    )
+
+    def make(arena: Arena, replays: Replays) -> ReplayedPasses:
+        made = ReplayedPasses(model, arena, replays, skip_mode, widths=(1,))
+        made.copies = copies
+        return made
+
+    return _known(model, kind, make, copies)
 
 
 def _fused_or_not(model: PreTrainedModel, passes: ReplayedPasses) -> ReplayedPasses:
@@ -584,7 +591,7 @@ def _fused_or_not(model: PreTrainedModel, passes: ReplayedPasses) -> ReplayedPas
 
 
 def _known(
-    model: PreTrainedModel, kind: SkipConfig | None, make: Callable[[Arena, Replays], ReplayedPasses]
+    model: PreTrainedModel, kind: Hashable, make: Callable[[Arena, Replays], ReplayedPasses], copies: object = None
 ) -> ReplayedPasses | None:
     if why_not_replayed(model) is not None:
         return None
@@ -592,7 +599,7 @@ def _known(
     passes: ReplayedPasses | None = state.replayed.get(kind)
     if kind is None and passes is not None:
         passes = state.replayed[None] = _fused_or_not(model, passes)
-    if passes is None or not passes.is_current(model):
+    if passes is None or not passes.is_current(model) or passes.copies is not copies:
         device = model.get_input_embeddings().weight.device
         if state.replays is None or state.replays.device != device:
             state.replays, state.arena, state.recorded_choice = replays_on(device), Arena(), None

@@ -74,10 +74,10 @@ class ModelState:
         self.module_states: Any = None
         self.few_rows: dict[Any, Any] = {}
         self.shares: Any = None
-        self.drop_copies()
         self.captured_targets: dict[Any, Any] = {}
         self.captured_drafts: dict[Any, Any] = {}
         self.replayed: dict[Any, Any] = {}
+        self.drop_copies()
         self.replays: Any = None
         self.arena: Any = None
         self.fusing: Any = None
@@ -109,6 +109,7 @@ class ModelState:
         """Free the low-bit copies."""
         self.low_bit_copies: dict[Any, Any] = {}
         self.low_bit_drafts: dict[Any, Any] = {}
+        self.replayed = {kind: passes for kind, passes in self.replayed.items() if passes.copies is None}
         self.resident: Any = None
         self.unread: dict[Any, str | None] = {}
 
