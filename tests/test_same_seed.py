@@ -249,7 +249,7 @@ def break_rows(self: SampledChoice, step: int, vocabulary: int) -> None:
 def test_it_sees_noise_in_another_order(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, broken: Callable[..., None], inputs: str
 ) -> None:
-    monkeypatch.setattr(SampledChoice, "_draw_up_to", broken)
+    monkeypatch.setattr(SampledChoice, "draw_up_to", broken)
     with pytest.raises(AssertionError):
         assert_same(model, CONFIGS["skip"], inputs=INPUTS[inputs])
 
