@@ -30,8 +30,9 @@ from ssd_generation.decoding.processors import Processors
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward import fused, replay, replayed
 from ssd_generation.forward.fixed_attention import FixedAttention
+from ssd_generation.forward.recorded_pass import Tokens
 from ssd_generation.forward.replay import Again, Results
-from ssd_generation.forward.replayed import ReplayedPasses, Tokens, replayed_draft, replayed_target
+from ssd_generation.forward.replayed import ReplayedPasses, replayed_draft, replayed_target
 from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of

@@ -31,8 +31,9 @@ from ..cache.layers import add_buffers
 from ..config import SkipConfig
 from ..decoding.loop import DecodingLoop
 from ..forward import replayed
+from ..forward.recorded_pass import Tokens
 from ..forward.replay import replays_on
-from ..forward.replayed import ReplayedPasses, Tokens
+from ..forward.replayed import ReplayedPasses
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import locate_sublayers
 from ..generation import enable_self_speculative

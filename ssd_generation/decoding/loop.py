@@ -28,7 +28,7 @@ from ..forward.adapters import AdapterWatch
 from ..forward.forward import Context, Forward
 from ..forward.module_states import module_states
 from ..forward.prompt_mode import prompt_mode
-from ..forward.replayed import Tokens
+from ..forward.recorded_pass import Tokens
 from ..forward.row_by_row import has_scans_of_its_own
 from ..native.waiting import ThreadsAtWork
 from ..support.devices import sent

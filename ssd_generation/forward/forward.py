@@ -26,7 +26,8 @@ from .few_rows import MOST_ROWS, few_rows
 from .invariant import Invariant
 from .module_states import module_states
 from .passes import CapturedPasses, agree, captured_target, draft_of
-from .replayed import ReplayedPasses, Tokens, replayed_draft, replayed_target
+from .recorded_pass import Tokens
+from .replayed import ReplayedPasses, replayed_draft, replayed_target
 from .resident import drafting_model
 from .row_by_row import row_by_row
 from .skip_mode import SkipMode

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..cache.arena import BUCKETS, Arena, bucket_of
-from ..support.devices import is_asynchronous
 from ..support.model_state import state_of
 from .any_length import PassCapture, windows_of
 from .capturable import fingerprint, why_not_replayed
@@ -32,6 +31,7 @@ from .captured import CapturedPass, Program, compile_pass
 from .fixed_attention import FixedAttention
 from .fused import fused_rows
 from .fusing import Fusing
+from .recorded_pass import LONGEST_CHAIN, ChainInputs, Inputs, RecordedPass, Tokens
 from .replay import Replays, Results, replays_on
 from .rewrites import share_results, use_rows
 from .skip_mode import SkipMode
@@ -39,7 +39,7 @@ from .skip_mode import SkipMode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ReplayedPasses", "Tokens", "replayed_draft", "replayed_target"]
+__all__ = ["ReplayedPasses", "replayed_draft", "replayed_target"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,109 +69,12 @@ _REPEATS = 3
 _AHEAD = 2048
 """Slots that an arena is made for at the most before they are needed."""
 
-_LONGEST_CHAIN = 64
-"""Tokens that a draft takes one behind the other without the host's help."""
-
 _HALF = 0.5
 """Of the time that the rest of a text takes by the model's own code, what replaying saves at the least."""
 
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.15
 """Root mean square of the logits' difference over their standard deviation, at the most: a wrong mask or position comes
 to 1, rounding stays far below."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a pass over a single text.
-
-    Attributes:
-        known: those that the host knows, the first ones. If there are any, it must have waited for the pass before.
-        others (`torch.LongTensor` of shape `(1, n)`): the device's, behind them; `None`: none.
-    """
-
-    known: Sequence[int]
-    others: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        """All of them."""
-        return len(self.known) + (0 if self.others is None else self.others.shape[1])
-
-
-class _Inputs:
-    """Where passes of one width read: `ids (1, w)`, `positions (1, w)`, `slots (w,)`."""
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        self.width = width
-        self.all = torch.zeros((4, width), dtype=torch.long, device=device)
-        self.ids, self.positions, self.slots = self.all[:1], self.all[1:2], self.all[2]
-        self._host = torch.zeros((4, width), dtype=torch.long, pin_memory=is_asynchronous(device))
-        self._numbers = self._host.numpy()
-        self._steps = torch.arange(width, device=device)
-
-    def set(self, tokens: Tokens, slot: int, position: int) -> None:
-        """For a pass over these tokens from a slot and a position on.
-
-        What the host knows takes one copy, which must be through before the next.
-
-        Args:
-            tokens: at most w.
-            slot: of the first token.
-            position: of the first token; what fills the pass up has that of the last one.
-        """
-        count, first = len(tokens), len(tokens.known)
-        if first:
-            numbers = self._numbers
-            numbers[0, :first] = tokens.known
-            for place in range(self.width):
-                numbers[1, place] = position + min(place, count - 1)
-                numbers[2, place] = slot + place
-            self.all.copy_(self._host, non_blocking=True)
-        else:
-            torch.add(self._steps, slot, out=self.slots)
-            torch.clamp(self._steps, max=count - 1, out=self.positions[0]).add_(position)
-        if tokens.others is not None:
-            self.ids[:, first:count].copy_(tokens.others)
-
-
-class _ChainInputs(_Inputs):
-    """Of a draft's passes over one token, each of which leaves them as the next one needs them.
-
-    Attributes:
-        chain (`torch.LongTensor` of shape `(1, _LONGEST_CHAIN)`): what they chose, one after the other.
-    """
-
-    def __init__(self, device: torch.device, capacity: int) -> None:
-        super().__init__(1, device)
-        self._at = self.all[3]  # 0 where a chain begins: the host's number is never another
-        self._last = capacity - 1
-        self.chain = torch.zeros((1, _LONGEST_CHAIN), dtype=torch.long, device=device)
-
-    def go_on(self, choices: torch.Tensor) -> None:
-        """A token was chosen, `(1,)`; part of what is recorded."""
-        self.chain.index_copy_(1, self._at, choices[None])
-        self.ids.copy_(choices[None])
-        self.positions.add_(1)
-        # While it is being recorded a pass may be run more often than there is room for.
-        self.slots.add_(1).clamp_(max=self._last)
-        self._at.add_(1).clamp_(max=_LONGEST_CHAIN - 1)
-
-
-class _Pass:
-    """A pass of one width over one bucket."""
-
-    def __init__(self, program: Program, attention: FixedAttention, inputs: _Inputs, replays: Replays) -> None:
-        self.program, self.attention, self.inputs = program, attention, inputs
-        self.replay = replays.record(self.compute)
-
-    def compute(self) -> Results:
-        """`logits (1, w, V)` and the tokens with the largest `(w,)`: what is recorded."""
-        with torch.inference_mode():
-            self.attention.begin()
-            logits = self.program.run(self.inputs.ids, self.inputs.positions, self.attention)
-            choices = logits[0].argmax(dim=-1)
-            if isinstance(self.inputs, _ChainInputs):
-                self.inputs.go_on(choices)
-            return logits, choices
 
 
 class ReplayedPasses:
@@ -217,8 +120,8 @@ class ReplayedPasses:
         self.copies: object = None
         self._runs = 0
         self._programs: dict[int, Program] = {}
-        self._inputs: dict[int, _Inputs] = {}
-        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._inputs: dict[int, Inputs] = {}
+        self._passes: dict[tuple[int, int], RecordedPass] = {}
         self._version = arena.version
         self.is_draft = skip_mode is not None
         self._tries: list[bool] = [True] * _FIRST_TRIES if self.is_draft else []  # a draft is verified anyway
@@ -284,6 +187,8 @@ class ReplayedPasses:
             if self._version != self.arena.version:
                 self._version = self.arena.version
                 self.forget()
+                if not records:
+                    return None
             if tokens is not None and count <= NARROWER and self._is_narrower_here(bucket, tokens, slot, position):
                 width = NARROWER
             logits, choices = self._run(width, bucket, tokens, slot, position)
@@ -362,10 +267,10 @@ class ReplayedPasses:
         if not uses:
             self._passes = {key: known for key, known in self._passes.items() if key[0] in self.widths}
 
-    def _new_inputs(self, width: int) -> _Inputs:
+    def _new_inputs(self, width: int) -> Inputs:
         device = self.arena.keys[0].device
         with torch.inference_mode(False):  # written in any mode
-            return _ChainInputs(device, self.arena.capacity) if self.is_draft else _Inputs(width, device)
+            return ChainInputs(device, self.arena.capacity) if self.is_draft else Inputs(width, device)
 
     def chain(self, cache: Cache, first: int, slot: int, position: int, length: int) -> torch.Tensor | None:
         """Tokens that a draft takes greedily one behind the other: nothing but replays, and no wait.
@@ -379,24 +284,24 @@ class ReplayedPasses:
         Returns:
             `torch.LongTensor` of shape `(1, length)`; `None` where a pass is not replayed.
         """
-        if length > _LONGEST_CHAIN:
+        if length > LONGEST_CHAIN:
             return None
         for depth in range(length):
             tokens = None if depth else Tokens([first])
             if self.run(cache, tokens, slot + depth, position + depth, records=True) is None:
                 return None
         inputs = self._inputs[1]
-        assert isinstance(inputs, _ChainInputs)
+        assert isinstance(inputs, ChainInputs)
         return inputs.chain[:, :length].clone()
 
-    def _record(self, width: int, bucket: int, inputs: _Inputs) -> _Pass:
+    def _record(self, width: int, bucket: int, inputs: Inputs) -> RecordedPass:
         began = time.perf_counter()
         model = self._model()
         assert model is not None
         if width not in self._programs:
             self._programs[width] = self._program(model, width)
         attention = FixedAttention(self.arena, bucket, inputs.slots, self._windows)
-        made = self._passes[width, bucket] = _Pass(self._programs[width], attention, inputs, self.replays)
+        made = self._passes[width, bucket] = RecordedPass(self._programs[width], attention, inputs, self.replays)
         if self.replays.seconds:
             self._seconds = time.perf_counter() - began
         return made
@@ -417,7 +322,7 @@ class ReplayedPasses:
         for width in (self.widths[-1], NARROWER):
             program = self._programs[width] = self._program(model, width)
             with torch.inference_mode(False):
-                inputs = _Inputs(width, device)
+                inputs = Inputs(width, device)
             inputs.set(Tokens((), torch.zeros((1, 1), dtype=torch.long, device=device)), 0, 0)
             attention = FixedAttention(arena, BUCKETS[0], inputs.slots, self._windows)
             with torch.inference_mode():

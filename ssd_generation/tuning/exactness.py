@@ -25,7 +25,8 @@ from ..forward.capturable import why_not_captured, why_not_replayed
 from ..forward.forward import Context, Forward
 from ..forward.invariant import LINEARS, NATIVE, REPLAYED, WIDTHS, Invariant
 from ..forward.passes import captured_target
-from ..forward.replayed import ReplayedPasses, Tokens, replayed_target
+from ..forward.recorded_pass import Tokens
+from ..forward.replayed import ReplayedPasses, replayed_target
 from ..forward.sublayers import input_device
 from ..native.compiler import why_not
 from ..support.bounds import Number
