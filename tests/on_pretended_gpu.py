@@ -41,7 +41,8 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def model_here(family: str = "llama", make: Any = tiny_model, **options: Any) -> Any:
     if family in ("llama", "qwen2") and make is tiny_model:
-        options = {"num_hidden_layers": 3, **options}  # operations take long here
+        # Operations take long here.
+        options = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, **options}
     return enable_self_speculative(make(family, **options).to(HERE))
 
 
@@ -152,7 +153,8 @@ def test_the_text_is_plain_generates(request_: str, options: str) -> None:
 
 @pytest.mark.parametrize("options", ["greedy", "sampled"])
 def test_drafts_in_four_bits(options: str) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    sizes["layer_types"] = ["full_attention"] * 3
     config = SelfSpeculativeConfig(
         drafting=DraftingConfig(policy="fixed", max_draft_length=4),
         precision=PrecisionConfig(default="int4", head="int4"),

@@ -400,6 +400,8 @@ class ReplayedPasses:
             self.run(cache, Tokens((), ids), slot, position, records=True, expected=expected)
             return
         layers: list[Any] = cache.layers
+        if any(getattr(layer, "key_buffer", None) is None for layer in layers):
+            return  # one that holds nothing
         # While it is not known to be right, what it writes does not stay.
         own = [
             [buffer[:, :, layer.end - count : layer.end].clone() for buffer in (layer.key_buffer, layer.value_buffer)]
