@@ -24,6 +24,7 @@ from ssd_generation import Draft, Drafter, DraftingConfig, SelfSpeculativeConfig
 from ssd_generation.benchmark import gpu
 from ssd_generation.cache import arena as arenas
 from ssd_generation.cache.layers import BufferedLayer, add_buffers
+from ssd_generation.decoding import recorded_choice
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.loop import DecodingLoop
 from ssd_generation.decoding.processors import Processors
@@ -348,6 +349,20 @@ def test_where_sampling_cannot_be_recorded_it_goes_on_without(
         assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist()), **options))
         assert model.last_speculation.replayed_passes == model.last_speculation.target_passes - 1
     assert "out of memory" in state_of(model).recorded_choice.refusal and "Sampling is not recorded" in caplog.text
+
+
+def test_where_there_is_no_room_for_noise_it_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model())
+    plain_text(model, 20, self_speculative=NOTHING)
+    options = {"do_sample": True, "temperature": 0.8}
+    plain = plain_text(model, 60, **options)
+
+    def short(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory (pretended).")
+
+    monkeypatch.setattr(recorded_choice.RecordedChoice, "__init__", short)
+    assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist()), **options))
+    assert state_of(model).recorded_choice is None
 
 
 def test_the_noise_of_a_call_is_its_own() -> None:

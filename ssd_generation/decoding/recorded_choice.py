@@ -135,5 +135,8 @@ def recorded_choice(
         return None
     known: RecordedChoice | None = state.recorded_choice
     if known is None or (known.vocabulary, known.dtype) != (logits.shape[-1], logits.dtype):
-        known = state.recorded_choice = RecordedChoice(state.replays, logits.shape[-1], logits.dtype)
+        try:
+            known = state.recorded_choice = RecordedChoice(state.replays, logits.shape[-1], logits.dtype)
+        except torch.OutOfMemoryError:
+            return None
     return known if known.lend(choice) else None
