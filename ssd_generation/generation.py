@@ -45,6 +45,7 @@ from .forward.sublayers import input_device, layout_of
 from .support.display import visible
 from .support.messages import clipped, shown
 from .support.model_state import state_of
+from .support.once import looking_once
 from .tuning.automatic import automatic_config, check_budget
 from .tuning.costs import costs_of, rows_measured
 from .tuning.exactness import invariant_of, invariant_to_check, wants_own_kernels
@@ -176,7 +177,6 @@ class SelfSpeculativeMixin:
             request = _stored(model, generation_config) if self_speculative is True else self_speculative
 
             drafter = request if isinstance(request, Drafter) else None
-            state_of(model).learn_of(weights_in_use(model))
 
             def resolved() -> SelfSpeculativeConfig | None:
                 if drafter is not None and draft_memory is None:
@@ -185,12 +185,15 @@ class SelfSpeculativeMixin:
                 config.validate_for(num_layers=len(layout_of(model)), model_type=_model_type(model))
                 return config
 
-            # "auto" measures passes over several tokens: the model has to be one that has them.
-            config = None if isinstance(request, str) and request == "auto" else resolved()
+            with looking_once():
+                state_of(model).learn_of(weights_in_use(model))
+                # "auto" measures passes over several tokens: the model has to be one that has them.
+                config = None if isinstance(request, str) and request == "auto" else resolved()
             exactness = None if config is None else config.exactness
             refusal = self._check(is_batch=False, tokenizer=kwargs.get("tokenizer"), exactness=exactness).refusal
             if config is None and refusal is None:
-                config = resolved()
+                with looking_once():
+                    config = resolved()
             token = _CALL.set(_Call(model, config, drafter, refusal=refusal))
         try:
             return parent(*args, **kwargs)
@@ -327,8 +330,9 @@ class SelfSpeculativeMixin:
         try:
             add_buffers(cache, history)
             before = None if on_modules is None else on_modules.read()
-            forward, reason = _forward_of(call, batch, returns_states)
-            drafter, refining = _drafter_of(call, forward, generation_config, batch)
+            with looking_once():
+                forward, reason = _forward_of(call, batch, returns_states)
+                drafter, refining = _drafter_of(call, forward, generation_config, batch)
             if on_modules is not None and before is not None:
                 on_modules.write(before)  # passes that measure something leave others
             request = Request(

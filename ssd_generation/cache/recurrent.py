@@ -16,6 +16,8 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..support.once import looked_at_once
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -74,6 +76,7 @@ def usual_layers(model: PreTrainedModel) -> list[Any]:
     return layers
 
 
+@looked_at_once
 def has_states(model: PreTrainedModel) -> bool:
     """Whether a model keeps such states in its cache."""
     return any(map(keeps_states, usual_layers(model)))

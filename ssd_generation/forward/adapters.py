@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..support.once import looked_at_once
 from ..support.tensors import address_of
 from .linears import few_of, is_plain, linears, sample
 
@@ -85,14 +86,20 @@ def weights_in_use(model: PreTrainedModel) -> Hashable:
 
     Other weights written into the same place are noticed by a few numbers of each layer.
     """
-    numbers = sample(list(linears(model))).double()
+    numbers = _sample_of(model).double()
     return AdapterWatch(model).state, tuple(numbers.tolist())
+
+
+@looked_at_once
+def _sample_of(model: PreTrainedModel) -> torch.Tensor:
+    """A few numbers of each layer."""
+    return sample(list(linears(model)))
 
 
 def numbers_of(model: PreTrainedModel) -> str:
     """A fingerprint of the same kind that holds from one process to the next."""
     layers = list(_adapted_layers(model)) if getattr(model, "peft_config", None) else []
-    few = [sample(list(linears(model)))]
+    few = [_sample_of(model)]
     few += [few_of(w, _FEW) for *_, weights in layers for w in weights if is_plain(w)]
     numbers = torch.cat([one.to("cpu", torch.float64) for one in few])
     return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]

@@ -10,6 +10,7 @@ from torch.nn.modules import module as global_hooks
 
 from ..cache.recurrent import has_states
 from ..support.model_state import state_of
+from ..support.once import looked_at_once
 from ..support.tensors import address_of
 from .linears import is_plain
 from .replay import KINDS
@@ -42,7 +43,7 @@ def why_not_captured(
     """
     if not even_forbidden and (refusal := state_of(model).capture_refusal) is not None:
         return refusal
-    return _why_not(model, torch.device("cpu"), "it is not on the CPU", replaced)
+    return _why_not(model, torch.device("cpu"), "it is not on the CPU", frozenset(replaced))
 
 
 def why_not_replayed(model: PreTrainedModel) -> str | None:
@@ -53,8 +54,9 @@ def why_not_replayed(model: PreTrainedModel) -> str | None:
     return _why_not(model, device, "it is spread over several devices")
 
 
+@looked_at_once
 def _why_not(
-    model: PreTrainedModel, device: torch.device, elsewhere: str, replaced: Collection[int] = ()
+    model: PreTrainedModel, device: torch.device, elsewhere: str, replaced: Collection[int] = frozenset()
 ) -> str | None:
     """Why passes are not captured on a device; `elsewhere` where a weight is not on it."""
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
@@ -102,6 +104,7 @@ _OF_CALLS = "_previous_max_cache_length"
 """What a call with a static cache leaves on a model: no pass depends on it."""
 
 
+@looked_at_once
 def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """Changes when what was captured from a model is no longer the model."""
     return (

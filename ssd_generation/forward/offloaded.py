@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..support.once import looked_at_once
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -122,6 +124,7 @@ class Source:
         return (id(found), key)
 
 
+@looked_at_once
 def is_offloaded(model: nn.Module) -> bool:
     """Whether weights of a model are brought into memory for each pass."""
     return any(parameter.device.type == "meta" for parameter in model.parameters()) and bool(sources_of(model))

@@ -20,6 +20,7 @@ from ..forward.linears import is_plain
 from ..forward.sublayers import input_device
 from ..support.devices import is_asynchronous
 from ..support.machine import cpu_name
+from ..support.once import looked_at_once
 from ..support.tensors import rest_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def describe_machine(model: PreTrainedModel) -> str:
     return f"{device.type} ({name}), {dtype}, {attention}, torch {torch.__version__}"
 
 
+@looked_at_once
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """All that the cost of a model's passes depends on, as plain JSON types: what measurements are stored by."""
     text_config = model.config.get_text_config(decoder=True)

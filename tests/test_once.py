@@ -1,0 +1,84 @@
+"""Looks at a model that a call takes once (support/once.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from ssd_generation import SelfSpeculativeConfig, enable_self_speculative
+from ssd_generation.cache.recurrent import has_states
+from ssd_generation.forward import capturable
+from ssd_generation.support.once import looked_at_once, looking_once
+from tiny_models import prompt, tiny_model
+
+INT8 = SelfSpeculativeConfig(precision="int8", lookup=True)
+
+
+def test_a_look_is_taken_once_inside_and_each_time_outside() -> None:
+    looks: Counter[Any] = Counter()
+
+    @looked_at_once
+    def look(model: object, what: str = "") -> int:
+        """What it says."""
+        looks[id(model), what] += 1
+        return looks.total()
+
+    one, other = object(), object()
+    assert look(one) == 1 and look(one) == 2 and look.__doc__ == "What it says."
+    with looking_once():
+        assert look(one) == 3 == look(one) and look(other) == 4 and look(one, "more") == 5 and look(other) == 4
+        with looking_once():
+            assert look(one) == 3, "those before hold on"
+        assert look(one) == 3
+        thread = threading.Thread(target=look, args=(one,))
+        thread.start()
+        thread.join()
+        assert looks[id(one), ""] == 4, "another thread looks for itself"
+    assert look(one) == 7
+    with pytest.raises(KeyError), looking_once():
+        raise KeyError
+    assert look(one) == 8 and look(one) == 9
+
+
+def test_a_look_that_fails_is_taken_again() -> None:
+    @looked_at_once
+    def look(model: object) -> None:
+        raise ValueError(len(failed))
+
+    failed: list[int] = []
+    with looking_once():
+        for _ in range(2):
+            with pytest.raises(ValueError, match=str(len(failed))):
+                look(failed)
+            failed.append(1)
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize(
+    "request_", ["auto", SelfSpeculativeConfig(precision="int8", lookup=True)], ids=["auto", "int8"]
+)
+def test_a_call_looks_at_its_model_few_times(request_: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model())
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for _ in range(2):
+        model.generate(prompt(9), self_speculative=request_, **options)
+    looks: list[str] = []
+
+    def counted(model: Any) -> bool:
+        looks.append("")
+        return has_states(model)
+
+    # Which is asked whenever a model is looked at.
+    monkeypatch.setattr("ssd_generation.forward.capturable.has_states", counted)
+    model.generate(prompt(9), self_speculative=request_, **options)
+    assert 1 <= len(looks) <= 4
+    # And sees at once what has changed between calls.
+    model.lm_head.register_forward_hook(lambda *_: None)
+    looks.clear()
+    plain = model.generate(prompt(9), **options)
+    assert torch.equal(plain, model.generate(prompt(9), self_speculative=request_, **options)) and looks
+    assert capturable.why_not_captured(model) == "a hook is installed on Linear"
