@@ -27,6 +27,7 @@ from tiny_models import VOCAB, even_model, prompt, tiny_model
 pretended_gpu.set_up()
 HERE = torch.device(NAME, 0)
 SKIP = SkipConfig(attention=[1], mlp=[0, 2])
+FULL = ["full_attention"] * 3
 OWN = SelfSpeculativeConfig(SKIP, DraftingConfig(policy="fixed", max_draft_length=4))
 LOOKUP = SelfSpeculativeConfig(drafting=DraftingConfig(policy="fixed", max_draft_length=5), lookup=True)
 
@@ -40,9 +41,8 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def model_here(family: str = "llama", make: Any = tiny_model, **options: Any) -> Any:
-    if family in ("llama", "qwen2") and make is tiny_model:
-        # Operations take long here.
-        options = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, **options}
+    if family in ("llama", "qwen2") and make is tiny_model:  # operations take long here
+        options = {"num_hidden_layers": 3, **({"layer_types": FULL} if family == "qwen2" else {}), **options}
     return enable_self_speculative(make(family, **options).to(HERE))
 
 
@@ -154,7 +154,7 @@ def test_the_text_is_plain_generates(request_: str, options: str) -> None:
 @pytest.mark.parametrize("options", ["greedy", "sampled"])
 def test_drafts_in_four_bits(options: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
-    sizes["layer_types"] = ["full_attention"] * 3
+    sizes["layer_types"] = FULL
     config = SelfSpeculativeConfig(
         drafting=DraftingConfig(policy="fixed", max_draft_length=4),
         precision=PrecisionConfig(default="int4", head="int4"),
