@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -267,6 +267,21 @@ def test_the_cache_and_the_scores_come_back(how: str) -> None:
 # what the host does
 
 
+def each_round(monkeypatch: pytest.MonkeyPatch, read: Callable[[], int]) -> list[int]:
+    """By how much a number has grown in each round from now on."""
+    found: list[int] = []
+    original = DecodingLoop._round
+
+    def counted(self: DecodingLoop, *args: Any) -> bool:
+        before = read()
+        running = original(self, *args)
+        found.append(read() - before)
+        return running
+
+    monkeypatch.setattr(DecodingLoop, "_round", counted)
+    return found
+
+
 @pytest.mark.parametrize("options", ["greedy", "sampled", "repeats", "ends"])
 @pytest.mark.parametrize("request_", ["nothing", "guesses", "lookup", "own"])
 def test_the_host_waits_once_a_round(request_: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,16 +289,7 @@ def test_the_host_waits_once_a_round(request_: str, options: str, monkeypatch: p
     more = {**OPTIONS[options], **({"eos_token_id": VOCAB + 5} if options == "ends" else {})}
     for _ in range(2):
         texts(model, REQUESTS[request_], **more)
-    waits: list[int] = []
-    original = DecodingLoop._round
-
-    def counted(self: DecodingLoop, *args: Any) -> bool:
-        before = device.waits
-        running = original(self, *args)
-        waits.append(device.waits - before)
-        return running
-
-    monkeypatch.setattr(DecodingLoop, "_round", counted)
+    waits = each_round(monkeypatch, lambda: device.waits)
     texts(model, REQUESTS[request_], **more)
     assert len(waits) > 3 and waits[0] <= 4 and set(waits[1:]) == {1}, "at first, it reads the prompt"
 
@@ -293,16 +299,7 @@ def test_a_round_is_few_launches(request_: str, most: int, monkeypatch: pytest.M
     model = model_here()
     for _ in range(2):
         texts(model, REQUESTS[request_])
-    launches: list[int] = []
-    original = DecodingLoop._round
-
-    def counted(self: DecodingLoop, *args: Any) -> bool:
-        before = device.launches
-        running = original(self, *args)
-        launches.append(device.launches - before)
-        return running
-
-    monkeypatch.setattr(DecodingLoop, "_round", counted)
+    launches = each_round(monkeypatch, lambda: device.launches)
     plain_text(model, 40, inputs=prompt(9).to(HERE), self_speculative=REQUESTS[request_])
     assert max(launches[2:]) <= most, "those inside of graphs apart"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -81,10 +81,11 @@ class Arena:
             if not layers or bucket_of(slots) is None or not all(map(_suits, layers)):
                 return False
             if slots > self.capacity or not self._fits(layers):
+                like = [(layer.key_buffer, layer.value_buffer) for layer in layers]
                 try:
-                    self._make(layers, bucket_of(max(slots, expected)) or BUCKETS[-1])
+                    self._make(like, bucket_of(max(slots, expected)) or BUCKETS[-1])
                 except torch.OutOfMemoryError:
-                    self._make(layers, bucket_of(slots) or BUCKETS[-1])
+                    self._make(like, bucket_of(slots) or BUCKETS[-1])
             elif borrower is None:
                 # What another text left behind is multiplied by 0 where it is masked, and must be a number.
                 for buffer in (*self.keys, *self.values):
@@ -98,7 +99,7 @@ class Arena:
     def alike(self, capacity: int) -> Arena:
         """Another one, with buffers of the same kind for so many slots, which nobody has borrowed."""
         made = Arena()
-        made._make([_Buffers(*both) for both in zip(self.keys, self.values, strict=True)], capacity)
+        made._make(list(zip(self.keys, self.values, strict=True)), capacity)
         return made
 
     def _fits(self, layers: Sequence[Any]) -> bool:
@@ -111,14 +112,14 @@ class Arena:
             for mine, buffer in zip(own, (layer.key_buffer, layer.value_buffer), strict=True)
         )
 
-    def _make(self, layers: Sequence[Any], capacity: int) -> None:
+    def _make(self, like: Sequence[tuple[torch.Tensor, torch.Tensor]], capacity: int) -> None:
         def made(buffer: torch.Tensor) -> torch.Tensor:
             shape = (1, buffer.shape[1], capacity, buffer.shape[3])
             return torch.zeros(shape, dtype=buffer.dtype, device=buffer.device)
 
         with torch.inference_mode(False):  # written in any mode
-            keys, values = ([made(getattr(layer, name)) for layer in layers] for name in ("key_buffer", "value_buffer"))
-        self.keys, self.values, self.capacity = keys, values, capacity
+            self.keys, self.values = [made(keys) for keys, _ in like], [made(values) for _, values in like]
+        self.capacity = capacity
         self.version += 1
 
     def take_back(self, cache: Cache, keeps: bool = True) -> None:
@@ -145,11 +146,6 @@ class Arena:
             if self._borrower is None or self._borrower() is None:
                 self.keys, self.values, self.capacity = [], [], 0
                 self.version += 1
-
-
-class _Buffers(NamedTuple):
-    key_buffer: torch.Tensor
-    value_buffer: torch.Tensor
 
 
 def _move(layer: Any, keys: torch.Tensor, values: torch.Tensor, at: int) -> None:

@@ -14,40 +14,28 @@ from .random_use import is_foreign, no_draws, state_of_generators
 
 __all__ = ["Processors"]
 
-# Processors that look at the scores alone: all positions of all rows can go through them at once. (A class derived from
-# one of them may look at anything.)
-_BLIND: tuple[type, ...] = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "TopHLogitsWarper",
-        "LogitNormalization",
-        "InfNanRemoveLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-    )
-    if hasattr(logits_process, name)
+
+def _known(*names: str) -> tuple[type, ...]:
+    """Those of transformers' processors that this version has."""
+    return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
+
+
+# Processors that are functions of the scores and of numbers that do not change: they can be recorded.
+_RECORDABLE = _known(
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "TypicalLogitsWarper",
+    "EpsilonLogitsWarper",
+    "LogitNormalization",
 )
 
-
-# Of these, those that are functions of tensors and of numbers that do not change: they can be recorded.
-_RECORDABLE: tuple[type, ...] = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "LogitNormalization",
-    )
-    if hasattr(logits_process, name)
+# Processors that look at the scores alone: all positions of all rows can go through them at once. (A class derived from
+# one of them may look at anything.)
+_BLIND = (
+    *_RECORDABLE,
+    *_known("EtaLogitsWarper", "TopHLogitsWarper", "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor"),
 )
 
 

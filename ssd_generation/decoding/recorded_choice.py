@@ -62,8 +62,6 @@ class RecordedChoice:
         """Have a call draw its noise into this buffer; `False` while another does, or where there is too much of it."""
         with self._guard:
             borrower = None if self._borrower is None else self._borrower()
-            if borrower is choice and choice.ring is self.noise:
-                return True
             if self.refusal is not None or (borrower is not None and borrower.ring is self.noise):
                 return False
             self._borrower = weakref.ref(choice)

@@ -19,7 +19,6 @@ from ..cache.own_lists import new_cache
 from ..cache.recurrent import Checkpoint, cache_argument, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
-from ..forward.capturable import why_not_replayed
 from ..forward.forward import Context, Forward
 from ..forward.invariant import Invariant
 from ..forward.low_bit import copies_of
@@ -334,7 +333,7 @@ def _costs_of_replayed(model: PreTrainedModel) -> Costs | None:
     stands in. What they take was seen when they were recorded: to measure it would hold up a first call for as long as
     some hundred tokens take.
     """
-    passes = replayed_target(model) if why_not_replayed(model) is None else None
+    passes = replayed_target(model)
     if passes is None or passes.refusal is not None:
         return None
     width = passes.widths[-1]
