@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import transformers
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache.layers import add_buffers, drop_buffers
 from .cache.own_lists import class_of, hold_lists, release_lists
-from .cache.recurrent import REACH, cache_argument, has_states, keeps_states
+from .cache.recurrent import REACH, has_states, keeps_states
 from .cache.static import fill_static
 from .config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from .config.values import BITWISE, NUMERIC
@@ -46,6 +47,7 @@ from .support.display import visible
 from .support.messages import clipped, shown
 from .support.model_state import state_of
 from .support.once import looking_once
+from .support.versions import CACHE, UNTRIED, cache_argument, is_untried
 from .tuning.automatic import automatic_config, check_budget
 from .tuning.costs import costs_of, rows_measured
 from .tuning.exactness import invariant_of, invariant_to_check, wants_own_kernels
@@ -349,11 +351,13 @@ class SelfSpeculativeMixin:
                 # A cache that the user passed in is theirs again, whatever happened.
                 drop_buffers(cache)
             release_lists(cache)
-        if isinstance(output, SelfSpeculativeOutput) and output.past_key_values is not cache:
-            forward.end(output.past_key_values, keeps=True)
-            drop_buffers(output.past_key_values)
-        if call.static is not None and isinstance(output, SelfSpeculativeOutput):
-            output.past_key_values = fill_static(call.static, cast(Cache, output.past_key_values))
+        if isinstance(output, SelfSpeculativeOutput):
+            returned = cast(Cache, output[CACHE])
+            if returned is not cache:
+                forward.end(returned, keeps=True)
+                drop_buffers(returned)
+            if call.static is not None:
+                output[CACHE] = fill_static(call.static, returned)
         _note_passes(loop.statistics, forward, reason)
         if refining is not None:
             loop.statistics.refinement = refining.refinement.to_dict()
@@ -480,6 +484,12 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
     target = _target_of(model)
     if not isinstance(target, SelfSpeculativeMixin):
         refuse_model(target)
+        if is_untried():
+            warnings.warn(
+                f"ssd_generation has not been tried with transformers {transformers.__version__}: texts may be wrong. "
+                f"Install one that it has been tried with: pip install 'transformers>=5.18,<{UNTRIED}'.",
+                stacklevel=2,
+            )
         layout_of(target)
         target.__class__ = _enabled_class(type(target))
         target.last_speculation = None

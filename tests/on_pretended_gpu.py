@@ -20,6 +20,7 @@ from ssd_generation.forward import replay
 from ssd_generation.forward.replay import CudaGraphs
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
+from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.costs import measure_costs
 from test_replayed import NOTHING, Guesses, _Tokenizer, plain_text
 from tiny_models import VOCAB, even_model, prompt, tiny_model
@@ -257,7 +258,7 @@ def test_the_cache_and_the_scores_come_back(how: str) -> None:
     if how == "continued":
         ids = torch.cat((plain.sequences, prompt(5).to(HERE)), dim=1)
         again = [
-            plain_text(model, 12, inputs=ids, past_key_values=found.past_key_values, **extra).tolist()
+            plain_text(model, 12, inputs=ids, **{CACHE: found[CACHE]}, **extra).tolist()
             for found, extra in ((plain, {}), (drafted, {"self_speculative": NOTHING}))
         ]
         assert again[0] == again[1]

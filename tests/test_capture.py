@@ -26,6 +26,7 @@ from ssd_generation.forward.capture import CannotCapture, capture_pass
 from ssd_generation.forward.captured import CapturedPass, at_length, of_any_length, same_pass
 from ssd_generation.forward.passes import CapturedPasses, captured_target
 from ssd_generation.forward.rewrites import share_results
+from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[0]), DraftingConfig(policy="fixed", max_draft_length=2))
@@ -215,7 +216,7 @@ def test_numbers_from_the_caches_length_are_seen(monkeypatch: pytest.MonkeyPatch
 
     def by_length(self: Any, *args: Any, **kwargs: Any) -> Any:
         output, weights = original(self, *args, **kwargs)
-        return output * (1 + kwargs["past_key_values"].get_seq_length() / 10), weights
+        return output * (1 + kwargs[CACHE].get_seq_length() / 10), weights
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", by_length)
     assert not same_pass(capture_pass(model, 2, 7), capture_pass(model, 2, 19))
@@ -270,7 +271,7 @@ def test_what_hangs_on_the_cache_is_of_no_length(monkeypatch: pytest.MonkeyPatch
 
     def by_length(self: Any, *args: Any, **kwargs: Any) -> Any:
         output, weights = original(self, *args, **kwargs)
-        return output + torch.zeros(kwargs["past_key_values"].get_seq_length()).sum(), weights
+        return output + torch.zeros(kwargs[CACHE].get_seq_length()).sum(), weights
 
     assert longer(model) is not None
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", by_length)

@@ -24,6 +24,7 @@ from ssd_generation.forward.linears import CannotRead, dense
 from ssd_generation.forward.low_bit import check_precision
 from ssd_generation.forward.row_by_row import ATTENTION, EVERYTHING, least_needed, row_by_row, run_row_by_row
 from ssd_generation.forward.sublayers import input_device
+from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.measuring import describe_model
 from test_models import write_gguf
 from tiny_models import prompt, tiny_model
@@ -252,11 +253,11 @@ def test_attention_token_by_token_has_the_bits_of_single_tokens() -> None:
 
     def behind(width: int) -> torch.Tensor:
         cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :4], past_key_values=cache)
+        model(input_ids=ids[:, :4], **{CACHE: cache})
         parts = []
         for start in range(4, 20, width):
             with row_by_row(model, 1) if width > 1 else nullcontext():
-                parts.append(model(input_ids=ids[:, start : start + width], past_key_values=cache).logits)
+                parts.append(model(input_ids=ids[:, start : start + width], **{CACHE: cache}).logits)
         return torch.cat(parts, dim=1)
 
     run_row_by_row(model, False, EVERYTHING)

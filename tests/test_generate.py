@@ -39,6 +39,7 @@ from ssd_generation import (
     enable_self_speculative,
     is_self_speculative,
 )
+from ssd_generation.support.versions import CACHE
 from tiny_models import left_padded, prompt, tiny_model
 
 SKIP = SkipConfig(attention=[1], mlp=[2])
@@ -172,10 +173,8 @@ def test_a_cache_ends_where_the_text_does(model: PreTrainedModel) -> None:
     # The stop is met in the middle of a block: what was verified behind it must not stay in the cache.
     criteria = StoppingCriteriaList([StopAfter([13])])
     plain, ours = both(model, FREE, {"input_ids": prompt(9)}, stopping_criteria=criteria, return_dict_in_generate=True)
-    assert plain.past_key_values.get_seq_length() == ours.past_key_values.get_seq_length() == 12
-    torch.testing.assert_close(
-        ours.past_key_values.layers[3].keys, plain.past_key_values.layers[3].keys, rtol=1e-4, atol=1e-4
-    )
+    assert plain[CACHE].get_seq_length() == ours[CACHE].get_seq_length() == 12
+    torch.testing.assert_close(ours[CACHE].layers[3].keys, plain[CACHE].layers[3].keys, rtol=1e-4, atol=1e-4)
 
 
 def test_maximum_lengths(model: PreTrainedModel) -> None:
@@ -350,12 +349,12 @@ def test_only_the_new_tokens_of_a_conversation(model: PreTrainedModel) -> None:
     for request in (None, CONFIG):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(prompt(15), past_key_values=cache)
+            model(prompt(15), **{CACHE: cache})
         texts.append(
             model.generate(
                 prompt(5, seed=3),
                 attention_mask=torch.ones((1, 20), dtype=torch.long),
-                past_key_values=cache,
+                **{CACHE: cache},
                 max_new_tokens=NEW,
                 do_sample=False,
                 self_speculative=request,
@@ -503,7 +502,7 @@ def test_the_off_path_is_transformers_own(model: PreTrainedModel, monkeypatch: p
         monkeypatch.setattr(kind, "__init__", fail)
     monkeypatch.setattr(skip_mode.SkipMode, "__enter__", fail)
     out = model.generate(prompt(9), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    assert type(out.past_key_values.layers[0]).__module__ == "transformers.cache_utils"
+    assert type(out[CACHE].layers[0]).__module__ == "transformers.cache_utils"
     model.generate(prompt(9), max_new_tokens=4, num_beams=2, do_sample=False)
 
 
@@ -631,7 +630,7 @@ def test_an_interruption_leaves_model_and_cache_usable(after: int) -> None:
             prompt(9),
             max_new_tokens=NEW,
             do_sample=False,
-            past_key_values=cache,
+            **{CACHE: cache},
             logits_processor=LogitsProcessorList([Breaks(after)]),
             self_speculative=CONFIG,
         )

@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.capturable import why_not_captured
 from ssd_generation.harness.comparison import find_difference
+from ssd_generation.support.versions import CACHE
 from tiny_models import LAYERS, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
@@ -78,7 +79,7 @@ def test_a_cache_holds_what_plain_decoding_computed_behind_the_end_of_a_row(
         texts = []
         for drafts in (None, config):
             cache = DynamicCache(config=model.config)
-            options = {"attention_mask": mask, "eos_token_id": end, "past_key_values": cache}
+            options = {"attention_mask": mask, "eos_token_id": end, CACHE: cache}
             texts.append(greedily(model, ids, **options, self_speculative=drafts))
             caches.append(cache)
         assert torch.equal(*texts)
@@ -139,10 +140,10 @@ def test_a_cancelled_call_leaves_a_cache_to_go_on_from(calls: int) -> None:
     for config in (None, SKIPPING, LOOKING_UP, everything):
         cache, streamer = DynamicCache(config=model.config), _Stops(calls)
         with pytest.raises(_StopsError):
-            greedily(model, ids, past_key_values=cache, streamer=streamer, self_speculative=config)
+            greedily(model, ids, **{CACHE: cache}, streamer=streamer, self_speculative=config)
         said = torch.cat(streamer.said, dim=1)
         assert cache.get_seq_length() == said.shape[1] - 1
-        assert torch.equal(expected, greedily(model, said, 8, past_key_values=cache))
+        assert torch.equal(expected, greedily(model, said, 8, **{CACHE: cache}))
 
 
 def test_numbers_of_the_config_are_not_written_into_recordings_for_good() -> None:
@@ -184,7 +185,7 @@ def test_a_constraint_is_not_asked_what_follows_an_impossible_token(config: Self
 def test_a_cache_without_a_config_is_as_good() -> None:
     model, ids = enabled(), prompt(10, rows=3)
     plain = greedily(model, ids)
-    assert torch.equal(plain, greedily(model, ids, past_key_values=DynamicCache(), self_speculative=SKIPPING))
+    assert torch.equal(plain, greedily(model, ids, **{CACHE: DynamicCache()}, self_speculative=SKIPPING))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -253,7 +254,7 @@ def test_an_exception_while_drafting_lets_the_cache_go() -> None:
         greedily(
             model,
             ids,
-            past_key_values=cache,
+            **{CACHE: cache},
             logits_processor=LogitsProcessorList([processor]),  # type: ignore[list-item]
             self_speculative=SKIPPING,
         )
@@ -272,7 +273,7 @@ def test_a_call_that_fails_at_its_beginning_leaves_the_cache_as_it_was() -> None
         greedily(
             model,
             prompt(10),
-            past_key_values=cache,
+            **{CACHE: cache},
             self_speculative=SelfSpeculativeConfig(drafting=FIXED, precision="int8"),
         )
     assert [type(layer) for layer in cache.layers] == before

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward import passes
 from ssd_generation.forward.cache_attention import CacheAttention
+from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, LAYERS, WINDOW, left_padded, prompt, tiny_model
 
 SKIPS = [
@@ -96,17 +97,13 @@ def test_a_continued_cache_gives_the_targets_text(family: str) -> None:
         expected = generate(model, None, {"input_ids": first}, return_dict_in_generate=True, max_new_tokens=8)
         got = generate(model, config, {"input_ids": first}, return_dict_in_generate=True, max_new_tokens=8)
         assert torch.equal(got.sequences, expected.sequences)
-        assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
-        assert [type(layer) for layer in got.past_key_values.layers] == [
-            type(layer) for layer in expected.past_key_values.layers
-        ]
+        assert got[CACHE].get_seq_length() == expected[CACHE].get_seq_length()
+        assert [type(layer) for layer in got[CACHE].layers] == [type(layer) for layer in expected[CACHE].layers]
         second = torch.cat((got.sequences, prompt(4, rows, seed=5)), dim=1)
-        wanted = generate(
-            model, None, {"input_ids": second}, past_key_values=expected.past_key_values, max_new_tokens=8
-        )
+        wanted = generate(model, None, {"input_ids": second}, **{CACHE: expected[CACHE]}, max_new_tokens=8)
         # Drafted behind a drafted turn, and plain behind one: with either number of rows, in half of the families.
         again = (None, config)[(rows + FAMILIES.index(family)) % 2]
-        text = generate(model, again, {"input_ids": second}, past_key_values=got.past_key_values, max_new_tokens=8)
+        text = generate(model, again, {"input_ids": second}, **{CACHE: got[CACHE]}, max_new_tokens=8)
         assert torch.equal(text, wanted), (rows, again)
 
 
@@ -117,7 +114,7 @@ def test_a_returned_cache_holds_what_plain_decoding_leaves(family: str) -> None:
     expected = generate(model, None, inputs, return_dict_in_generate=True)
     got = generate(model, SelfSpeculativeConfig(SKIPS[0], FIXED), inputs, return_dict_in_generate=True)
     real = torch.cat((inputs["attention_mask"].bool(), torch.ones((3, NEW - 1), dtype=torch.bool)), dim=1)
-    for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    for ours, theirs in zip(got[CACHE].layers, expected[CACHE].layers, strict=True):
         assert ours.get_seq_length() == theirs.get_seq_length()
         mask = real[:, -theirs.keys.shape[2] :]
         # The left padding's own keys and values are never looked at.

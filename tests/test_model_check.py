@@ -19,6 +19,7 @@ from odd_models import COUNT_FROM_THE_CACHE, NOT_RECORDED, NOT_SEVERAL_AT_ONCE, 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.capturable import why_not_captured
 from ssd_generation.generation import require_drafts
+from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import model_check
 from ssd_generation.tuning.model_check import ModelCheck
 from tiny_models import FAMILIES, forget_measurements, left_padded, prompt, tiny_model
@@ -131,7 +132,7 @@ def test_rows_in_step_end_at_different_places() -> None:
     assert torch.equal(plain.sequences, drafted.sequences)
     assert (plain.sequences[:, -1] == 0).any(), "a row should end before the others"
     for key in ("keys", "values"):
-        for one, other in zip(plain.past_key_values.layers, drafted.past_key_values.layers, strict=True):
+        for one, other in zip(plain[CACHE].layers, drafted[CACHE].layers, strict=True):
             torch.testing.assert_close(getattr(one, key), getattr(other, key))
     texts = drafted.sequences[:, 12:]
     lengths = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in texts.tolist()]
@@ -224,10 +225,11 @@ def test_layers_that_ignore_positions_are_noticed(monkeypatch: pytest.MonkeyPatc
 def test_passes_that_fail_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     original = modeling_llama.LlamaModel.forward
 
-    def forward(self: Any, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() and input_ids.shape[1] > 1:
+    def forward(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        if cache is not None and cache.get_seq_length() and input_ids.shape[1] > 1:
             raise NotImplementedError("one token at a time")
-        return original(self, input_ids, past_key_values=past_key_values, **kwargs)
+        return original(self, input_ids, **kwargs)
 
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
     model = tiny_model()

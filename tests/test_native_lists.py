@@ -21,6 +21,7 @@ from ssd_generation.forward.passes import captured_target
 from ssd_generation.native import compiler, kernels
 from ssd_generation.native.kernels import NAMES, bits_of, flags, kernel
 from ssd_generation.native.sequence import Block, KernelList, Operand, Step, make_list
+from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, even_model, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(compiler.why_not() is not None, reason=f"no code can be made: {compiler.why_not()}")
@@ -336,7 +337,7 @@ def test_lists_change_no_bit(family: str, dtype: torch.dtype, monkeypatch: pytes
             pytest.skip("its passes are not captured")
         with torch.inference_mode():
             cache = DynamicCache(config=model.config)
-            model(prompt(9), past_key_values=cache)
+            model(prompt(9), **{CACHE: cache})
             add_buffers(cache)
             parts = []
             for at, count in ((9, 3), (12, 1), (13, 2)):  # the last one is filled up
@@ -365,7 +366,7 @@ def test_a_cache_of_another_type_is_left_to_torch() -> None:
     assert found is not None and found.program(1) is not None
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(prompt(5), past_key_values=cache)
+        model(prompt(5), **{CACHE: cache})
     narrow = DynamicCache(config=model.config)
     for layer, known in enumerate(cache.layers):
         narrow.update(known.keys.bfloat16(), known.values.bfloat16(), layer)

@@ -18,6 +18,7 @@ from ssd_generation.config import Costs, DraftingConfig
 from ssd_generation.forward import forward as forward_module
 from ssd_generation.forward.passes import CapturedPasses
 from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.support.versions import CACHE
 
 FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "idefics3", "smolvlm"]
 WITH_AXES = ["qwen2_5_vl", "qwen3_vl"]
@@ -136,7 +137,7 @@ def two_turns(model: Any, family: str, first: Any, second: Any) -> list[torch.Te
     """The texts of two turns, the first of them about a picture, by whatever each turn drafts with."""
     output = model.generate(**with_picture(family), **OPTIONS, return_dict_in_generate=True, self_speculative=first)
     ids = torch.cat((output.sequences, torch.tensor([[9, 31, 8, 44]])), dim=1)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": output.past_key_values}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: output[CACHE]}
     if family == ACROSS:  # transformers wants the mask of the whole text
         mask = with_picture(family)["cross_attention_mask"]
         inputs["cross_attention_mask"] = torch.cat((mask, mask[:, -1:].expand(-1, 24, -1, -1)), dim=1)

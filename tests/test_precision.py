@@ -40,6 +40,7 @@ from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.native.compiler import why_not
 from ssd_generation.native.linear import unpack_int4, unpack_int8
 from ssd_generation.support.model_state import state_of
+from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=3)
@@ -421,19 +422,15 @@ def test_recorded_drafts_and_those_run_as_they_are_say_the_same(family: str, con
     assert flat is not None
     with torch.inference_mode():
         cache = DynamicCache()
-        model(prompt(9), past_key_values=cache)
+        model(prompt(9), **{CACHE: cache})
         add_buffers(cache)
         token, position = prompt(1, seed=4), torch.tensor([[9]])
         played = flat.run(cache, token, position, drafted=0, ahead=1)
         assert played is not None, flat.refusal
         with SkipMode(model, skip, copies.forwards()):
-            run = model(
-                token, position_ids=position, past_key_values=DraftCache(cache, frozenset(skip.attention))
-            ).logits
+            run = model(token, position_ids=position, **{CACHE: DraftCache(cache, frozenset(skip.attention))}).logits
         with SkipMode(model, skip):
-            exact = model(
-                token, position_ids=position, past_key_values=DraftCache(cache, frozenset(skip.attention))
-            ).logits
+            exact = model(token, position_ids=position, **{CACHE: DraftCache(cache, frozenset(skip.attention))}).logits
     scale = float(exact.std())
     played = played.float()
     assert float((played - run).abs().max()) < 0.2 * scale

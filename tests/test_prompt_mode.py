@@ -12,6 +12,7 @@ from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, en
 from ssd_generation.forward import kernels
 from ssd_generation.forward import prompt_mode as prompts
 from ssd_generation.forward.kernels import linear_of_few_rows
+from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.acceptance import judge, verify_text
 from tiny_models import prompt, tiny_model
 
@@ -79,7 +80,7 @@ def test_generation_uses_it_for_the_tokens_that_are_new(elsewhere: list[int], mo
         prompt(9), self_speculative=config, return_dict_in_generate=True, **{**options, "max_new_tokens": 4}
     )
     longer = torch.cat((first.sequences, prompt(5, seed=3)), dim=1)
-    model.generate(longer, past_key_values=first.past_key_values, self_speculative=config, **options)
+    model.generate(longer, **{CACHE: first[CACHE]}, self_speculative=config, **options)
     assert asked[1:] == [9, 6], "the last token was not in the cache yet"
 
 

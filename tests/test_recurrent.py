@@ -28,7 +28,7 @@ from ssd_generation import (
 )
 from ssd_generation.cache import recurrent
 from ssd_generation.cache.own_lists import class_of, lists_of
-from ssd_generation.cache.recurrent import Checkpoint, cache_argument, has_states, keeps_states, knows_its_length
+from ssd_generation.cache.recurrent import Checkpoint, has_states, keeps_states, knows_its_length
 from ssd_generation.cli import main
 from ssd_generation.decoding import rows
 from ssd_generation.drafting.drafter import Texts
@@ -38,6 +38,7 @@ from ssd_generation.forward.module_states import module_states
 from ssd_generation.forward.state_layers import StateLayer
 from ssd_generation.forward.sublayers import layout_of
 from ssd_generation.support.model_state import state_of
+from ssd_generation.support.versions import CACHE, cache_argument
 from ssd_generation.tuning.acceptance import why_not_judged
 from ssd_generation.tuning.costs import _put_together, measure_costs
 from tiny_models import VOCAB, left_padded, prompt, small, tiny_model
@@ -167,12 +168,12 @@ def decoded(model: Any, ids: torch.Tensor, new: int, request: Any = None, **opti
 def gone_on(model: Any, text: torch.Tensor, new: int, request: Any, cache: Any) -> torch.Tensor:
     """A text, and what a model says behind it, given the cache of all of the text but its last token."""
     if knows_its_length(cache):
-        output: torch.Tensor = decoded(model, text, new, request, past_key_values=cache)
+        output: torch.Tensor = decoded(model, text, new, request, **{CACHE: cache})
         return output
     if isinstance(request, Lies):
         request.text = request.text[text.shape[1] - 1 :]
     last = text[:, -1:]  # which may be what stands for padding elsewhere
-    output = decoded(model, last, new, request, cache_params=cache, attention_mask=torch.ones_like(last))
+    output = decoded(model, last, new, request, **{cache_argument(model): cache}, attention_mask=torch.ones_like(last))
     return torch.cat((text[:, :-1], output), dim=1)
 
 
@@ -252,10 +253,10 @@ def test_the_cache_is_given_back_as_plain_leaves_it(model: Any, new: int) -> Non
     text = decoded(model, ids, new + 20)
     script = [(4, 1), (3, 3), (5, 0), (2, 1)]
     drafted = decoded(model, ids, new, Lies(text[0].tolist(), script), return_dict_in_generate=True)
-    for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
+    for one, other in zip(states(plain[CACHE]), states(drafted[CACHE]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     lies = Lies(text[0].tolist(), script)
-    assert torch.equal(gone_on(model, drafted.sequences, 20, lies, drafted.past_key_values), text)
+    assert torch.equal(gone_on(model, drafted.sequences, 20, lies, drafted[CACHE]), text)
 
 
 class LiesInRows(Lies):
@@ -311,7 +312,7 @@ def test_the_cache_of_a_batch_is_given_back_as_plain_leaves_it(model: Any, new: 
     drafted = decoded(model, ids, new, LiesInRows(text, ROWS_SCRIPT), **options)
     assert torch.equal(plain.sequences, drafted.sequences)
     assert model.last_speculation.refusal is None
-    for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
+    for one, other in zip(states(plain[CACHE]), states(drafted[CACHE]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
@@ -345,7 +346,7 @@ def test_a_text_that_is_cancelled_can_be_gone_on_with(model: Any, stop: int) -> 
         assert torch.equal(gone_on(model, plain[:, : 21 + stop], 40 - stop, NOTHING, cache), plain)
         return
     assert 21 <= cache.get_seq_length() < 21 + stop
-    assert torch.equal(decoded(model, plain[:, : 21 + stop], 40 - stop, NOTHING, past_key_values=cache), plain)
+    assert torch.equal(decoded(model, plain[:, : 21 + stop], 40 - stop, NOTHING, **{CACHE: cache}), plain)
 
 
 def test_no_copy_is_left_after_the_call(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +452,7 @@ def test_the_cache_is_given_back_behind_drafts_of_its_own(model: Any) -> None:
     plain = decoded(model, prompt(21), 31, **options)
     for config in own_drafts(model).values():
         drafted = decoded(model, prompt(21), 31, config, **options)
-        for one, other in zip(states(plain.past_key_values), states(drafted.past_key_values), strict=True):
+        for one, other in zip(states(plain[CACHE]), states(drafted[CACHE]), strict=True):
             assert one.shape == other.shape
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
@@ -484,7 +485,7 @@ def test_states_that_find_no_room(by: str, rows_: int, copies: int, monkeypatch:
         found = decoded(model, ids, 60, config, **options)
     assert torch.equal(found.sequences, plain.sequences)
     assert made_before == copies + 1  # it is not tried again
-    for one, other in zip(states(plain.past_key_values), states(found.past_key_values), strict=True):
+    for one, other in zip(states(plain[CACHE]), states(found[CACHE]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     monkeypatch.setattr(recurrent, "_copy", copy)
     assert torch.equal(decoded(model, ids, 60, config), plain.sequences)
@@ -587,7 +588,7 @@ def test_a_second_turn_is_read_as_transformers_reads_it(name: str) -> None:
     for request in (None, LOOKUP):
         first = decoded(model, ids, 20, request, return_dict_in_generate=True)
         again = torch.cat((first.sequences, prompt(6)), dim=1)
-        if not knows_its_length(cache := first.past_key_values):
+        if not knows_its_length(cache := first[CACHE]):
             again = again[:, first.sequences.shape[1] - 1 :]
         options = {cache_argument(model): cache, "attention_mask": torch.ones_like(again)}
         if not knows_its_length(cache):
@@ -603,9 +604,9 @@ def test_a_list_of_states_is_as_the_model_leaves_it() -> None:
     assert kind is not None and class_of(tiny_model("llama")) is None
     ids, options = prompt(21), {"return_dict_in_generate": True}
     text = decoded(model, ids, 40)[0].tolist()
-    plain = decoded(model, ids, 30, **options).past_key_values
+    plain = decoded(model, ids, 30, **options)[CACHE]
     mine = kind()
-    drafted = decoded(model, ids, 30, Lies(text, EVERY_PATTERN), past_key_values=mine, **options).past_key_values
+    drafted = decoded(model, ids, 30, Lies(text, EVERY_PATTERN), **{CACHE: mine}, **options)[CACHE]
     assert drafted is mine and type(drafted) is type(plain) is kind and not lists_of(drafted)
     assert [type(layer) for layer in drafted.layers] == [type(layer) for layer in plain.layers]
     assert [len(state) for state in drafted.linear_cache] == [len(state) for state in plain.linear_cache] == [0, 1] * 2
@@ -642,12 +643,12 @@ def test_states_on_modules_belong_to_the_text() -> None:
     for ours, its in zip(found.read(), left, strict=True):
         for one, other in zip(ours, its, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    layers = [layer for layer in drafted.past_key_values.layers if keeps_states(layer)]
+    layers = [layer for layer in drafted[CACHE].layers if keeps_states(layer)]
     assert len(layers) == 4 and all(layer.recurrent_states == {0: None} for layer in layers)
     # The modules hold one set: the cache that was given back last is the one that can be gone on with.
     text = decoded(model, ids, 50)
     drafted = decoded(model, ids, 30, lies, **options)
-    assert torch.equal(gone_on(model, drafted.sequences, 20, LOOKUP, drafted.past_key_values), text)
+    assert torch.equal(gone_on(model, drafted.sequences, 20, LOOKUP, drafted[CACHE]), text)
 
 
 class Odd(nn.Module):

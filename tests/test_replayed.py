@@ -37,6 +37,7 @@ from ssd_generation.forward.replayed import ReplayedPasses, replayed_draft, repl
 from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
+from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import exactness
 from ssd_generation.tuning.costs import costs_of, measure_costs
 from ssd_generation.tuning.exactness import invariant_of
@@ -125,7 +126,7 @@ def test_a_replayed_pass_gives_the_models_logits(family: str) -> None:
     text = prompt(60)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
+        model(input_ids=text[:, :20], **{CACHE: cache}, use_cache=True)
         add_buffers(cache)
         at = 20
         for count in (1, 3, 16, 2, 4, 9, 1):
@@ -135,7 +136,7 @@ def test_a_replayed_pass_gives_the_models_logits(family: str) -> None:
             found = passes.run(cache, tokens, at, at, records=True)
             assert found is not None, passes.refusal
             logits, choices = (result.clone() for result in found)
-            expected = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            expected = model(input_ids=ids, **{CACHE: cache}, use_cache=True).logits
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             assert logits.shape == expected.shape and torch.equal(choices, logits[0].argmax(-1))
             at += count
@@ -496,7 +497,7 @@ def test_nothing_in_a_pass_reads_a_value_or_moves(family: str) -> None:
     text = prompt(80)
     seen = []
     with torch.no_grad():
-        model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
+        model(input_ids=text[:, :20], **{CACHE: cache}, use_cache=True)
         add_buffers(cache)
         assert passes.run(cache, Tokens((), text[:, 20:22]), 20, 20, records=True) is not None, passes.refusal
         ((_, made),) = passes._passes.items()
@@ -571,7 +572,7 @@ def test_the_cache_comes_back_as_plain_decoding_leaves_it(family: str) -> None:
     plain: Any = plain_text(model, 30, **options)
     drafted: Any = plain_text(model, 30, self_speculative=Guesses(plain.sequences[0].tolist()), **options)
     mine = {buffer.untyped_storage()._cdata for buffer in (*state_of(model).arena.keys, *state_of(model).arena.values)}
-    for one, other in zip(plain.past_key_values.layers, drafted.past_key_values.layers, strict=True):
+    for one, other in zip(plain[CACHE].layers, drafted[CACHE].layers, strict=True):
         assert type(one) is type(other) and one.get_seq_length() == other.get_seq_length()
         torch.testing.assert_close(one.keys, other.keys)
         torch.testing.assert_close(one.values, other.values)
@@ -580,7 +581,7 @@ def test_the_cache_comes_back_as_plain_decoding_leaves_it(family: str) -> None:
     plain_text(model, 30, self_speculative=NOTHING)
     ids = torch.cat((plain.sequences, prompt(5)), dim=1)
     again = [
-        model.generate(ids, past_key_values=result.past_key_values, max_new_tokens=12, do_sample=False, **extra)
+        model.generate(ids, **{CACHE: result[CACHE]}, max_new_tokens=12, do_sample=False, **extra)
         for result, extra in ((plain, {}), (drafted, {"self_speculative": NOTHING}))
     ]
     assert torch.equal(*again)
@@ -595,8 +596,8 @@ def test_a_static_cache_is_used_and_given_back(family: str, prompted: int) -> No
         plain: Any = plain_text(model, new, **options)
         drafted: Any = plain_text(model, new, self_speculative=Guesses(plain.sequences[0].tolist()), **options)
         assert torch.equal(plain.sequences, drafted.sequences)
-        assert type(drafted.past_key_values) is StaticCache
-        for one, other in zip(plain.past_key_values.layers, drafted.past_key_values.layers, strict=True):
+        assert type(drafted[CACHE]) is StaticCache
+        for one, other in zip(plain[CACHE].layers, drafted[CACHE].layers, strict=True):
             assert one.get_seq_length() == other.get_seq_length() and one.keys.shape == other.keys.shape
             # The first of a full window is not seen any more.
             hidden = int(one.is_sliding and one.get_seq_length() >= one.keys.shape[2])
@@ -836,11 +837,11 @@ def test_what_is_compiled_is_what_the_model_computes(dtype: torch.dtype, monkeyp
     passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")), fuses="rows")
     try:
         with torch.no_grad():
-            model(input_ids=text[:, :20], past_key_values=cache, use_cache=True)
+            model(input_ids=text[:, :20], **{CACHE: cache}, use_cache=True)
             add_buffers(cache)
             found = passes.run(cache, Tokens((), text[:, 20:30]), 20, 20, records=True)
             assert found is not None, passes.refusal
-            expected = model(input_ids=text[:, 20:30], past_key_values=cache, use_cache=True).logits
+            expected = model(input_ids=text[:, 20:30], **{CACHE: cache}, use_cache=True).logits
     finally:
         fused.fused_rows.cache_clear()
     once = Counter({"norm": 2 * LAYERS + 1, "gate": LAYERS, "rotary": 2 * LAYERS})

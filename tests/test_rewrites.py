@@ -32,6 +32,7 @@ from ssd_generation.forward.rewrites import (
 )
 from ssd_generation.native.compiler import why_not
 from ssd_generation.native.rows import gated_silu, rms_norm, rotary
+from ssd_generation.support.versions import CACHE
 from tiny_models import prompt, tiny_model
 
 # Recorded families, one per way of wiring, and what each rewrite finds in a model of two layers: norms and rotations.
@@ -57,7 +58,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 def own_logits(model: PreTrainedModel, length: int = LENGTH) -> torch.Tensor:
     return run_behind(
-        model, lambda ids, positions, cache: model(ids, position_ids=positions, past_key_values=cache).logits, length
+        model, lambda ids, positions, cache: model(ids, position_ids=positions, **{CACHE: cache}).logits, length
     )
 
 
@@ -79,7 +80,7 @@ def run_behind(
     """A pass over a few tokens behind a cache of nine."""
     with torch.inference_mode():
         cache = DynamicCache()
-        model(prompt(9), past_key_values=cache)
+        model(prompt(9), **{CACHE: cache})
         return run(prompt(length, seed=4), torch.arange(9, 9 + length)[None], cache)
 
 

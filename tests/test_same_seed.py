@@ -23,6 +23,7 @@ from ssd_generation import (
 from ssd_generation.decoding.choice import IMPOSSIBLE, SampledChoice
 from ssd_generation.decoding.refusals import CannotDraft
 from ssd_generation.generation import refinement_of
+from ssd_generation.support.versions import CACHE
 from test_sampling import Favours
 from tiny_models import left_padded, prompt, tiny_model
 
@@ -174,10 +175,10 @@ def test_a_continued_cache(model: PreTrainedModel) -> None:
         torch.manual_seed(5)
         for _ in range(3):
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=10, do_sample=True,
+                ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, max_new_tokens=10, do_sample=True,
                 top_k=0, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, **more,
             )  # fmt: skip
-            cache, ids = out.past_key_values, torch.cat((out.sequences, prompt(4)), dim=1)
+            cache, ids = out[CACHE], torch.cat((out.sequences, prompt(4)), dim=1)
             said.append(out.sequences[0].tolist())
         return said
 

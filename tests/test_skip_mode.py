@@ -13,6 +13,7 @@ from torch import nn
 from ssd_generation import SkipConfig, draft_mode
 from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.forward.sublayers import SubLayer, locate_sublayers
+from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, LAYERS, left_padded, prompt, tiny_model
 
 # Layers that normalise the residual stream itself cannot be left out whole.
@@ -229,7 +230,7 @@ def test_a_cache_filled_in_draft_mode_is_not_mistaken_for_the_targets() -> None:
     with draft_mode(model, SkipConfig(attention=[0])):
         out = model.generate(prompt(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     with pytest.raises(RuntimeError, match="filled in draft mode"):
-        model.generate(out.sequences, past_key_values=out.past_key_values, max_new_tokens=4)
+        model.generate(out.sequences, **{CACHE: out[CACHE]}, max_new_tokens=4)
 
 
 # --- models that cannot be skipped in

@@ -23,6 +23,7 @@ from ..config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
 from ..harness.interleaved import interleaved
 from ..models import load_model
+from ..support.versions import CACHE
 from ..tuning.costs import Passes
 from ..tuning.measuring import describe_machine
 
@@ -88,14 +89,14 @@ def _upstream_step(model: Any, context: int) -> Callable[[], float]:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.randint(0, vocabulary, (1, context), generator=torch.Generator().manual_seed(0)).to(model.device)
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    model(input_ids=ids, past_key_values=cache, use_cache=True, **fewer)
+    model(input_ids=ids, use_cache=True, **{CACHE: cache}, **fewer)
 
     def once() -> float:
         started = time.perf_counter()
         mask = torch.ones((1, context + 1), dtype=torch.long, device=model.device)
         positions = torch.full((1, 1), context, device=model.device)
         inputs = model.prepare_inputs_for_generation(
-            ids[:, :1], next_sequence_length=1, past_key_values=cache, attention_mask=mask, position_ids=positions
+            ids[:, :1], next_sequence_length=1, attention_mask=mask, position_ids=positions, **{CACHE: cache}
         )
         model(**inputs, return_dict=True).logits[:, -1].argmax().item()
         took = time.perf_counter() - started

@@ -42,6 +42,7 @@ from ..harness.prompts import built_in_prompts, encode_prompt
 from ..models import load_model
 from ..support.devices import is_asynchronous, wait_for
 from ..support.model_state import state_of
+from ..support.versions import CACHE
 from ..tuning.measuring import describe_machine
 
 __all__ = ["SHAPES", "measure_calls", "measure_passes"]
@@ -154,11 +155,11 @@ def _row(model: Any, passes: ReplayedPasses | None, width: int, behind: int, hal
     with torch.inference_mode():
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :behind], past_key_values=cache, use_cache=True, **fewer)
+        model(input_ids=ids[:, :behind], use_cache=True, **{CACHE: cache}, **fewer)
         add_buffers(cache)
 
         def eager() -> None:
-            model(input_ids=ids[:, behind:], past_key_values=cache, use_cache=True).logits[0].argmax(-1).tolist()
+            model(input_ids=ids[:, behind:], use_cache=True, **{CACHE: cache}).logits[0].argmax(-1).tolist()
             cache.crop(-width)
 
         if half is None:  # a draft's own code has another cache

@@ -17,6 +17,7 @@ from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
 from ..harness.memory import peak_bytes
 from ..models import load_model
+from ..support.versions import CACHE
 from ..tuning.automatic import weight_bytes
 
 __all__ = ["measure_memory"]
@@ -57,9 +58,9 @@ def measure_memory(
             extra: dict[str, Any] = {"self_speculative": request}
             if part == "decoding":
                 # Without the prompt's pass, which needs the most memory, and the same in both.
-                extra["past_key_values"] = model.generate(
+                extra[CACHE] = model.generate(
                     ids[:, :-1], **{**options, "max_new_tokens": 1}, return_dict_in_generate=True
-                ).past_key_values
+                )[CACHE]
             peaks.append(peak_bytes(model, ids, **options, **extra))
         report[part] = {
             "plain": peaks[0],

@@ -33,6 +33,7 @@ from ..generation import enable_self_speculative, why_no_drafts
 from ..support.files import write_whole
 from ..support.machine import cpu_name
 from ..support.model_state import state_of
+from ..support.versions import CACHE
 from .tables import WRONG, Notes, counted, judged, kept_rows, kind_of, short, versions
 
 __all__ = ["COLUMNS", "TARGETS", "Row", "page", "try_target"]
@@ -356,17 +357,17 @@ def _apart(model: Any, width: int = 8, tokens: int = 40) -> tuple[float, float]:
 
     def logits() -> torch.Tensor:
         cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :width], past_key_values=cache)
+        model(input_ids=ids[:, :width], **{CACHE: cache})
         found = []
         for start in range(width, tokens, width):
             with row_by_row(model, 1):
-                found.append(model(input_ids=ids[:, start : start + width], past_key_values=cache).logits[0])
+                found.append(model(input_ids=ids[:, start : start + width], **{CACHE: cache}).logits[0])
         return torch.cat(found).double()
 
     def single() -> torch.Tensor:
         cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :width], past_key_values=cache)
-        found = [model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits[0] for at in range(width, tokens)]
+        model(input_ids=ids[:, :width], **{CACHE: cache})
+        found = [model(input_ids=ids[:, at : at + 1], **{CACHE: cache}).logits[0] for at in range(width, tokens)]
         return torch.cat(found).double()
 
     with torch.no_grad(), _as_is(model):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ..support.versions import CACHE_NAMES
 from .recurrent import layers_of_states, usual_layers
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def class_of(model: PreTrainedModel) -> type[DynamicCache] | None:
 @functools.cache
 def _wanted_by(forward: Callable[..., Any]) -> type[DynamicCache] | None:
     try:
-        wanted = typing.get_type_hints(inspect.unwrap(forward)).get("past_key_values")
+        hints = typing.get_type_hints(inspect.unwrap(forward))
     except Exception:  # names that only a type checker knows
         return None
+    wanted = next((hints[name] for name in CACHE_NAMES if name in hints), None)
     for kind in typing.get_args(wanted) or (wanted,):
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
             return kind

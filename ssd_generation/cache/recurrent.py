@@ -9,7 +9,6 @@ the next pass again, in front of what is to be verified: a few more rows, not an
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,6 @@ __all__ = [
     "REACH",
     "Checkpoint",
     "NoRoomForStates",
-    "cache_argument",
     "crop_attention",
     "fork_states",
     "has_states",
@@ -80,12 +78,6 @@ def usual_layers(model: PreTrainedModel) -> list[Any]:
 def has_states(model: PreTrainedModel) -> bool:
     """Whether a model keeps such states in its cache."""
     return any(map(keeps_states, usual_layers(model)))
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The argument, and the output, of a model's passes that is its cache: `"cache_params"` of one of states alone."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return "cache_params" if "cache_params" in parameters and "past_key_values" not in parameters else "past_key_values"
 
 
 def knows_its_length(cache: Cache) -> bool:

@@ -9,7 +9,6 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..cache.layers import add_buffers
-from ..cache.recurrent import cache_argument
 from ..config import SelfSpeculativeConfig
 from ..drafting.draft_length import DraftPolicy
 from ..drafting.drafter import Draft
@@ -18,6 +17,7 @@ from ..drafting.self_drafter import SelfDrafter
 from ..forward.forward import Context, Forward
 from ..forward.sublayers import layout_of
 from ..support.tensors import argmax
+from ..support.versions import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..cache.layers import add_buffers, reaches_back, trim_windows
-from ..cache.recurrent import Checkpoint, NoRoomForStates, cache_argument, knows_its_length, slots_of
+from ..cache.recurrent import Checkpoint, NoRoomForStates, knows_its_length, slots_of
 from ..drafting.drafter import Draft, Drafter
 from ..forward.adapters import AdapterWatch
 from ..forward.forward import Context, Forward
@@ -33,6 +33,7 @@ from ..forward.row_by_row import has_scans_of_its_own
 from ..native.waiting import ThreadsAtWork
 from ..support.devices import sent
 from ..support.timing import Stopwatch
+from ..support.versions import CACHE, cache_argument
 from .choice import IMPOSSIBLE, Choice, SampledChoice
 from .outputs import SelfSpeculativeOutput, StepOutputs
 from .processors import Processors
@@ -251,8 +252,8 @@ class DecodingLoop:
             logits=outputs.logits,
             attentions=outputs.attentions,
             hidden_states=outputs.hidden_states,
-            past_key_values=rows.context.cache,
             speculation=self.statistics,
+            **{CACHE: rows.context.cache},
         )
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import transformers
-from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
 from ..cache.recurrent import is_known
+from ..support.versions import takes
 
 __all__ = [
     "NO_CACHE",
@@ -34,31 +33,21 @@ NO_CACHE = (
     "tokens behind"
 )
 
-_TOO_NEW = "5.24"
-"""From here on transformers calls the KV cache otherwise, in arguments and outputs of all models."""
-
 
 def refuse_model(model: PreTrainedModel) -> None:
     """Raise `CannotDraft` for a model that cannot draft for itself, whatever is asked of it."""
-    if Version(transformers.__version__) >= Version(_TOO_NEW):
-        raise CannotDraft(
-            f"ssd_generation does not know transformers {transformers.__version__} yet, which has another name for the "
-            f"KV cache in all models. Install an older one: pip install 'transformers>=5.18,<{_TOO_NEW}'."
-        )
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise CannotDraft(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
-    parameters = inspect.signature(type(model).forward).parameters
-    if getattr(model, "_is_stateful", False) and not {"past_key_values", "cache_params"} & set(parameters):
+    forward = type(model).forward
+    takes_cache = bool(takes(forward))
+    if getattr(model, "_is_stateful", False) and not takes_cache:
         raise CannotDraft(
             f"{name} is a recurrent (stateful) model that keeps its state in no transformers cache: it cannot take "
             "rejected tokens back, so it cannot draft for itself."
         )
-    if (
-        "past_key_values" not in parameters
-        and "cache_params" not in parameters
-        and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    ):
+    parameters = inspect.signature(forward).parameters.values()
+    if not takes_cache and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise CannotDraft(f"{name} {NO_CACHE}.")
     if not model.can_generate():
         raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")

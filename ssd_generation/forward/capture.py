@@ -32,6 +32,7 @@ from transformers import masking_utils, modeling_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..support.forks import ForkSafeRLock, undone_in_child
+from ..support.versions import CACHE
 from .captured import CapturedPass
 
 if TYPE_CHECKING:
@@ -350,7 +351,7 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequ
         ids = torch.zeros((1, length), dtype=torch.long, device=device)
         positions = torch.arange(behind, behind + length, device=device)[None]
         inputs = model.prepare_inputs_for_generation(
-            ids, next_sequence_length=length, past_key_values=cache, attention_mask=None, position_ids=positions
+            ids, next_sequence_length=length, attention_mask=None, position_ids=positions, **{CACHE: cache}
         )
         extra = {key for key, value in inputs.items() if isinstance(value, torch.Tensor)} - _INPUTS
         if extra or not isinstance(inputs.get("input_ids"), torch.Tensor):

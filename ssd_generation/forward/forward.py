@@ -19,9 +19,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.layers import DraftCache, add_buffers, append_written, draft_cache, fix_unwritten
-from ..cache.recurrent import Checkpoint, cache_argument
+from ..cache.recurrent import Checkpoint
 from ..config import SelfSpeculativeConfig
 from ..support.model_state import state_of
+from ..support.versions import CACHE_NAMES, cache_argument
 from .few_rows import MOST_ROWS, few_rows
 from .invariant import Invariant
 from .module_states import module_states
@@ -41,8 +42,7 @@ __all__ = ["Context", "DraftPasses", "Forward"]
 # What a draft's pass has no use for, or is given anew in each pass.
 _NOT_FOR_DRAFTS = frozenset(
     (
-        "past_key_values",
-        "cache_params",
+        *CACHE_NAMES,
         "attention_mask",
         "position_ids",
         "inputs_embeds",

@@ -17,6 +17,7 @@ from torch import nn
 from ..cache.recurrent import layers_of_states
 from ..config import SkipConfig
 from ..support.model_state import state_of
+from ..support.versions import cache_given
 from .skip_mode import SkipMode, forward_of
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class ModuleStates:
         forward = forward_of(holder.module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            kept = _kept(kwargs["past_key_values"], holder)
+            kept = _kept(cache_given(kwargs), holder)
             _give(holder, kept)
             try:
                 return forward(*args, **kwargs)

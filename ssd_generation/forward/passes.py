@@ -22,6 +22,7 @@ from ..config import SkipConfig
 from ..native.compiler import why_not
 from ..native.kernels import NAMES
 from ..support.model_state import state_of
+from ..support.versions import CACHE
 from .any_length import LONGEST, PassCapture
 from .cache_attention import CacheAttention, live_layers
 from .capturable import fingerprint, why_not_captured
@@ -292,10 +293,10 @@ class CapturedPasses:
             # Layers with a window have none here, unless the attention knows about windows.
             config = model.config.get_text_config(decoder=True)
             own = DynamicCache() if self.invariant is None else DynamicCache(config=config)
-            model(input_ids=prompt, past_key_values=own, use_cache=True, logits_to_keep=1)
+            model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: own})
             buffered = copy.deepcopy(own)
             add_buffers(buffered)
-            expected = model(input_ids=ids, position_ids=positions, past_key_values=own, use_cache=True).logits.float()
+            expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits.float()
             live, attention = self._live(buffered), self._new_attention()
             if not live:
                 raise CannotCapture("its cache has layers of a kind of their own")
@@ -334,9 +335,7 @@ def _sensitivity(
     embedded = model.get_input_embeddings()(ids)
     noise = torch.rand(embedded.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     moved = embedded * (1 + torch.finfo(model.dtype).eps * noise).to(torch.float32)
-    logits = model(
-        inputs_embeds=moved.to(model.dtype), position_ids=positions, past_key_values=cache, use_cache=True
-    ).logits
+    logits = model(inputs_embeds=moved.to(model.dtype), position_ids=positions, use_cache=True, **{CACHE: cache}).logits
     return (logits.float() - expected).norm()  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from ..cache.layers import keep_length
 from ..support.forks import forget_undo, note_undo
 from ..support.model_state import state_of
+from ..support.versions import cache_given
 from .sublayers import layout_of
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def draft_mode_with(
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Masks and positions are read off a cache layer that a skipped attention would never fill.
-        cache = next((v for k, v in kwargs.items() if k in ("past_key_values", "layer_past")), None)
+        cache = cache_given(kwargs)
         if cache is not None and mode.is_active():
             keep_length(cache, skipped, len(layout))
 

@@ -18,6 +18,7 @@ from ..forward.resident import drafting_model
 from ..forward.skip_mode import draft_mode_with
 from ..forward.sublayers import layout_of
 from ..support.machine import cpu_name
+from ..support.versions import CACHE
 from ..tuning.automatic import weight_bytes
 from .interleaved import Timings, interleaved, timed
 from .sampling_check import SamplingCheck, check_sampling
@@ -562,7 +563,7 @@ def _extra_bytes(
         outputs = model(**{key: value[:, :1] for key, value in inputs.items()}, use_cache=True)
     per_slot = sum(
         tensor.nbytes
-        for layer in outputs.past_key_values.layers
+        for layer in outputs[CACHE].layers
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
         if tensor is not None
     )

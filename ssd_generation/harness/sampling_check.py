@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..support.versions import CACHE
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -111,14 +113,14 @@ def check_sampling(
     for start in range(0, len(new_ids), _CHUNK):
         tokens = new_ids[start : start + _CHUNK]
         end = prompt.shape[1] + start + len(tokens) - 1
-        arguments: dict[str, Any] = {"input_ids": text[:, done:end], "past_key_values": cache, "use_cache": True}
+        arguments: dict[str, Any] = {"input_ids": text[:, done:end], CACHE: cache, "use_cache": True}
         arguments["attention_mask"] = mask[:, :end]
         if "position_ids" in takes:
             arguments["position_ids"] = (mask[:, :end].long().cumsum(dim=-1) - 1).clamp(min=0)[:, done:]
         if "logits_to_keep" in takes:
             arguments["logits_to_keep"] = len(tokens)
         out = model(**arguments)
-        cache, done = out.past_key_values, end
+        cache, done = out[CACHE], end
         for n, token in enumerate(tokens):
             seen = text[:, : prompt.shape[1] + start + n]
             logits = out.logits[:, n - len(tokens)]

@@ -36,6 +36,7 @@ from ..forward.prompt_mode import prompt_mode
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device
 from ..support.model_state import state_of
+from ..support.versions import CACHE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,7 +154,7 @@ def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -
     cache = DynamicCache()  # without a config: layers with a sliding window keep all keys and values, too
     with torch.no_grad(), prompt_mode(model, length - 1):
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True, **fewer)
+        model(input_ids=ids[:, :-1], use_cache=True, **{CACHE: cache}, **fewer)
     return VerifiedText(ids, prompt_length, cache)
 
 
@@ -231,7 +232,7 @@ def round_inputs(
         "position_ids": position[None],
         "attention_mask": _masks(model, which.to(device), position, since, int(text.ids.shape[1]) - 1),
         # A copy of a layer aliases its tensors, and appending to one makes new ones: the text's own stay as they are.
-        "past_key_values": Cache(layers=[copy.copy(layer) for layer in text.cache.layers]),
+        CACHE: Cache(layers=[copy.copy(layer) for layer in text.cache.layers]),
     }
 
 

@@ -16,7 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from ..cache.layers import BufferedLayer, add_buffers
 from ..cache.own_lists import new_cache
-from ..cache.recurrent import Checkpoint, cache_argument, has_states
+from ..cache.recurrent import Checkpoint, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
@@ -35,6 +35,7 @@ from ..support.model_state import state_of
 from ..support.parallel import broadcast
 from ..support.tensors import argmax
 from ..support.timing import Stopwatch
+from ..support.versions import cache_argument
 from .exactness import invariant_of, wants_own_kernels
 from .measuring import describe_machine, describe_model, time_in_turns
 

@@ -34,6 +34,7 @@ from ..support.measurements import cached_measurement, flag_if_noisy
 from ..support.model_state import state_of
 from ..support.parallel import broadcast
 from ..support.timing import Stopwatch
+from ..support.versions import CACHE
 from .measuring import describe_model, time_in_turns
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ class _Text:
         self.ids = ids[:, prompt:]
         self._cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(input_ids=ids[:, :prompt], past_key_values=self._cache, use_cache=True, **fewer)
+        model(input_ids=ids[:, :prompt], use_cache=True, **{CACHE: self._cache}, **fewer)
 
     def cache(self) -> Cache:
         """A cache of the prompt, to write to."""

@@ -39,6 +39,7 @@ from ..forward.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import state_of
+from ..support.versions import CACHE
 from .measuring import describe_adapters, describe_model
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class ForcedText:
         """The inputs for one call, with a cache to write to."""
         if self.cache is None:
             return {**self.inputs, "cache_implementation": "dynamic"}  # whatever the model's own generation config says
-        return {**self.inputs, "past_key_values": copy.deepcopy(self.cache)}
+        return {**self.inputs, CACHE: copy.deepcopy(self.cache)}
 
     def beside_itself(self) -> ForcedText:
         """Each row twice: the same text, by kernels for other shapes."""
@@ -254,7 +255,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
             raise
         except Exception as error:  # whatever a model's code raises
             return ModelCheck(refusal=f"{_PLAIN_FAILS} ({_said(error)})")
-        if isinstance(output.past_key_values, Cache) and slots_of(output.past_key_values, otherwise=1) == 0:
+        if isinstance(output[CACHE], Cache) and slots_of(output[CACHE], otherwise=1) == 0:
             return ModelCheck(refusal=f"it {NO_CACHE}")
         plain = output.logits
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
@@ -275,7 +276,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
             own, how = _least_difference(model, text, plain, decode, is_batch, least_needed(model))
             if own is not None:
                 return ModelCheck(refusal=own)
-        behind = _behind_a_window(model, text, output.past_key_values)
+        behind = _behind_a_window(model, text, output[CACHE])
         if behind is not None:
             with contextlib.suppress(Exception):  # such a cache may be none that this model can go on from
                 output = decode(behind, False, False)
