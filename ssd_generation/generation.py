@@ -29,7 +29,6 @@ from .decoding.refusals import (
     refuse_beforehand,
     refuse_cache,
     refuse_model,
-    refuse_processors,
     refuse_what_cannot_be,
 )
 from .decoding.rows import Rows
@@ -317,7 +316,6 @@ class SelfSpeculativeMixin:
                 sequences[:, prompt:].tolist(), prompt, end_tokens(stopping_criteria), refusal
             )
             return output
-        refuse_processors(logits_processor)
         cache: Cache = model_kwargs[name]
         batch = input_ids.shape[0]
         hold_lists(model, cache)

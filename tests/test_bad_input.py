@@ -39,7 +39,6 @@ def generate(model: Any, request: Any = SKIP, **kwargs: Any) -> Any:
         ({"cache_implementation": "offloaded_static"}, "cache_implementation='offloaded_static'"),
         ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
         ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
-        ({"guidance_scale": 1.5}, r"guidance_scale=1.5"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"assistant_early_exit": 2}, "assistant_early_exit=2"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "generation mode|penalty_alpha|contrastive"),

@@ -75,6 +75,8 @@ def both(model: Any, config: SelfSpeculativeConfig, inputs: dict[str, Any], **kw
 class Alternate(LogitsProcessor):
     """Forbids even tokens at even lengths: depends on the length of the text."""
 
+    supports_speculation = True
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
         scores[:, input_ids.shape[1] % 2 :: 2] = -float("inf")
@@ -84,12 +86,20 @@ class Alternate(LogitsProcessor):
 class ByRow(LogitsProcessor):
     """Forbids another token in each row: depends on the number of the row."""
 
+    supports_speculation = True
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         assert scores.shape[0] in (1, 3)
         scores = scores.clone()
         for row in range(scores.shape[0]):
             scores[row, row * 20 : row * 20 + 20] = -float("inf")
         return scores
+
+
+class AlternateInOrder(Alternate):
+    """The same, of which nothing is known."""
+
+    supports_speculation = False
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -103,6 +113,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "prefix function": {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(batch * 9, batch * 9 + 30))},
     "custom": {"logits_processor": LogitsProcessorList([Alternate()])},
     "custom by row": {"logits_processor": LogitsProcessorList([ByRow()])},
+    "custom in order": {"logits_processor": LogitsProcessorList([AlternateInOrder()])},
     "several": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[41]], "min_new_tokens": 3},
 }
 
@@ -117,7 +128,10 @@ def test_processors_act_on_every_position(model: PreTrainedModel, name: str, row
     assert plain.shape != without.shape or not torch.equal(plain, without), "the processor changed nothing"
 
 
-@pytest.mark.parametrize("name", [n for n in PROCESSORS if n not in ("minimum length", "forced end")])
+NOT_FOR_DRAFTS = ("minimum length", "forced end", "prefix function", "custom in order")
+
+
+@pytest.mark.parametrize("name", [n for n in PROCESSORS if n not in NOT_FOR_DRAFTS])
 def test_processors_act_on_the_draft_as_on_the_target(model: PreTrainedModel, name: str) -> None:
     # With nothing left out, a draft that is processed alike is always right.
     both(model, FREE, {"input_ids": prompt(9)}, **PROCESSORS[name])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList, SynthIDTextWatermarkingConfig
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import TopKLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria
@@ -52,13 +52,6 @@ def test_a_class_derived_from_a_blind_processor_sees_the_text(config: SelfSpecul
     plain = greedily(model, ids, **options)
     assert torch.equal(plain, greedily(model, ids, **options, self_speculative=config))
     assert not torch.equal(plain, greedily(model, ids))
-
-
-def test_a_mark_that_would_be_lost_is_refused() -> None:
-    model, ids = enabled(), prompt(10)
-    mark = SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3)
-    with pytest.raises(ValueError, match=r"SynthID watermark.*the mark would be lost"):
-        greedily(model, ids, watermarking_config=mark, self_speculative=SKIPPING)
 
 
 @DRAFTS

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LogitsProcessorList, PreTrainedModel, StaticCache, TemperatureLogitsWarper
+from transformers import PreTrainedModel, StaticCache, TemperatureLogitsWarper
 from transformers.cache_utils import DynamicCache
 
 from ssd_generation import Draft, Drafter, DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
@@ -27,7 +27,7 @@ from ssd_generation.cache.layers import BufferedLayer, add_buffers
 from ssd_generation.decoding import recorded_choice
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.loop import DecodingLoop
-from ssd_generation.decoding.processors import Processors
+from ssd_generation.decoding.processors import PureProcessors
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward import fused, replay, replayed
 from ssd_generation.forward.fixed_attention import FixedAttention
@@ -372,7 +372,7 @@ def test_the_noise_of_a_call_is_its_own() -> None:
     options = {"do_sample": True, "temperature": 0.8}
     plain = plain_text(model, 60, **options)
     other = SampledChoice(1, torch.device("cpu"))
-    processors = Processors(LogitsProcessorList([TemperatureLogitsWarper(0.8)]), 1)
+    processors = PureProcessors([TemperatureLogitsWarper(0.8)])
     drafts = Guesses(plain[0].tolist())
     assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts, **options))
     known = state_of(model).recorded_choice

@@ -390,13 +390,23 @@ class DrawsInCriterion(StopsAt):
         return super().__call__(input_ids, scores)
 
 
-@pytest.mark.parametrize("do_sample", [True, False])
-def test_a_processor_that_draws_is_refused(model: PreTrainedModel, do_sample: bool) -> None:
-    with pytest.raises(CannotDraft, match=r"DrawsInProcessor draws random numbers .* Give it a `torch\.Generator`"):
+class DeclaredButDraws(DrawsInProcessor):
+    supports_speculation = True
+
+
+@pytest.mark.parametrize(
+    ("processor", "do_sample"), [(DrawsInProcessor, True), (DeclaredButDraws, True), (DeclaredButDraws, False)]
+)
+def test_a_processor_that_draws_is_refused(
+    model: PreTrainedModel, processor: type[DrawsInProcessor], do_sample: bool
+) -> None:
+    with pytest.raises(
+        CannotDraft, match=rf"{processor.__name__} draws random numbers .* a `torch\.Generator`"
+    ):
         sample(
             model,
             do_sample=do_sample,
-            logits_processor=LogitsProcessorList([Favours(), DrawsInProcessor()]),
+            logits_processor=LogitsProcessorList([Favours(), processor()]),
             self_speculative=CONFIGS["skip"],
         )
     # With a generator of its own it is not known.

@@ -20,7 +20,7 @@ from ssd_generation import (
 )
 from ssd_generation.decoding import loop, verification
 from ssd_generation.decoding.choice import SampledChoice
-from ssd_generation.decoding.processors import Processors
+from ssd_generation.decoding.processors import PureProcessors
 from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
 from tiny_models import tiny_model
 
@@ -46,7 +46,9 @@ class Chained(DraftPolicy):
 
 
 class Favours(LogitsProcessor):
-    """A processor of the user's that depends on the text."""
+    """A processor of the user's that depends on the text, and says that it depends on nothing else."""
+
+    supports_speculation = True
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
@@ -188,15 +190,15 @@ def test_it_sees_processors_that_are_left_out_in_verification(
         logits[:, 0] = self.step(tokens, lengths, logits[:, 0], 0)
         return logits
 
-    monkeypatch.setattr(Processors, "block", first_position_only)
+    monkeypatch.setattr(PureProcessors, "block", first_position_only)
     assert differs(model, FIXED, SETTINGS["top-k"])
 
 
 def test_it_sees_processors_that_see_the_wrong_text(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Processors.step
+    original = PureProcessors.step
 
     def one_token_late(self: Any, tokens: Any, lengths: Any, logits: torch.Tensor, ahead: int) -> torch.Tensor:
         return original(self, tokens, lengths, logits, max(ahead - 1, 0))
 
-    monkeypatch.setattr(Processors, "step", one_token_late)
+    monkeypatch.setattr(PureProcessors, "step", one_token_late)
     assert differs(model, FIXED, SETTINGS["custom"])

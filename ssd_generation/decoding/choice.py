@@ -52,6 +52,10 @@ class Choice:
         """
         return argmax(scores)
 
+    def choose_for_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """As `choose`, for tokens that are drafted."""
+        return self.choose(scores, steps)
+
     def choose_again(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """The tokens that other scores would have led to at committed steps of a single text.
 
@@ -96,6 +100,7 @@ class SampledChoice(Choice):
     def __init__(self, batch: int, device: torch.device) -> None:
         self._batch, self._device = batch, device
         self._vocabulary = 0
+        self._dtype = torch.float32  # of the scores that committed tokens were chosen by
         self._noise: dict[int, torch.Tensor] = {}  # by step: (B, V)
         self._unused: list[torch.Tensor] = []
         self._states: dict[int, torch.Tensor] = {}  # by step: the generator before its noise is drawn
@@ -121,6 +126,8 @@ class SampledChoice(Choice):
     def choose(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """See `Choice.choose`."""
         count = scores.shape[1]
+        self._dtype = scores.dtype
+        self._draw_again_if_other(min(steps), scores)
         self.draw_up_to(max(steps) + count, scores.shape[2])
         race = scores.softmax(dim=-1)
         if len(set(steps)) == 1:
@@ -131,6 +138,10 @@ class SampledChoice(Choice):
                 for place in range(count):
                     race[row, place] /= self._noise[first + place][row]
         return winners(race)
+
+    def choose_for_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """See `Choice.choose_for_draft`: with the noise that the target's scores, of whichever type, will be given."""
+        return self.choose(scores.to(self._dtype), steps)
 
     def choose_again(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """See `Choice.choose_again`."""
@@ -213,10 +224,30 @@ class SampledChoice(Choice):
             self._drawn += 1
         return self.ring is not None
 
+    def _draw_again_if_other(self, step: int, scores: torch.Tensor) -> None:
+        """Forget noise that was drawn for scores of another type or vocabulary, from this step on.
+
+        `torch.multinomial` draws numbers of the type of its probabilities, and those of float64 take more random bits.
+        """
+        noise = self._noise.get(step)
+        like = self.ring if noise is None else noise
+        if like is None or (like.dtype is scores.dtype and like.shape[-1] == scores.shape[-1]):
+            return
+        self.ring = None
+        self._unused.clear()
+        if noise is not None:
+            self._generator.set_state(self._states[step])
+            for later in range(step, self._drawn):
+                del self._noise[later], self._states[later]
+            self._drawn = step
+
     def _empty(self, vocabulary: int) -> torch.Tensor:
         if self.ring is not None:
             return self.ring[self._drawn % len(self.ring)][None]
-        return self._unused.pop() if self._unused else torch.empty((self._batch, vocabulary), device=self._device)
+        while self._unused:
+            if (spare := self._unused.pop()).dtype is self._dtype and spare.shape[-1] == vocabulary:
+                return spare
+        return torch.empty((self._batch, vocabulary), dtype=self._dtype, device=self._device)
 
 
 _lock = ForkSafeRLock()

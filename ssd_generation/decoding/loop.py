@@ -289,16 +289,15 @@ class DecodingLoop:
             limit=request.limits.max_length,
             checkpoint=Checkpoint.of(cache, length),
         )
-        processors = Processors(request.processors, batch)
+        processors = Processors(request.processors, choice.draws)
         few_tokens = request.limits.max_length - input_ids.shape[1] < _WORTH_RECORDING
-        self._may_record = choice.draws and processors.setting is not None and not few_tokens
+        is_recordable = processors.are_pure and processors.pure.setting is not None
+        self._may_record = choice.draws and is_recordable and not few_tokens
         rotary = RotarySwitch(model)
-        rows = Rows(
-            input_ids, context, processors, choice, request.limits, rotary, request.in_step, request.cache_is_returned
-        )
+        in_step = request.in_step or (batch > 1 and not processors.are_pure)
+        rows = Rows(input_ids, context, processors, choice, request.limits, rotary, in_step, request.cache_is_returned)
         raw, logits = outputs.float_logits(answer, 1, rows.device, processed=len(processors) > 0)
-        scores = processors.block(rows.tokens, rows.lengths, rows.pending, logits)
-        processors.check_possible(scores, [0] * batch, [True] * batch)
+        scores = processors.at_step(input_ids, logits[:, 0].contiguous())[:, None]
         outputs.add_prompt(answer, raw, scores)
         first = rows.choose(scores)
         known: list[list[int]] = first.tolist()
@@ -323,7 +322,8 @@ class DecodingLoop:
         self.verifying.start()
         accepted = self._verify_by_replay(rows, draft) if outputs.keeps_nothing and active[0] else None
         if accepted is None:
-            accepted = self._verify(rows, draft, outputs, active)
+            verify = self._verify if rows.processors.are_pure else self._verify_in_order
+            accepted = verify(rows, draft, outputs, active)
         self.verifying.stop()
 
         # Learn, and commit what all rows have reached.
@@ -358,7 +358,9 @@ class DecodingLoop:
 
     def _verify_by_replay(self, rows: Rows, draft: Draft) -> list[int] | None:
         """`_verify` of a single text where passes are replayed, and what follows them is, too, or nothing does."""
-        if not self.forward.replays or rows.batch > 1 or not (rows.are_greedy or self._may_record):
+        if not self.forward.replays or rows.batch > 1 or not rows.processors.are_pure:
+            return None
+        if not (rows.are_greedy or self._may_record):
             return None
         if rows.whole_text() is not None:
             return None
@@ -383,7 +385,7 @@ class DecodingLoop:
         logits = self.forward.replayed_logits(tokens, rows.context)
         if logits is None:
             return None
-        model, choice, processors = self.forward.model, rows.choice, rows.processors
+        model, choice, processors = self.forward.model, rows.choice, rows.processors.pure
         assert isinstance(choice, SampledChoice)
         if self._recorded is None:
             self._recorded = recorded_choice(model, processors, choice, logits)
@@ -403,23 +405,32 @@ class DecodingLoop:
             choice.fail(scores()[:, 0])
         return [*tokens.known, *both[:others]], both[others:]
 
-    def _verify(self, rows: Rows, draft: Draft, outputs: StepOutputs, active: list[bool]) -> list[int]:
-        """The target's pass; the rows take in what it accepts and one token of its own. How many drafted ones it kept.
+    def _run_target(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, list[int], Any]:
+        """The target's pass over the pending token of each row and its draft.
 
-        Drafted tokens are accepted from the left, as long as they are the target's own.
+        Returns:
+            The drafted tokens `(B, k)`, the rows that have ended and get padding instead, and the model's outputs.
         """
-        tokens, drafted = sent(draft.tokens, rows.device), draft.tokens.shape[1]
+        tokens = sent(draft.tokens, rows.device)
         # Rows that have ended go along in step, as they do in plain decoding: padding follows padding.
         padded = [row for row in range(rows.batch) if rows.is_padded(row)] if rows.in_step else []
         if padded:
             tokens = tokens.clone()
             tokens[padded] = rows.limits.pad_token_id
-        block = torch.cat((rows.pending, tokens), dim=1) if drafted else rows.pending
-        if drafted and not rows.processors.are_blind:
+        block = torch.cat((rows.pending, tokens), dim=1) if tokens.shape[1] else rows.pending
+        return tokens, padded, self.forward.target(block, rows.context, rows.whole_text())
+
+    def _verify(self, rows: Rows, draft: Draft, outputs: StepOutputs, active: list[bool]) -> list[int]:
+        """The target's pass; the rows take in what it accepts and one token of its own. How many drafted ones it kept.
+
+        Drafted tokens are accepted from the left, as long as they are the target's own.
+        """
+        tokens, padded, outcome = self._run_target(rows, draft)
+        drafted, processors = tokens.shape[1], rows.processors.pure
+        if drafted and not processors.are_blind:
             rows.write_ahead(tokens)
-        outcome = self.forward.target(block, rows.context, rows.whole_text())
         raw, logits = outputs.float_logits(outcome, drafted + 1, rows.device, processed=rows.has_processors)
-        scores = rows.processors.block(rows.tokens, rows.lengths, rows.pending, logits)
+        scores = processors.block(rows.tokens, rows.lengths, rows.pending, logits)
 
         choices = rows.choose(scores)
         kept, following = accept(tokens, draft.lengths, choices)
@@ -431,7 +442,6 @@ class DecodingLoop:
         # The one place where the host waits for the device.
         answers: list[list[int]] = torch.cat((kept[:, None], new), dim=1).tolist()
         accepted = [answer[0] for answer in answers]
-        rows.processors.check_possible(scores, accepted, active)
         if any(active[row] and answer[1 + answer[0]] == IMPOSSIBLE for row, answer in enumerate(answers)):
             rows.choice.fail(scores[:, 0])
         added = [count + 1 if active[row] else 0 for row, count in enumerate(accepted)]
@@ -445,40 +455,100 @@ class DecodingLoop:
         rows.advance(known, new)
         return accepted
 
+    def _verify_in_order(self, rows: Rows, draft: Draft, outputs: StepOutputs, active: list[bool]) -> list[int]:
+        """`_verify` for processors that are called as plain decoding calls them: once for each committed token.
+
+        Place by place: processors, choice, criteria, streamer. It ends at the first token that is not the drafted one,
+        and where plain decoding would go on with other tokens than the pass had. All rows take the same number.
+        """
+        tokens, padded, outcome = self._run_target(rows, draft)
+        width = tokens.shape[1] + 1
+        raw, logits = outputs.float_logits(outcome, width, rows.device, processed=True)
+        accepted, taken, goes_on = [0] * rows.batch, 0, True
+        while goes_on:
+            scores = rows.processors.at_step(rows.committed_ids().clone(), logits[:, taken].contiguous())
+            chosen = rows.choose(scores[:, None])
+            known: list[list[int]] = chosen.tolist()
+            if [IMPOSSIBLE] in known:
+                rows.choice.fail(scores)
+            if padded:
+                chosen[padded] = rows.limits.pad_token_id
+                known = [[rows.limits.pad_token_id] if row in padded else token for row, token in enumerate(known)]
+            for row in range(rows.batch):
+                if active[row]:
+                    of_row = None if raw is None else raw[row, taken]
+                    outputs.add_place(outcome, of_row, scores[row], rows, row, (taken, width))
+            rows.append(known, chosen)
+            rows.take_step()
+            is_over, has_changed = self._commit_step(rows, outputs)
+            drafted: list[int] = tokens[:, taken].tolist() if taken + 1 < width else []
+            is_right = [bool(drafted) and known[row] == [drafted[row]] for row in range(rows.batch)]
+            for row, length in enumerate(draft.lengths):
+                is_right[row] = row in padded or (is_right[row] and taken < length)
+                accepted[row] += is_right[row] and active[row]
+            taken += 1
+            goes_on = all(is_right) and not is_over and not has_changed
+        del outcome
+        rows.move_on([taken] * rows.batch)
+        if has_changed:
+            self._renew(rows)
+        return accepted
+
     def _commit(self, rows: Rows, outputs: StepOutputs) -> bool:
         """Commit every step that all unfinished rows have reached, as plain decoding would have, one after the other.
 
         Returns:
             Whether to go on.
         """
+        if all(rows.finished):  # committed while they were verified
+            return False
         if self._adapters.has_changed():
             if max(rows.lengths) > rows.columns + 1:
                 raise _adapters_changed("while tokens were verified, by a logits processor or another thread")
             self.forward.renew()
         rows.rest_known_ends()
         while rows.take_step():
-            for row, is_finished in enumerate(rows.finished):
-                self.statistics.new_tokens[row] += not is_finished
-            outputs.commit()
-            with no_draws(self._watched) if self._watched else nullcontext():
-                done = self._is_done(rows, outputs)
-                if self.request.streamer is not None:
-                    self.request.streamer.put(torch.tensor(rows.last_committed()))
-            for row in rows.finish(done):
-                if rows.limits.stops_at_eos:
-                    outputs.drop(row)
+            _, has_changed = self._commit_step(rows, outputs)
             if all(rows.finished):
                 return False
-            if self._adapters.has_changed():
+            if has_changed:
                 # By a streamer or a criterion: what was verified beyond this token was so with those of before.
-                if not rows.take_back_ahead():
-                    raise _adapters_changed(
-                        f"after {rows.committed} new tokens, by a streamer or a stopping criterion. That can be "
-                        "followed in a single text, where no recurrent states are kept and windows reach back"
-                    )
+                self._renew(rows)
                 outputs.take_back()
-                self.forward.renew()
         return True
+
+    def _commit_step(self, rows: Rows, outputs: StepOutputs) -> tuple[bool, bool]:
+        """What plain decoding does with a step that all rows have taken: criteria, streamer.
+
+        Returns:
+            Whether nothing follows, or padding in a row that had none; and whether the model's weights have changed.
+        """
+        for row, is_finished in enumerate(rows.finished):
+            self.statistics.new_tokens[row] += not is_finished
+        outputs.commit()
+        with no_draws(self._watched) if self._watched else nullcontext():
+            done = self._is_done(rows, outputs)
+            if self.request.streamer is not None:
+                self.request.streamer.put(torch.tensor(rows.last_committed()))
+        ended = rows.finish(done)
+        if rows.limits.stops_at_eos:
+            for row in ended:
+                outputs.drop(row)
+        is_over = all(rows.finished) or (rows.limits.stops_at_eos and bool(ended))
+        return is_over, not all(rows.finished) and self._adapters.has_changed()
+
+    def _renew(self, rows: Rows) -> None:
+        """Go on with weights that a processor, a criterion or a streamer has changed.
+
+        Raises:
+            RuntimeError: tokens that were verified with those of before cannot be taken back.
+        """
+        if not rows.take_back_ahead():
+            raise _adapters_changed(
+                f"after {rows.committed} new tokens, by a logits processor, a streamer or a stopping criterion. That "
+                "can be followed in a single text, where no recurrent states are kept and windows reach back"
+            )
+        self.forward.renew()
 
     def _is_done(self, rows: Rows, outputs: StepOutputs) -> list[bool]:
         """What the stopping criteria say of the committed texts."""

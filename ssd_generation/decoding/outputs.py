@@ -86,7 +86,7 @@ class StepOutputs:
             states = {"attentions": outputs.get("attentions"), "hidden_states": outputs.get("hidden_states")}
         for row, waiting in enumerate(self._waiting):
             waiting.append(
-                self._scores_of(raw, scores, row, 0)
+                self._scores_of(None if raw is None else raw[row, 0], scores[row, 0])
                 | {
                     key: None if layers is None else tuple(layer[row : row + 1] for layer in layers)
                     for key, layers in states.items()
@@ -100,10 +100,33 @@ class StepOutputs:
         if self.keeps_nothing:
             return
         for place in range(count):
-            record = self._scores_of(raw, scores, row, place)
-            if self.returns_states:
-                record |= self._states_of(outputs, rows, row, place, scores.shape[1])
-            self._waiting[row].append(record)
+            raw_scores = None if raw is None else raw[row, place]
+            self.add_place(outputs, raw_scores, scores[row, place], rows, row, (place, scores.shape[1]))
+
+    def add_place(
+        self,
+        outputs: Any,
+        raw: torch.Tensor | None,
+        scores: torch.Tensor,
+        rows: Rows,
+        row: int,
+        at: tuple[int, int],
+    ) -> None:
+        """What a verifying pass says of one token that a row takes from it.
+
+        Args:
+            outputs: of the model.
+            raw, scores: of the token, `(V,)`.
+            rows: before they move on.
+            row: which takes the token.
+            at: its place in the pass, and the places that the pass has.
+        """
+        if self.keeps_nothing:
+            return
+        record = self._scores_of(raw, scores)
+        if self.returns_states:
+            record |= self._states_of(outputs, rows, row, *at)
+        self._waiting[row].append(record)
 
     def commit(self) -> None:
         """One more step that all rows have taken."""
@@ -128,12 +151,12 @@ class StepOutputs:
         """A row has ended: what it holds behind its end is no part of the text."""
         self._waiting[row].clear()
 
-    def _scores_of(self, raw: torch.Tensor | None, scores: torch.Tensor, row: int, place: int) -> dict[str, Any]:
+    def _scores_of(self, raw: torch.Tensor | None, scores: torch.Tensor) -> dict[str, Any]:
         record: dict[str, Any] = {}
         if self.scores is not None:
-            record["scores"] = scores[row, place]
+            record["scores"] = scores
         if raw is not None:
-            record["logits"] = raw[row, place]
+            record["logits"] = raw
         return record
 
     def _states_of(self, outputs: Any, rows: Rows, row: int, place: int, block: int) -> dict[str, Any]:

@@ -1,18 +1,24 @@
-"""Logits processors over the tokens of a block, each of which sees the text that plain decoding would show it."""
+"""Logits processors of a call: those that may be asked of any place, and those that see plain decoding's very calls.
+
+A drafted text is verified several tokens at a time, and drafts are rejected. A processor that is a function of a row's
+tokens and scores does not notice. Any other one does: a grammar's matcher, a counter, a script, a watermark with a
+state. So what is not known to be such a function is called once for each committed token, in order, with all rows at
+that step, and never for a token that is only drafted.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from .random_use import is_foreign, no_draws, state_of_generators
 
-__all__ = ["Processors"]
+__all__ = ["Processors", "PureProcessors", "is_pure"]
 
 
 def _known(*names: str) -> tuple[type, ...]:
@@ -38,39 +44,115 @@ _BLIND = (
     *_known("EtaLogitsWarper", "TopHLogitsWarper", "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor"),
 )
 
+# Processors that are functions of a row's tokens and scores. Not among them: those that call a function of the user's
+# (`PrefixConstrainedLogitsProcessor`), run a model (guidance) or keep a state (SynthID).
+_PURE = frozenset(
+    (
+        *_BLIND,
+        *_known(
+            "EncoderNoRepeatNGramLogitsProcessor",
+            "EncoderRepetitionPenaltyLogitsProcessor",
+            "ExponentialDecayLengthPenalty",
+            "ForcedBOSTokenLogitsProcessor",
+            "ForcedEOSTokenLogitsProcessor",
+            "MinLengthLogitsProcessor",
+            "MinNewTokensLengthLogitsProcessor",
+            "NoBadWordsLogitsProcessor",
+            "NoRepeatNGramLogitsProcessor",
+            "RepetitionPenaltyLogitsProcessor",
+            "SequenceBiasLogitsProcessor",
+            "SuppressTokensAtBeginLogitsProcessor",
+            "WatermarkLogitsProcessor",
+        ),
+    )
+)
+
+DECLARATION = "supports_speculation"
+"""Class attribute by which a processor of the user's says that it is such a function, where it is `True`."""
+
+
+def is_pure(processor: object) -> bool:
+    """Whether a processor is a function of a row's tokens and scores, so that it may be asked of any place.
+
+    Either it is of one of the classes of transformers that are, or its class declares `supports_speculation = True`.
+    A class that overrides `__call__` has to declare it again.
+    """
+    kind = type(processor)
+    if kind in _PURE:
+        return True
+    for base in kind.__mro__:
+        if DECLARATION in vars(base):
+            return vars(base)[DECLARATION] is True
+        if "__call__" in vars(base):
+            return False
+    return False
+
 
 class Processors:
     """The logits processors of a call.
 
     Args:
         processors: as `generate` made them.
-        batch: rows, B.
+        draws: whether the call samples, so that a processor must not draw from torch's generators in between.
+
+    Attributes:
+        pure: those that may be asked of any place; drafts go through these alone.
+        are_pure: whether that is all of them. If not, `at_step` is called once for each committed token.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, draws: bool = False) -> None:
+        self._all = processors
+        self._draws = draws
+        self._foreign = any(map(is_foreign, processors))
+        self.pure = PureProcessors([processor for processor in processors if is_pure(processor)])
+        self.are_pure = len(self.pure) == len(processors)
+
+    def __len__(self) -> int:
+        """Processors."""
+        return len(self._all)
+
+    def at_step(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores `(B, V)` of the next committed token: all processors, as plain decoding calls them.
+
+        Args:
+            ids (`torch.LongTensor` of shape `(B, columns)`): the committed texts.
+            logits (`torch.FloatTensor` of shape `(B, V)`): the model's; may be written into.
+
+        Raises:
+            CannotDraft: under sampling, a processor of the user's draws random numbers.
+        """
+        if not (self._draws and self._foreign):
+            return self._all(ids, logits)  # type: ignore[no-any-return]
+        scores = logits
+        for processor in self._all:
+            with no_draws([processor]) if is_foreign(processor) else nullcontext():
+                scores = LogitsProcessorList([processor])(ids, scores)
+        return scores
+
+
+class PureProcessors:
+    """Processors that are functions of a row's tokens and scores: they may be asked of any place, in any order.
+
+    Args:
+        processors: the processors.
 
     Attributes:
         are_blind: whether none of them looks at the text.
         setting: what tells them from others, where all of them are functions of tensors alone; `None` elsewhere.
     """
 
-    def __init__(self, processors: LogitsProcessorList, batch: int) -> None:
-        self.are_blind = all(type(p) in _BLIND for p in processors)
-        has_constraints = any(type(p) is PrefixConstrainedLogitsProcessor for p in processors)
-        self._is_constrained = batch > 1 and has_constraints
-        if self._is_constrained:
-            processors = LogitsProcessorList(
-                [_RowPrefixes(p) if type(p) is PrefixConstrainedLogitsProcessor else p for p in processors]
-            )
-        self._processors = processors
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        self._processors = LogitsProcessorList(processors)
         self._foreign = [processor for processor in processors if is_foreign(processor)]
-        # transformers' other processors have scores for any text.
+        self.are_blind = all(type(p) in _BLIND for p in processors)
         self.setting = _setting_of(processors)
-        self._takes_any_text = not has_constraints and not self._foreign
 
     def __len__(self) -> int:
         """Processors."""
         return len(self._processors)
 
     def once(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores `(n, V)` of logits `(n, V)` behind the texts `(n, columns)`.
+        """Scores `(n, V)` of logits `(n, V)` after the texts `(n, columns)`.
 
         Raises:
             CannotDraft: a processor of the user's draws random numbers.
@@ -87,10 +169,10 @@ class Processors:
         return scores
 
     def step(self, tokens: torch.Tensor, lengths: Sequence[int], logits: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Scores `(B, V)` for the token behind the first `ahead` drafted ones.
+        """Scores `(B, V)` for the token after the first `ahead` drafted ones.
 
         Args:
-            tokens (`torch.LongTensor` of shape `(B, columns)`): the texts, the drafted tokens behind each.
+            tokens (`torch.LongTensor` of shape `(B, columns)`): the texts, each with its drafted tokens.
             lengths: tokens of each text, without them.
             logits (`torch.FloatTensor` of shape `(B, V)`): the model's; may be written into.
             ahead: drafted tokens that the processors see.
@@ -98,13 +180,16 @@ class Processors:
         ends = [length + ahead for length in lengths]
         if len(set(ends)) == 1:
             return self.once(tokens[:, : ends[0]].contiguous(), logits)
-        scores = torch.empty_like(logits)
+        found: torch.Tensor | None = None
         for end in sorted(set(ends)):
             # The whole batch each time, since a processor may know its rows by number; only the rows that end here are
             # used.
             rows = [row for row, its_end in enumerate(ends) if its_end == end]
-            scores[rows] = self.once(tokens[:, :end].contiguous(), logits.clone())[rows]
-        return scores
+            scores = self.once(tokens[:, :end].contiguous(), logits.clone())
+            found = torch.empty_like(scores) if found is None else found
+            found[rows] = scores[rows]
+        assert found is not None
+        return found
 
     def block(
         self, tokens: torch.Tensor, lengths: Sequence[int], pending: torch.Tensor, logits: torch.Tensor
@@ -121,13 +206,14 @@ class Processors:
         count = logits.shape[1]
         if self.are_blind and count > 1:
             return self.once(pending.expand(-1, count).reshape(-1, 1), logits.flatten(0, 1)).view_as(logits)
-        # On a GPU the host would wait for the answer.
-        may_end = len(lengths) == 1 and not (self._takes_any_text and logits.device.type != "cpu")
         for ahead in range(count):
             scores = self.step(tokens, lengths, logits[:, ahead], ahead)
+            if scores.dtype is not logits.dtype:
+                logits = logits.to(scores.dtype)
             logits[:, ahead] = scores
-            # Nothing that stands behind a token that cannot be can count, and a constraint may have no word for it.
-            if may_end and ahead + 1 < count:
+            # After a token that cannot be, nothing counts, and a processor of the user's may have no answer. (Those of
+            # transformers have one for any text, and a GPU's host need not wait to know.)
+            if self._foreign and len(lengths) == 1 and ahead + 1 < count:
                 drafted = tokens[0, lengths[0] + ahead]
                 if bool(scores[0].gather(0, drafted[None]) == -math.inf):
                     break
@@ -152,54 +238,9 @@ class Processors:
             ]
         )
 
-    def check_possible(self, scores: torch.Tensor, places: Sequence[int], counts: Sequence[bool]) -> None:
-        """As transformers does where a constraint allows a row nothing.
 
-        Args:
-            scores (`torch.FloatTensor` of shape `(B, n, V)`): of a pass.
-            places: per row, the place that it goes on from.
-            counts: per row, whether it goes on at all.
-
-        Raises:
-            ValueError: a constraint is unsatisfiable.
-        """
-        if not self._is_constrained:
-            return
-        for row, place in enumerate(places):
-            if counts[row] and bool((scores[row, place] == -math.inf).all()):
-                raise ValueError(
-                    f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {row}: the constraint is "
-                    "unsatisfiable. Return at least one token for every text that it allows."
-                )
-
-
-def _setting_of(processors: LogitsProcessorList) -> tuple[Hashable, ...] | None:
+def _setting_of(processors: Sequence[LogitsProcessor]) -> tuple[Hashable, ...] | None:
     if any(type(processor) not in _RECORDABLE for processor in processors):
         return None
     found = tuple((type(processor), *sorted(vars(processor).items())) for processor in processors)
     return found if all(type(v) in (int, float, bool) for _, *pairs in found for _, v in pairs) else None
-
-
-class _RowPrefixes(LogitsProcessor):
-    """A `prefix_allowed_tokens_fn` for a batch, whose rows are shown drafts that no constraint may have a word for.
-
-    Where transformers' own processor ends the call because nothing is allowed, the row is left without a possible token
-    here; `check_possible` ends the call if it is one that counts.
-    """
-
-    def __init__(self, processor: PrefixConstrainedLogitsProcessor) -> None:
-        self.allowed = processor._prefix_allowed_tokens_fn
-        self.processor = PrefixConstrainedLogitsProcessor(self._ask, num_beams=1)
-        self.without: list[int] = []
-
-    def _ask(self, row: int, text: torch.Tensor) -> list[int]:
-        allowed = self.allowed(row, text)
-        if not len(allowed):
-            self.without.append(row)
-        return allowed if len(allowed) else [0]
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.without = []
-        processed = self.processor(input_ids, scores)
-        processed[self.without] = -math.inf
-        return processed  # type: ignore[no-any-return]

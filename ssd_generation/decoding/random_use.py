@@ -1,8 +1,9 @@
 """Code of the user's that draws random numbers in the middle of a call.
 
-The noise of a sampled call is drawn ahead, and logits processors are called for drafted tokens, too. So a processor, a
-stopping criterion or a streamer that draws from torch's own generator would lead to another text than that of plain
-`generate` for the same seed: it is refused. One with a generator of its own is not noticed.
+The noise of a sampled call is drawn ahead. So a logits processor, a stopping criterion or a streamer that draws from
+torch's own generator would lead to another text than that of plain `generate` for the same seed: it is refused. So is,
+in any call, a processor that says of itself that it may be asked about drafted tokens, and draws. One with a generator
+of its own is not noticed.
 """
 
 from __future__ import annotations

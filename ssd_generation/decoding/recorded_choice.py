@@ -18,7 +18,7 @@ from ..forward.replay import Replays
 from ..support.forks import ForkSafeRLock
 from ..support.model_state import state_of
 from .choice import SampledChoice, winners
-from .processors import Processors
+from .processors import PureProcessors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +68,7 @@ class RecordedChoice:
             return choice.draw_into(self.noise)
 
     def choose(
-        self, processors: Processors, logits: torch.Tensor, choice: SampledChoice, step: int
+        self, processors: PureProcessors, logits: torch.Tensor, choice: SampledChoice, step: int
     ) -> torch.Tensor | None:
         """The tokens that plain sampling takes at some places of a single text.
 
@@ -102,7 +102,7 @@ class RecordedChoice:
             logger.warning("Sampling is not recorded any more: %s", self.refusal)
             return None
 
-    def _record(self, processors: Processors, rows: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def _record(self, processors: PureProcessors, rows: int) -> Callable[[], tuple[torch.Tensor, ...]]:
         device = self._replays.device
         with torch.inference_mode(False):
             no_text = torch.zeros((rows, 1), dtype=torch.long, device=device)
@@ -119,7 +119,7 @@ class RecordedChoice:
 
 
 def recorded_choice(
-    model: PreTrainedModel, processors: Processors, choice: SampledChoice, logits: torch.Tensor
+    model: PreTrainedModel, processors: PureProcessors, choice: SampledChoice, logits: torch.Tensor
 ) -> RecordedChoice | None:
     """What chooses for a call; `None` where its processors have to see more than logits, or another call has it.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
 from ..cache.recurrent import is_known
 from ..support.versions import takes
@@ -19,7 +18,6 @@ __all__ = [
     "refuse_beforehand",
     "refuse_cache",
     "refuse_model",
-    "refuse_processors",
     "refuse_what_cannot_be",
 ]
 
@@ -97,11 +95,6 @@ def refuse_what_cannot_be(
             "`use_cache=False`",
             "The draft reads the target's KV cache: pass `use_cache=True` (some models switch it off in their config).",
         )
-    if config.guidance_scale is not None and config.guidance_scale != 1:
-        _refuse(
-            f"classifier-free guidance (`guidance_scale={config.guidance_scale}`)",
-            "Its processor keeps a KV cache of its own that cannot be rolled back: leave it out.",
-        )
     if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
         _refuse(
             f"`cache_implementation={config.cache_implementation!r}`",
@@ -112,17 +105,6 @@ def refuse_what_cannot_be(
             "`synced_gpus` (FSDP or DeepSpeed ZeRO-3)",
             "The ranks would make different numbers of passes: use `device_map` or tensor parallelism.",
         )
-
-
-def refuse_processors(processors: LogitsProcessorList) -> None:
-    """Raise `CannotDraft` for processors that cannot see drafted tokens without harm."""
-    for processor in processors:
-        if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
-            _refuse(
-                "a SynthID watermark: its processor keeps a state that tokens which are drafted and then rejected "
-                "cannot be taken out of, and the mark would be lost",
-                "Leave `self_speculative` out, or use the watermark of `WatermarkingConfig`.",
-            )
 
 
 def refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConfig | None, kwargs: Any) -> None:

@@ -147,20 +147,21 @@ class Rows:
 
     @property
     def has_processors(self) -> bool:
-        """Whether the call has logits processors."""
-        return len(self.processors) > 0
+        """Whether the call has logits processors that drafts go through."""
+        return len(self.processors.pure) > 0
 
     @property
     def are_greedy(self) -> bool:
-        """Whether the token with the largest logit is the one that `choose` takes."""
+        """Whether the token with the largest logit is the one that `choose` takes for a draft."""
         return not (self.has_processors or self.choice.draws)
 
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores `(B, V)`: logits `(B, V)` behind the drafted tokens `(B, i)`, after the call's logits processors."""
-        if self.processors.are_blind:
-            return self.processors.once(self.pending, logits)
+        """Scores `(B, V)`: logits `(B, V)` after the drafted tokens `(B, i)`, as processed for drafts."""
+        pure = self.processors.pure
+        if pure.are_blind:
+            return pure.once(self.pending, logits)
         self.write_ahead(drafted)
-        return self.processors.step(self.tokens, self.lengths, logits, drafted.shape[1])
+        return pure.step(self.tokens, self.lengths, logits, drafted.shape[1])
 
     def choose(self, scores: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """The tokens that plain decoding would take behind the first `ahead` drafted ones.
@@ -177,8 +178,8 @@ class Rows:
         if not all(self._goes):  # what the others would take is of no use
             some = next((step for step, goes in zip(steps, self._goes, strict=True) if goes), steps[0])
             steps = [step if goes else some for step, goes in zip(steps, self._goes, strict=True)]
-        if scores.ndim == 2:
-            return self.choice.choose(scores[:, None], steps)[:, 0].clamp(min=0)  # a draft may be anything
+        if scores.ndim == 2:  # of a draft, which may be anything
+            return self.choice.choose_for_draft(scores[:, None], steps)[:, 0].clamp(min=0)
         return self.choice.choose(scores, steps)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -276,7 +277,14 @@ class Rows:
             known, new: the tokens that each row takes, as in `append`.
         """
         self.append(known, new)
-        added = [len(tokens) for tokens in known]
+        self.move_on([len(tokens) for tokens in known])
+
+    def move_on(self, added: Sequence[int]) -> None:
+        """Take the rejected tokens of a pass out of the cache; mask and positions move on.
+
+        Args:
+            added: tokens that each row has taken since the pass.
+        """
         context = self.context
         # A row's slots end where its accepted tokens do, and all rows end where the longest does.
         lengths = [context.length - shift + count for shift, count in zip(self.shifts, added, strict=True)]
@@ -418,7 +426,8 @@ class Rows:
 
         def choose(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             columns = [start + number for number in index.tolist()]
-            scores = self.processors.places(self.tokens, columns, logits.to(dtype=torch.float32, device=self.device))
+            logits = logits.to(dtype=torch.float32, device=self.device)
+            scores = self.processors.pure.places(self.tokens, columns, logits)
             return self.choice.choose_again(scores, [column - self.prompt_length for column in columns])
 
         return VerifiedText(self.tokens[:, :length], start, context.cache, choose=choose)
