@@ -42,6 +42,7 @@ from .forward.forward import Forward
 from .forward.module_states import module_states
 from .forward.offloaded import is_offloaded, why_unreadable
 from .forward.sublayers import input_device, layout_of
+from .forward.weights import WeightWatch, forget_stale
 from .support.display import visible
 from .support.messages import clipped, shown
 from .support.model_state import state_of
@@ -326,11 +327,13 @@ class SelfSpeculativeMixin:
         states = generation_config.output_attentions or generation_config.output_hidden_states
         returns_states = bool(states and generation_config.return_dict_in_generate)
         forward: Forward | None = None
+        watch = WeightWatch(model)
         on_modules = module_states(model)
         try:
             add_buffers(cache, history)
             before = None if on_modules is None else on_modules.read()
             with looking_once():
+                forget_stale(model)
                 forward, reason = _forward_of(call, batch, returns_states)
                 drafter, refining = _drafter_of(call, forward, generation_config, batch)
             if on_modules is not None and before is not None:
@@ -338,7 +341,7 @@ class SelfSpeculativeMixin:
             request = Request(
                 generation_config, logits_processor, stopping_criteria, streamer, call.cache_is_returned, in_step
             )
-            loop = DecodingLoop(forward, drafter, request, after_round=refining)
+            loop = DecodingLoop(forward, drafter, request, watch, after_round=refining)
             output = loop.run(input_ids, model_kwargs)
         finally:
             if on_modules is not None:

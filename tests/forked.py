@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-PRELOADED = ["search_worker", "lock_worker"]
+PRELOADED = ["search_worker", "lock_worker", "weights_worker"]
 SECONDS = 240
 """After which a process hangs."""
 

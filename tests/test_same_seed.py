@@ -400,9 +400,7 @@ class DeclaredButDraws(DrawsInProcessor):
 def test_a_processor_that_draws_is_refused(
     model: PreTrainedModel, processor: type[DrawsInProcessor], do_sample: bool
 ) -> None:
-    with pytest.raises(
-        CannotDraft, match=rf"{processor.__name__} draws random numbers .* a `torch\.Generator`"
-    ):
+    with pytest.raises(CannotDraft, match=rf"{processor.__name__} draws random numbers .* a `torch\.Generator`"):
         sample(
             model,
             do_sample=do_sample,

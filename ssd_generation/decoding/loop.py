@@ -24,12 +24,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from ..cache.layers import add_buffers, reaches_back, trim_windows
 from ..cache.recurrent import Checkpoint, NoRoomForStates, knows_its_length, slots_of
 from ..drafting.drafter import Draft, Drafter
-from ..forward.adapters import AdapterWatch
 from ..forward.forward import Context, Forward
 from ..forward.module_states import module_states
 from ..forward.prompt_mode import prompt_mode
 from ..forward.recorded_pass import Tokens
 from ..forward.row_by_row import has_scans_of_its_own
+from ..forward.weights import WeightWatch
 from ..native.waiting import ThreadsAtWork
 from ..support.devices import sent
 from ..support.timing import Stopwatch
@@ -153,10 +153,10 @@ def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
     return frozenset(number for end in ends for number in torch.as_tensor(end).flatten().tolist())
 
 
-def _adapters_changed(when: str) -> RuntimeError:
+def _weights_changed(when: str) -> RuntimeError:
     return RuntimeError(
-        f"The adapters of the model, or their weights, were changed in the middle of a call: {when}. Tokens that were "
-        "verified with those of before cannot be told from others: change adapters between calls, or generate without "
+        f"The weights of the model, or its adapters, were changed in the middle of a call: {when}. Tokens that were "
+        "verified with those of before cannot be told from others: change them between calls, or generate without "
         "`self_speculative`."
     )
 
@@ -168,6 +168,7 @@ class DecodingLoop:
         forward: the target model's passes.
         drafter: drafts for it.
         request: what `generate` asks for.
+        watch: of the model's weights, made before anything of the call was.
         after_round: called between rounds with the passes made for the draft, the tokens verified, and the rows.
     """
 
@@ -176,16 +177,19 @@ class DecodingLoop:
         forward: Forward,
         drafter: Drafter,
         request: Request,
+        watch: WeightWatch,
         after_round: Callable[[int, int, Rows], None] | None = None,
     ) -> None:
         self.forward = forward
         self.drafter = drafter
         self.request = request
         self.after_round = after_round
-        # Under sampling: what of the user's sees each token, and must not draw random numbers.
         users = (*request.criteria, *(() if request.streamer is None else (request.streamer,)))
-        self._watched = [user for user in users if is_foreign(user)] if request.generation_config.do_sample else []
-        self._adapters: Any = None
+        foreign = [user for user in users if is_foreign(user)]
+        # Under sampling: what of the user's sees each token, and must not draw random numbers.
+        self._watched = foreign if request.generation_config.do_sample else []
+        self._watch = watch
+        self._users_may_write = bool(foreign) or any(map(is_foreign, request.processors))
         self._may_record = False
         self._recorded: RecordedChoice | None = None
         self._ends = KnownEnds.of(request.criteria)
@@ -218,7 +222,6 @@ class DecodingLoop:
         sampled = bool(request.generation_config.do_sample)
         choice = SampledChoice(batch, input_ids.device) if sampled else Choice()
         rows: Rows | None = None
-        self._adapters = AdapterWatch(self.forward.model)
         try:
             with ThreadsAtWork(self.forward.device) as threads:
                 rows = self._read_prompt(input_ids, model_kwargs, outputs, choice)
@@ -315,8 +318,8 @@ class DecodingLoop:
         self.drafting.start()
         draft = self._draft(rows, limits) if max(limits) > 0 else Draft.none(rows.batch)
         self.drafting.stop()
-        if self._adapters.has_changed():
-            raise _adapters_changed("while a draft was made, by a logits processor or another thread")
+        if self._watch.has_changed(self._users_may_write and rows.has_processors):
+            raise _weights_changed("while a draft was made, by a logits processor or another thread")
 
         # Verify: one pass of the target over the pending token and the drafted ones.
         self.verifying.start()
@@ -502,10 +505,10 @@ class DecodingLoop:
         """
         if all(rows.finished):  # committed while they were verified
             return False
-        if self._adapters.has_changed():
+        if self._watch.has_changed(self._users_may_write and rows.has_processors):
             if max(rows.lengths) > rows.columns + 1:
-                raise _adapters_changed("while tokens were verified, by a logits processor or another thread")
-            self.forward.renew()
+                raise _weights_changed("while tokens were verified, by a logits processor or another thread")
+            self._renew(rows, takes_back=False)
         rows.rest_known_ends()
         while rows.take_step():
             _, has_changed = self._commit_step(rows, outputs)
@@ -535,16 +538,22 @@ class DecodingLoop:
             for row in ended:
                 outputs.drop(row)
         is_over = all(rows.finished) or (rows.limits.stops_at_eos and bool(ended))
-        return is_over, not all(rows.finished) and self._adapters.has_changed()
+        return is_over, not all(rows.finished) and self._watch.has_changed(self._users_may_write)
 
-    def _renew(self, rows: Rows) -> None:
+    def _renew(self, rows: Rows, takes_back: bool = True) -> None:
         """Go on with weights that a processor, a criterion or a streamer has changed.
+
+        Args:
+            rows: the texts.
+            takes_back: whether tokens that are not committed were verified with the weights of before.
 
         Raises:
             RuntimeError: tokens that were verified with those of before cannot be taken back.
         """
-        if not rows.take_back_ahead():
-            raise _adapters_changed(
+        if not self._watch.are_of_a_kind:
+            raise _weights_changed(f"after {rows.committed} new tokens, to others of another shape, type or device")
+        if takes_back and not rows.take_back_ahead():
+            raise _weights_changed(
                 f"after {rows.committed} new tokens, by a logits processor, a streamer or a stopping criterion. That "
                 "can be followed in a single text, where no recurrent states are kept and windows reach back"
             )

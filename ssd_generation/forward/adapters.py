@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..support.once import looked_at_once
-from ..support.tensors import address_of
+from ..support.tensors import fingerprint_of
 from .linears import few_of, is_plain, linears, sample
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class AdapterWatch:
             # One that was taken out of the model is in use no more.
             found.append(parent._modules.get(name) is module)
             found += [_frozen(module.__dict__.get(switch, getattr(type(module), switch, None))) for switch in _SWITCHES]
-            found += [(id(w), address_of(w), -1 if w.is_inference() else w._version) for w in weights]
+            found += map(fingerprint_of, weights)
         if self._numbers:
             found += torch.cat(self._numbers).tolist()
         return tuple(found)

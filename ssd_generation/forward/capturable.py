@@ -11,7 +11,7 @@ from torch.nn.modules import module as global_hooks
 from ..cache.recurrent import has_states
 from ..support.model_state import state_of
 from ..support.once import looked_at_once
-from ..support.tensors import address_of
+from ..support.tensors import place_of
 from .linears import is_plain
 from .replay import KINDS
 
@@ -119,6 +119,6 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
         ),
         # Numbers that a forward takes from the config are written into it as well.
         [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS],
-        tuple((id(parameter), address_of(parameter)) for parameter in model.parameters()),
-        tuple((id(buffer), address_of(buffer)) for buffer in model.buffers()),
+        # Where they lie: what is written there is read anew in each pass.
+        tuple((id(tensor), place_of(tensor)) for tensor in (*model.parameters(), *model.buffers())),
     )

@@ -19,6 +19,7 @@ from ..config import SkipConfig
 from ..native.compiler import why_not
 from ..native.linear import NativeLinear, native_linear
 from ..support.model_state import state_of
+from ..support.tensors import place_of
 from .linears import is_foreign, is_plain_linear, linears
 from .skip_mode import SkipMode
 
@@ -65,7 +66,7 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
             and module.weight.numel() >= _SMALL
             and "forward" not in module.__dict__
         ):
-            place = _place(module)
+            _, place = _held(module)
             known = before.get(module)
             forward = known[1] if known is not None and known[0] == place else _forward(module, place)
             if forward is not None:
@@ -80,10 +81,13 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _place(module: nn.Linear) -> tuple[Any, ...]:
-    """Where a layer's weights lie, of which type and shape they are."""
-    weight, bias = module.weight, module.bias
-    return weight.data_ptr(), weight.dtype, weight.shape, None if bias is None else bias.data_ptr()
+def _held(module: nn.Linear) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """Weight and bias of a layer, held by tensors of our own, and their place.
+
+    As long as these are held, no other thread can free the memory that a kernel reads.
+    """
+    held = [tensor.detach() for tensor in (module.weight, module.bias) if tensor is not None]
+    return held, tuple(map(place_of, held))
 
 
 def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -96,8 +100,12 @@ def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | 
 
     def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002, the name that torch's own has
         is_few = input.dtype is dtype and 0 < input.numel() <= most
-        if is_few and input.shape[-1] == columns and _place(module) == place:
-            return kernel(input)
+        if is_few and input.shape[-1] == columns:
+            held, its_place = _held(module)
+            if its_place == place:
+                output = kernel(input)
+                del held  # not before
+                return output
         return functional.linear(input, module.weight, module.bias)
 
     return forward

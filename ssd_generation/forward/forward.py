@@ -174,6 +174,7 @@ class Forward:
         self.is_bitwise = invariant is not None
         self.replayed_passes = 0
         self._replayed = replayed_target(model) if plays_back and replays else None
+        self._is_stale = False
         self._captured = captured_target(model, invariant) if plays_back and self._replayed is None else None
         self._invariant, self._plays_back, self._config = invariant, plays_back, config
         # In half precision a plain step is the model's own: captured, it would round otherwise.
@@ -192,7 +193,7 @@ class Forward:
             ValueError: as the constructor.
         """
         self._config = config
-        self._draft = _DraftForward(self.model, config, self._replayed)
+        self._draft = _DraftForward(self.model, config, None if self._is_stale else self._replayed)
 
     def renew(self) -> None:
         """The model's weights are others than they were, as by an adapter that was switched: make all of it anew.
@@ -202,6 +203,9 @@ class Forward:
         """
         if self._replayed is None:
             self._captured = captured_target(self.model, self._invariant) if self._plays_back else None
+        else:
+            # Another recording would need the memory that this call's cache has been lent.
+            self._is_stale = not self._replayed.is_current(self.model)
         self._few = None
         if self._config is not None:
             self.draft_by(self._config)
@@ -356,6 +360,8 @@ class Forward:
     @property
     def may_replay(self) -> bool:
         """Whether passes of the target are replayed, or may turn out to be."""
+        if self._is_stale:
+            return False
         if self._replayed is not None:
             self._replayed = self._replayed.in_use
         return self._replayed is not None and self._replayed.refusal is None

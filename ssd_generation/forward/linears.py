@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..support.tensors import address_of
+from ..support.tensors import fingerprint_of
 
 __all__ = [
     "CannotRead",
@@ -91,10 +91,7 @@ def linears(top: nn.Module, wrapped: bool = True) -> Iterator[nn.Module]:
 
 def identity(module: nn.Module) -> tuple[Any, ...]:
     """Changes when a layer's weights do, so that what was made of old ones is not used for new ones."""
-    found: list[Any] = [id(module)]
-    for tensor in _tensors(module):
-        found += (id(tensor), address_of(tensor), -1 if tensor.is_inference() else tensor._version)
-    return tuple(found)
+    return (id(module), *map(fingerprint_of, _tensors(module)))
 
 
 def sample(modules: list[nn.Module]) -> torch.Tensor:

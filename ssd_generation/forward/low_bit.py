@@ -46,6 +46,9 @@ __all__ = [
     "packing",
 ]
 
+_MOST_DRAFTS = 8
+"""Drafts of other skip sets or precisions that are known; copies that they have in common are made once."""
+
 _ROWS = 1 << 18
 """Weights quantised at a time: a megabyte, so that the steps in between stay in a core's cache."""
 
@@ -539,8 +542,22 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
         state.drop_copies()  # of weights that are no more
         copies = None
     if copies is None:
-        copies = state.low_bit_drafts[skip, precision] = LowBitCopies(model, skip, precision)
+        _drop_of_others(model)
+        copies = LowBitCopies(model, skip, precision)
+    known = state.low_bit_drafts
+    known.pop((skip, precision), None)
+    known[skip, precision] = copies  # the last that was used
+    while len(known) > _MOST_DRAFTS:
+        del known[next(iter(known))]
     return copies
+
+
+def _drop_of_others(model: nn.Module) -> None:
+    """Free copies of layers that the model no longer has, or of weights that these no longer have."""
+    store = state_of(model).low_bit_copies
+    now = {identity(module) for module in linears(model)} if store else set()
+    for key in [key for key in store if not now.issuperset(key[0])]:
+        del store[key]
 
 
 def copy_bytes(model: nn.Module) -> int:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..support.once import looked_at_once
+from ..support.tensors import fingerprint_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,7 +121,7 @@ class Source:
         found, key = self._innermost()
         held = found.get(key) if isinstance(found, dict) else getattr(found, "state_dict", {}).get(key)
         if isinstance(held, torch.Tensor):
-            return id(held), held.data_ptr(), -1 if held.is_inference() else held._version
+            return fingerprint_of(held)
         return (id(found), key)
 
 

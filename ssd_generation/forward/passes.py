@@ -62,6 +62,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_MOST_DRAFTS = 4
+"""Skip sets whose captured drafts are kept: each holds code and constants, some a megabyte."""
+
 _TIMES, _MOST = 4, 0.35
 """Half precision: logits of other kernels may differ by so many times what another rounding of the embeddings changes,
 and by so many standard deviations, as a root mean square."""
@@ -400,14 +403,16 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
     if why_not_captured(model, replaced=replaced) is not None:
         return None
     known: dict[SkipConfig, CapturedPasses] = state_of(model).captured_drafts
-    passes: CapturedPasses | None = known.get(skip) if copies is None else copies.passes
+    passes: CapturedPasses | None = known.pop(skip, None) if copies is None else copies.passes
     if passes is None or not passes.is_current(model):
         others = () if copies is None else (*copies.others, *copies.stand_ins())
         passes = CapturedPasses(model, SkipMode(model, skip, others), frozenset(skip.attention), copies)
-        if copies is None:
-            known[skip] = passes
-        else:
-            copies.passes = passes
+    if copies is not None:
+        copies.passes = passes
+        return passes
+    known[skip] = passes  # the last that was used
+    while len(known) > _MOST_DRAFTS:
+        del known[next(iter(known))]
     return passes
 
 

@@ -33,6 +33,7 @@ from ..support.files import is_temporary, replacing
 from ..support.memory import available_bytes
 from ..support.messages import clipped
 from ..support.model_state import state_of
+from ..support.tensors import fingerprint_of
 from .low_bit import LowBitCopies, LowBitCopy, check_precision, estimated_bytes, packing
 from .offloaded import (
     CannotStandIn,
@@ -382,11 +383,7 @@ def _identity(model: nn.Module, sources: Mapping[str, Source]) -> tuple[Any, ...
     """
     known: dict[Path, tuple[int, int]] = {}
     read = tuple((name, id(source.weights_map), source.identity(known)) for name, source in sources.items())
-    held = tuple(
-        (id(p), p.data_ptr(), -1 if p.is_inference() else p._version)
-        for p in model.parameters()
-        if p.device.type != "meta"
-    )
+    held = tuple(fingerprint_of(p) for p in model.parameters() if p.device.type != "meta")
     return tuple(map(id, model.modules())), read, held
 
 

@@ -34,6 +34,7 @@ class ModelState:
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
         unread: of classes of linear layers, why their weights cannot be had, or `None` (forward/low_bit.py).
         shares: of the weights' bytes, what low-bit copies would take, with the modules (tuning/automatic.py).
+        made_of: fingerprint of the modules and weights that captures were made of (forward/weights.py).
         captured_targets: captured passes of the whole model, by the kernel that keeps their bits the same
             (forward/passes.py).
         captured_drafts: captured passes of its drafts, by skip set (forward/passes.py).
@@ -72,10 +73,9 @@ class ModelState:
         self.layout: Any = None
         self.state_layers: Any = None
         self.module_states: Any = None
-        self.few_rows: dict[Any, Any] = {}
         self.shares: Any = None
-        self.captured_targets: dict[Any, Any] = {}
-        self.captured_drafts: dict[Any, Any] = {}
+        self.made_of: Any = None
+        self.drop_captures()
         self.replayed: dict[Any, Any] = {}
         self.drop_copies()
         self.replays: Any = None
@@ -105,10 +105,17 @@ class ModelState:
         self.policies, self.refinements = found
         self._learnt_of = (weights,)
 
+    def drop_captures(self) -> None:
+        """Forget captured passes and kernels, which hold the weights that they were made of."""
+        self.captured_targets: dict[Any, Any] = {}
+        self.captured_drafts: dict[Any, Any] = {}
+        self.few_rows: dict[Any, Any] = {}
+        self.low_bit_drafts: dict[Any, Any] = {}  # copies of layers that are still there are found again
+
     def drop_copies(self) -> None:
         """Free the low-bit copies."""
         self.low_bit_copies: dict[Any, Any] = {}
-        self.low_bit_drafts: dict[Any, Any] = {}
+        self.low_bit_drafts = {}
         self.replayed = {kind: passes for kind, passes in self.replayed.items() if passes.copies is None}
         self.resident: Any = None
         self.unread: dict[Any, str | None] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["address_of", "argmax", "inner_tensors", "rest_of", "stored_bytes"]
+__all__ = ["argmax", "fingerprint_of", "inner_tensors", "place_of", "rest_of", "stored_bytes", "version_of"]
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:
@@ -46,14 +46,32 @@ def rest_of(tensor: torch.Tensor) -> Any:
     return _parts(tensor)[1]
 
 
-def address_of(tensor: torch.Tensor) -> int | tuple[Any, ...]:
-    """Where its numbers lie; of a tensor that holds others, where theirs do."""
-    if not _parts(tensor)[0]:
-        try:
-            return tensor.data_ptr()
-        except RuntimeError:  # of a class that has no numbers at an address
-            return 0
-    return tuple(address_of(inner) for inner in inner_tensors(tensor))
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Place and layout of a tensor's numbers: address, shape, strides, type and device.
+
+    It changes where a kernel that was given the tensor before would read other numbers than the tensor has now. Of a
+    tensor that holds others, those of all of them.
+    """
+    if type(tensor) not in _PLAIN and _parts(tensor)[0]:
+        return tuple(map(place_of, inner_tensors(tensor)))
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # of a class that has no numbers at an address
+        address = 0
+    return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Count of the writes into a tensor that torch knows of; -1 where it does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def fingerprint_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Changes when a tensor is another one, lies elsewhere, is laid out otherwise, or was written into."""
+    return id(tensor), place_of(tensor), version_of(tensor)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:

@@ -1,0 +1,46 @@
+"""Weights that change between calls, in the middle of one, and under it by another thread.
+
+Each change is made in a process of its own: none dies, and the text is plain decoding's, or the call says that it was
+changed. A failure names the seed that makes it again (`weights_worker.change`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forked import forked
+from weights_worker import REFUSED, change
+
+SEEDS = 28
+NIGHTLY = 200
+
+
+def assert_right(found: dict[str, Any]) -> None:
+    if "texts" in found:
+        assert found["texts"] == "alive", found
+        return
+    for plain, ours in zip(found["plain"], found["ours"], strict=True):
+        if isinstance(plain, str):  # of a model that nobody can run any more
+            assert isinstance(ours, str), found
+        elif isinstance(ours, str):
+            assert REFUSED in ours and found["when"] != "between", found
+        else:
+            assert ours == plain, found
+
+
+def tried(seed: int) -> None:
+    with forked(change, seed) as process:
+        assert_right(process.ends_well())
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_change_of_weights(seed: int) -> None:
+    tried(seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(SEEDS, NIGHTLY))
+def test_more_changes_of_weights(seed: int) -> None:
+    tried(seed)
