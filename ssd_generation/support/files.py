@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .messages import shown
+
 if sys.platform == "win32":
     import msvcrt
 else:
@@ -29,12 +31,14 @@ def default_cache_dir() -> Path:
     `~/.cache/ssd_generation`.
 
     Raises:
-        ValueError: that lies in a home folder, and there is none.
+        ValueError: that lies in a home folder, and there is none; or it is relative, so that files of whatever folder
+            a process is started in would be taken for its own.
     """
+    own = os.environ.get("SSD_GENERATION_CACHE")
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
     try:
-        if own := os.environ.get("SSD_GENERATION_CACHE"):
-            return Path(own).expanduser()
+        if own:
+            return _whole(Path(own).expanduser(), "SSD_GENERATION_CACHE", own)
         # The XDG specification says to ignore a relative path.
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError as error:
@@ -42,7 +46,16 @@ def default_cache_dir() -> Path:
             "There is no home folder to keep files in. Name another folder with the environment variable "
             "SSD_GENERATION_CACHE, by its whole path."
         ) from error
-    return root / "ssd_generation"
+    return _whole(root / "ssd_generation", "The home folder", str(root))
+
+
+def _whole(path: Path, name: str, value: str) -> Path:
+    if not path.is_absolute():
+        raise ValueError(
+            f"{name} must be a whole path, but got {shown(value)}, which depends on the working directory. Name a "
+            "folder with the environment variable SSD_GENERATION_CACHE, by its whole path."
+        )
+    return path
 
 
 @contextmanager

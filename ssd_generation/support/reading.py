@@ -2,7 +2,7 @@
 
 What comes in is a regular file of a bounded size and, where it is JSON, of bounded depth; whatever is wrong with it is
 an error that names the file. Reading never writes, never waits for another process (a FIFO, a terminal) and never
-touches a device.
+touches a device. What this library has stored for itself is opened by `trusted`, in addition.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .display import path_shown
+from .trusted import UntrustedError, opened
 
 __all__ = [
+    "CODE",
     "CONFIG",
     "DATA",
     "DATABASE",
@@ -57,6 +60,7 @@ class Kind:
 
 
 CONFIG = Kind("a config", 1 * MiB)
+CODE = Kind("compiled code", 64 * MiB)
 MEASUREMENT = Kind("a measurement", 1 * MiB)
 PROFILE = Kind("a profile", 16 * MiB)
 RESULT = Kind("a result", 32 * MiB)
@@ -80,19 +84,26 @@ _NOT_REGULAR = (
 )
 
 
-def read_bytes(path: str | os.PathLike[str], kind: Kind) -> bytes:
+def read_bytes(path: str | os.PathLike[str], kind: Kind, within: Path | None = None) -> bytes:
     """What a file holds.
 
     Args:
-        path: the file; links are followed.
+        path: the file; links are followed, unless `within` is given.
         kind: of file, which says how large it may be.
+        within: for a file that this library has stored: the folder from which on it has to be trusted (`opened`).
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is no regular file (a folder, a FIFO, a socket, a device), too large, or cannot be read; the
-            message names it.
+            message names it. An `UntrustedError`: somebody else may have written it.
     """
     shown = path_shown(path)
+    if within is not None:
+        with _named_errors(shown), opened(Path(path), within) as file:
+            _check_size(os.fstat(file.fileno()).st_size, shown, kind)
+            content = file.read(kind.most_bytes + 1)
+        _check_size(len(content), shown, kind)
+        return content
     with _named_errors(shown):
         # Looked at before it is opened: opening alone may wait (a FIFO) or do something (a device).
         _check_regular(os.stat(path), shown, kind)
@@ -124,17 +135,18 @@ def check_file(path: str | os.PathLike[str], kind: Kind) -> int:
     return status.st_size
 
 
-def read_text(path: str | os.PathLike[str], kind: Kind) -> str:
+def read_text(path: str | os.PathLike[str], kind: Kind, within: Path | None = None) -> str:
     """The text of a UTF-8 file, unpacked where it is called `.gz`; a byte-order mark at its front is left out.
 
     Args:
         path: the file.
         kind: of file.
+        within: as for `read_bytes`.
 
     Raises:
         FileNotFoundError, ValueError: as `read_bytes`; or it is not UTF-8, or not what gzip wrote.
     """
-    content = read_bytes(path, kind)
+    content = read_bytes(path, kind, within)
     if os.fspath(path).endswith(".gz"):
         content = _unpacked(content, path_shown(path), kind)
     try:
@@ -143,18 +155,19 @@ def read_text(path: str | os.PathLike[str], kind: Kind) -> str:
         raise ValueError(f"{path_shown(path)} is not UTF-8 text: {error}.") from error
 
 
-def read_json(path: str | os.PathLike[str], kind: Kind, unique_keys: bool = False) -> Any:
+def read_json(path: str | os.PathLike[str], kind: Kind, unique_keys: bool = False, within: Path | None = None) -> Any:
     """The JSON document in a file.
 
     Args:
         path: the file.
         kind: of file.
         unique_keys: refuse an object that has a key twice.
+        within: as for `read_bytes`.
 
     Raises:
         FileNotFoundError, ValueError: as `read_text`, or as `parse_json`; the message names the file.
     """
-    text = read_text(path, kind)
+    text = read_text(path, kind, within)
     try:
         return parse_json(text, unique_keys)
     except ValueError as error:
@@ -211,6 +224,8 @@ def _named_errors(shown: str) -> Iterator[None]:
     """Whatever keeps a file from being read, as an error that names it."""
     try:
         yield
+    except UntrustedError:
+        raise
     except ValueError as error:  # of the name itself: a null byte
         if str(error).startswith(shown):
             raise
