@@ -1,4 +1,9 @@
-"""Makes functions of LLVM's language, once per machine: what was compiled is kept on the disk."""
+"""Makes functions of LLVM's language, once per machine: what was compiled is stored on the disk.
+
+Stored code is executed. So it is read as `support.trusted` says, from files that only this user or root can have
+written. The digest in front of it covers the key as well: code that lies under the name of other code is refused, like
+code that is damaged.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,12 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from ..support.files import default_cache_dir, replacing
+from ..support.display import path_shown
+from ..support.files import default_cache_dir
 from ..support.forks import ForkSafeRLock
 from ..support.messages import clipped
+from ..support.reading import CODE, read_bytes
+from ..support.trusted import UntrustedFolderError, say_not_stored, say_once, store
 from .pool import openmp
 
 __all__ = ["address_of", "adds_bfloat16", "integer_products", "registers", "why_not"]
@@ -22,7 +30,16 @@ _lock = ForkSafeRLock()
 _engines: dict[str, Any] = {}
 """What holds compiled code in memory, by key."""
 
+_replaced: list[Any] = []
+"""Engines that lacked a function. Addresses in their code may be in use."""
+
 _X86 = ("x86_64", "amd64")
+
+_FORMAT = 2
+"""Changes with the form of a stored file, and so its name: files of another form are never read."""
+
+_FOLDER = "code"
+"""The folder of the cache in which code is stored."""
 
 _DIGEST = hashlib.sha256().digest_size
 
@@ -76,20 +93,27 @@ def address_of(name: str, described: str, text: Callable[[], str], function: str
         unrolls: whether LLVM may make loops hold more than they do: not where they hold as much as registers do.
 
     Raises:
-        RuntimeError: LLVM cannot compile it, or no code can be made here.
+        RuntimeError: LLVM cannot compile it, it has no such function, or no code can be made here.
     """
     reason = why_not()
     if reason is not None:
         raise RuntimeError(reason)
     with _lock:
         machine = _machine()
-        parts = (described, machine.triple, _cpu(), _features(), *_versions())
+        parts = (_FORMAT, described, machine.triple, _cpu(), _features(), *_versions())
         key = f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
         if key not in _engines:
-            _engines[key] = _load(_read(key)) or _load(_compile(key, text(), machine, unrolls))
-        if _engines[key] is None:
-            raise RuntimeError(f"the code of {name} cannot be loaded")
-        return int(_engines[key].get_function_address(function))
+            code = _read(key)
+            _engines[key] = _load(_compile(key, text(), machine, unrolls) if code is None else code)
+        address = int(_engines[key].get_function_address(function))
+        if not address:
+            say_once(logger, "Compiling again", f"The stored code of {name} has no function {function!r}.")
+            _replaced.append(_engines[key])
+            _engines[key] = _load(_compile(key, text(), machine, unrolls))
+            address = int(_engines[key].get_function_address(function))
+            if not address:
+                raise RuntimeError(f"the code of {name} has no function {function!r}")
+        return address
 
 
 @functools.cache
@@ -132,7 +156,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _compile(key: str, text: str, machine: Any, unrolls: bool) -> bytes:
-    """Object code, which is kept for the next process."""
+    """Object code, which is stored for the next process."""
     import llvmlite.binding as llvm
 
     module = llvm.parse_assembly(text)
@@ -143,30 +167,45 @@ def _compile(key: str, text: str, machine: Any, unrolls: bool) -> bytes:
     builder.getModulePassManager().run(module, builder)
     code: bytes = machine.emit_object(module)
     try:
-        path = default_cache_dir() / "code" / f"{key}.o"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_bytes(hashlib.sha256(code).digest() + code)
+        cache = default_cache_dir()
+        store(cache / _FOLDER / f"{key}.o", _digest(key, code) + code, cache)
     except (OSError, ValueError) as error:
-        logger.info("Compiled code could not be kept: %s", clipped(error))
+        say_not_stored(logger, error)
     return code
 
 
+def _digest(key: str, code: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + code).digest()
+
+
 def _read(key: str) -> bytes | None:
-    """What was kept; `None` where there is nothing, or not what was written."""
+    """Return what was stored; `None` where there is nothing, or not what was written, or nothing to be trusted."""
     try:
-        content = (default_cache_dir() / "code" / f"{key}.o").read_bytes()
-    except (OSError, ValueError):
+        cache = default_cache_dir()
+    except ValueError as error:
+        say_not_stored(logger, error)
+        return None
+    path = cache / _FOLDER / f"{key}.o"
+    try:
+        content = read_bytes(path, CODE, within=cache)
+    except FileNotFoundError:
+        return None
+    except UntrustedFolderError as error:
+        say_not_stored(logger, error)
+        return None
+    except ValueError as error:
+        say_once(logger, "Compiling again", error)
         return None
     digest, code = content[:_DIGEST], content[_DIGEST:]
-    return code if hashlib.sha256(code).digest() == digest else None
+    if not code or digest != _digest(key, code):
+        say_once(logger, "Compiling again", f"{path_shown(path)} holds something else than the code stored there.")
+        return None
+    return code
 
 
-def _load(code: bytes | None) -> Any:
+def _load(code: bytes) -> Any:
     import llvmlite.binding as llvm
 
-    if code is None:
-        return None
     # An engine owns its target machine, so each has one of its own.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _new_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
