@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,9 @@ import torch
 from ..decoding.verified_text import VerifiedText
 from ..forward.sublayers import input_device
 from ..harness.prompts import Prompt, encode_prompt, hub_rows, read_prompts
-from ..support.files import default_cache_dir, write_whole
+from ..support.files import default_cache_dir
 from ..support.reading import RESULT, read_json
+from ..support.trusted import say_not_stored, say_once, store
 from ..tuning.acceptance import verify_text
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Calibration", "calibrate", "calibration_prompts", "describe_weights", "generate_greedily"]
 
 logger = logging.getLogger(__name__)
+
+_FOLDER = "calibration"
+"""The folder of the cache in which continuations are stored."""
 
 _COLUMNS = ("prompt", "text", "question", "document", "article")
 
@@ -229,24 +232,25 @@ def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int
 def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, int]:
     """Prompt and continuation, and the forward passes that it took."""
     key = hashlib.sha256(json.dumps([weights, ids.tolist(), new_tokens]).encode()).hexdigest()[:24]
-    path = default_cache_dir() / "calibration" / f"{key}.json"
+    name = f"{key}.json"
     try:
-        return _read_continuation(model, path, ids, new_tokens), 0
+        return _read_continuation(model, name, ids, new_tokens), 0
     except FileNotFoundError:
         pass
     except ValueError as error:
-        logger.warning("The continuation in %s cannot be read (%s); generating it again.", path, error)
+        say_once(logger, f"The continuation in {name} cannot be read; generating it", error)
     output = generate_greedily(model, ids, new_tokens)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(output[0].tolist()))
-    except OSError as error:
-        logger.warning("A continuation could not be kept in %s: %s", path, error)
+        cache = default_cache_dir()
+        store(cache / _FOLDER / name, json.dumps(output[0].tolist()).encode(), cache)
+    except (OSError, ValueError) as error:
+        say_not_stored(logger, error)
     return output, int(output.shape[1] - ids.shape[1])
 
 
-def _read_continuation(model: PreTrainedModel, path: Path, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
-    tokens = read_json(path, RESULT)
+def _read_continuation(model: PreTrainedModel, name: str, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    cache = default_cache_dir()
+    tokens = read_json(cache / _FOLDER / name, RESULT, within=cache)
     prompt, vocabulary = ids[0].tolist(), model.get_input_embeddings().weight.shape[0]
     if not (
         isinstance(tokens, list)

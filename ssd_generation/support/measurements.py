@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from .files import default_cache_dir, write_whole
+from .files import default_cache_dir
 from .messages import clipped
 from .model_state import state_of
 from .parallel import broadcast
 from .reading import MEASUREMENT, read_json
+from .trusted import UntrustedFolderError, say_not_stored, store
 
 __all__ = ["NoisyMeasurement", "cached_measurement", "flag_if_noisy", "value_of", "was_noisy"]
 
@@ -94,14 +95,20 @@ def _file(key: str) -> Path:
 
 def _read(key: str, use: Callable[[Any], Any] | None) -> Any:
     """The stored result; `None` where there is none, or none that can be used."""
-    file: object = f"{key}.json"
     try:
-        file = _file(key)
-        result = read_json(file, MEASUREMENT)["result"]
+        cache, file = default_cache_dir(), _file(key)
+    except ValueError as error:
+        say_not_stored(logger, error)
+        return None
+    try:
+        result = read_json(file, MEASUREMENT, within=cache)["result"]
         if use is not None:
             use(result)
         return result
     except FileNotFoundError:
+        return None
+    except UntrustedFolderError as error:
+        say_not_stored(logger, error)
         return None
     except Exception as error:  # the file may hold anything, so `use` may fail in any way
         logger.warning("What was measured, in %s, cannot be read (%s); measuring again.", file, clipped(error))
@@ -110,10 +117,7 @@ def _read(key: str, use: Callable[[Any], Any] | None) -> Any:
 
 def _write(key: str, content: Any) -> None:
     """Write a result, whole or not at all; where that fails, the next process measures again."""
-    file: object = f"{key}.json"
     try:
-        file = path = _file(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=1, default=str))
+        store(_file(key), json.dumps(content, indent=1, default=str).encode(), default_cache_dir())
     except (OSError, ValueError) as error:
-        logger.warning("What was measured could not be kept in %s: %s", file, clipped(error))
+        say_not_stored(logger, error)
