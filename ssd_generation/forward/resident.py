@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import logging
-import os
+import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,11 +28,12 @@ from torch.nn import functional
 from transformers.utils import logging as hf_logging
 
 from ..config import SkipConfig
-from ..support.files import is_temporary, replacing
+from ..support.files import is_temporary
 from ..support.memory import available_bytes
 from ..support.messages import clipped
 from ..support.model_state import state_of
 from ..support.tensors import fingerprint_of
+from ..support.trusted import UntrustedFolderError, check_folder, name_of_open, opened, storing
 from .low_bit import LowBitCopies, LowBitCopy, check_precision, estimated_bytes, packing
 from .offloaded import (
     CannotStandIn,
@@ -67,6 +67,9 @@ FOLDER = "ssd_low_bit"
 """The folder in the offload folder in which copies are kept."""
 
 _FORMAT = 1
+_COPY = re.compile(r"[0-9a-f]{24}-[0-9a-f]{24}\.safetensors")
+"""Names of the files; no others are ever taken away."""
+
 _OLD_SECONDS = 3600.0
 """A file that was being written so long ago was left behind."""
 
@@ -315,14 +318,13 @@ class ResidentDraft:
             return None
         path = self._path(what, names)
         try:
-            with safe_open(path, framework="pt") as file:
+            with opened(path) as stored, safe_open(name_of_open(stored, path), framework="pt") as file:
                 # Copied out of the mapped file, whose pages the system may take back at any time.
                 return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError:
+        except (FileNotFoundError, UntrustedFolderError):  # of such a folder `_store` says so
             return None
-        except (OSError, SafetensorError) as error:
-            if not isinstance(error, OSError) or error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                logger.warning("A low-bit copy, %s, cannot be read (%s); making it again.", path, clipped(error))
+        except (OSError, ValueError, SafetensorError) as error:
+            logger.warning("A low-bit copy, %s, cannot be read (%s); making it again.", path, clipped(error))
             return None
 
     def _store(self, what: tuple[Any, ...], names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -331,19 +333,14 @@ class ResidentDraft:
             return
         path = self._path(what, names)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:
+            with storing(path) as temporary:
                 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-                descriptor = os.open(temporary, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             self._may_write = False
             warnings.warn(
-                f"Low-bit copies of offloaded weights could not be kept in {path.parent} ({clipped(error)}): they are "
-                "in memory for this process, and the next one makes them again, which takes about a pass of the model.",
+                f"Low-bit copies of offloaded weights could not be kept in {path.parent}: they are in memory for this "
+                "process, and the next one makes them again, which takes about a pass of the model. "
+                f"{clipped(error, 1000)}",
                 stacklevel=2,
             )
 
@@ -351,8 +348,10 @@ class ResidentDraft:
         """Take away copies of weights that are no more, and what a killed process left behind."""
         if self.folder is None or not self._may_write or not self.made:
             return
-        with contextlib.suppress(OSError):
-            written = sorted((path.stat().st_mtime, path) for path in self.folder.iterdir())
+        with contextlib.suppress(OSError, ValueError):
+            check_folder(self.folder)
+            ours = (path for path in self.folder.iterdir() if is_temporary(path.name) or _COPY.fullmatch(path.name))
+            written = sorted((path.lstat().st_mtime, path) for path in ours)
             newest = {path.name.partition("-")[0]: path for _, path in written if not is_temporary(path.name)}
             for when, path in written:
                 if is_temporary(path.name):
