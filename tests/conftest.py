@@ -88,6 +88,7 @@ LONGEST = (
     "test_same_seed.py",
     "test_exactness.py",
     "test_pictures.py",
+    "test_trusted_files.py",
 )
 # The fast subset: of each of these files all tests, or those whose names have one of the endings.
 FAST: dict[str, tuple[str, ...]] = {
