@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ssd_generation"
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-MARKDOWN = [*PAGES, *(path for path in (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md") if path.exists())]
+OTHERS = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")]
+MARKDOWN = [*PAGES, *(path for path in OTHERS if path.exists())]
 
 COMMANDS = ("generate", "benchmark", "evaluate", "report", "search", "profile", "inspect", "presets")
 
