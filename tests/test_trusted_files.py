@@ -450,6 +450,16 @@ def test_continuations_that_others_can_have_written_are_generated_anew(
     assert calibration._continuation(model, "weights", ids, 2)[1] == 0
 
 
+def test_a_continuation_without_a_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SSD_GENERATION_CACHE", "relative")
+    for _ in range(2):
+        assert calibration._continuation(tiny_model(), "weights", torch.arange(3, 9)[None], 2)[1] > 0
+    (said,) = warnings_of(caplog)
+    assert "'relative'" in said
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # copies of offloaded weights
 

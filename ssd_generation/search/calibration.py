@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from ..forward.sublayers import input_device
 from ..harness.prompts import Prompt, encode_prompt, hub_rows, read_prompts
 from ..support.files import default_cache_dir
 from ..support.reading import RESULT, read_json
-from ..support.trusted import say_not_stored, say_once, store
+from ..support.trusted import UntrustedFolderError, say_not_stored, store
 from ..tuning.acceptance import verify_text
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Calibration", "calibrate", "calibration_prompts", "describe_weights", "generate_greedily"]
 
 logger = logging.getLogger(__name__)
-
-_FOLDER = "calibration"
-"""The folder of the cache in which continuations are stored."""
 
 _COLUMNS = ("prompt", "text", "question", "document", "article")
 
@@ -232,25 +230,33 @@ def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int
 def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, int]:
     """Prompt and continuation, and the forward passes that it took."""
     key = hashlib.sha256(json.dumps([weights, ids.tolist(), new_tokens]).encode()).hexdigest()[:24]
-    name = f"{key}.json"
-    try:
-        return _read_continuation(model, name, ids, new_tokens), 0
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        say_once(logger, f"The continuation in {name} cannot be read; generating it", error)
-    output = generate_greedily(model, ids, new_tokens)
     try:
         cache = default_cache_dir()
-        store(cache / _FOLDER / name, json.dumps(output[0].tolist()).encode(), cache)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        say_not_stored(logger, error)
+        output = generate_greedily(model, ids, new_tokens)
+        return output, int(output.shape[1] - ids.shape[1])
+    path = cache / "calibration" / f"{key}.json"
+    try:
+        return _read_continuation(model, path, cache, ids, new_tokens), 0
+    except FileNotFoundError:
+        pass
+    except UntrustedFolderError as error:
+        say_not_stored(logger, error)
+    except ValueError as error:
+        logger.warning("The continuation in %s cannot be read (%s); generating it again.", path, error)
+    output = generate_greedily(model, ids, new_tokens)
+    try:
+        store(path, json.dumps(output[0].tolist()).encode(), cache)
+    except UntrustedFolderError as error:
         say_not_stored(logger, error)
     return output, int(output.shape[1] - ids.shape[1])
 
 
-def _read_continuation(model: PreTrainedModel, name: str, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
-    cache = default_cache_dir()
-    tokens = read_json(cache / _FOLDER / name, RESULT, within=cache)
+def _read_continuation(
+    model: PreTrainedModel, path: Path, cache: Path, ids: torch.Tensor, new_tokens: int
+) -> torch.Tensor:
+    tokens = read_json(path, RESULT, within=cache)
     prompt, vocabulary = ids[0].tolist(), model.get_input_embeddings().weight.shape[0]
     if not (
         isinstance(tokens, list)
