@@ -176,6 +176,9 @@ def make_folder(path: Path, within: Path | None = None) -> None:
         UntrustedFolderError: somebody else may write to it.
         OSError: it cannot be made.
     """
+    with contextlib.suppress(FileNotFoundError):
+        check_folder(path, within)
+        return
     missing, above = [], path
     while not above.exists():
         missing.append(above)
