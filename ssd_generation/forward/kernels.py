@@ -47,9 +47,20 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return lambda x: functional.linear(x, weight, bias)
 
 
-def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-    """The layer by oneDNN on the plain weight, which is read as it lies; `None` where torch has no oneDNN."""
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies numbers of a type on this processor: half precision not on all (AVX2 has none)."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32
+
+
+def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+    """The layer by oneDNN on the plain weight, which is read as it lies; `None` where oneDNN has none of this type."""
+    if not _onednn_takes(weight.dtype):
         return None
     kernel = torch.ops.mkldnn._linear_pointwise.default
 
