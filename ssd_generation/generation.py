@@ -30,6 +30,7 @@ from .decoding.refusals import (
     refuse_cache,
     refuse_model,
     refuse_what_cannot_be,
+    why_not_in,
 )
 from .decoding.rows import Rows
 from .decoding.statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
@@ -155,6 +156,8 @@ class SelfSpeculativeMixin:
                     '`self_speculative="auto"`, or leave it out.'
                 )
             if _CALL.get() is None:
+                if self_speculative is None:
+                    _say_that_nothing_drafts(cast(PreTrainedModel, self), args, kwargs)
                 return parent(*args, **kwargs)
             # A plain call from inside a self-speculative one, say from a custom logits processor.
             token = _CALL.set(None)
@@ -201,6 +204,19 @@ class SelfSpeculativeMixin:
             return parent(*args, **kwargs)
         finally:
             _CALL.reset(token)
+
+    def generate_batch(self, *args: Any, self_speculative: SelfSpeculativeRequest | None = None, **kwargs: Any) -> Any:
+        """Generate by continuous batching, as in transformers.
+
+        Raises:
+            ValueError: `self_speculative` is given: nothing is drafted there.
+        """
+        if self_speculative is not None and self_speculative is not False:
+            raise CannotDraft(
+                "`self_speculative` cannot be combined with `generate_batch` (continuous batching), whose cache has no "
+                "room for drafts. Leave it out, or call `generate` with a batch."
+            )
+        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
     def _check(self, is_batch: bool, tokenizer: Any = None, exactness: str | None = None) -> ModelCheck:
         """Whether this model's tokens can be verified several at a time (model_check.py)."""
@@ -265,14 +281,17 @@ class SelfSpeculativeMixin:
         if call is not None:
             cache = model_kwargs.get(name)
             if call.refusal is None:
-                if cache is None and (kind := class_of(cast(PreTrainedModel, self))) is not None:
+                kind = class_of(cast(PreTrainedModel, self))
+                if cache is None and kind is not None:
                     cache = model_kwargs[name] = kind()  # as the model itself makes one in its first pass
                 if not is_users and isinstance(cache, StaticCache) and not cache.offloading:
                     # Nothing has been allocated for it yet. Passes stand behind a cache of this library's own.
                     config = cast(PreTrainedModel, self).config.get_text_config(decoder=True)
                     call.static, cache = cache, DynamicCache(config=config)
                     model_kwargs[name] = cache
-                refuse_cache(cast(PreTrainedModel, self), cache)
+                call.refusal = why_not_in(cache, kind)
+                if call.refusal is None:
+                    refuse_cache(cast(PreTrainedModel, self), cache)
             call.cache_is_returned = is_users or bool(generation_config.return_dict_in_generate)
         return result
 
@@ -420,16 +439,31 @@ def _note_passes(statistics: SpeculationStatistics, forward: Forward, reason: st
     statistics.replayed_passes, statistics.replay_refusal = forward.replayed_passes, forward.replay_refusal
 
 
+def _say_that_nothing_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Once per model, where a generation config asks for drafting but the call does not."""
+    given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+    stored = getattr(model.generation_config, "self_speculative", None)
+    asked = getattr(given, "self_speculative", None)
+    if asked is not None and asked is not False and asked != stored:
+        _warn_once(
+            model,
+            f"The generation config asks for `self_speculative={clipped(shown(asked), 80)}`, but this call decodes "
+            "plainly: drafting is asked for in the call, as `generate(..., self_speculative=…)`, or "
+            "`self_speculative=True` for what the config says. `self_speculative=False` is plain on purpose.",
+            stacklevel=4,
+        )
+
+
 def _warn_of_refusal(model: PreTrainedModel, refusal: str) -> None:
     _warn_once(model, f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.")
 
 
-def _warn_once(model: PreTrainedModel, message: str) -> None:
+def _warn_once(model: PreTrainedModel, message: str, stacklevel: int = 7) -> None:
     """Once per model and message."""
     given = state_of(model).warnings
     if message not in given:
         given.add(message)
-        warnings.warn(message, stacklevel=7)
+        warnings.warn(message, stacklevel=stacklevel)
 
 
 def _rebuild(original: type) -> Any:

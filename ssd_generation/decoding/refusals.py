@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.configuration_utils import DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
 
 from ..cache.recurrent import is_known
 from ..support.versions import takes
@@ -19,6 +19,7 @@ __all__ = [
     "refuse_cache",
     "refuse_model",
     "refuse_what_cannot_be",
+    "why_not_in",
 ]
 
 
@@ -72,6 +73,13 @@ def _decodes_inside(model: PreTrainedModel) -> str | None:
 _LEAVE_THE_CACHE = 'Draft and target share one cache in place: leave `cache_implementation` out, or pass "static".'
 
 
+_CACHES = (
+    *(None, "dynamic", "dynamic_full", "static"),
+    # Other names of the same: what is static about a cache is how it is handed back.
+    *(name for name in DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS if not name.startswith("offloaded")),
+)
+
+
 def _refuse(what: str, instead: str) -> None:
     raise CannotDraft(f"`self_speculative` cannot be combined with {what}. {instead}")
 
@@ -95,7 +103,7 @@ def refuse_what_cannot_be(
             "`use_cache=False`",
             "The draft reads the target's KV cache: pass `use_cache=True` (some models switch it off in their config).",
         )
-    if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
+    if config.cache_implementation not in _CACHES:
         _refuse(
             f"`cache_implementation={config.cache_implementation!r}`",
             _LEAVE_THE_CACHE,
@@ -132,6 +140,27 @@ def refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConfi
             "and belong to no text",
             "LoRA and its kind work.",
         )
+
+
+def why_not_in(cache: Any, own: type | None) -> str | None:
+    """Why nothing is drafted behind a cache of somebody else's making, `None` for those of transformers.
+
+    What its `update` does besides, or which tokens its layers let go of, is known to its own code alone: plain decoding
+    gives it one token after the other.
+
+    Args:
+        cache: any.
+        own: the class of cache that the model has for itself, if it has one.
+    """
+    if not isinstance(cache, Cache):
+        return None  # refused otherwise
+    for kind in (type(cache), *map(type, getattr(cache, "layers", ()))):
+        if kind is not own and kind.__module__.partition(".")[0] not in _OURS:
+            return f"its cache has a class of its own ({kind.__name__}), which may do more than keep keys and values"
+    return None
+
+
+_OURS = ("transformers", __package__.partition(".")[0])
 
 
 def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
