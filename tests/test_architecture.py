@@ -306,6 +306,52 @@ def test_everything_works_without_the_extra_that_makes_kernels() -> None:
     assert said.splitlines()[-2:] == ["[True, True]", "llvmlite is not installed (extra `fast`)"]
 
 
+# --- Devices --------------------------------------------------------------------------------------
+# Functions of torch that make a tensor on the default device, which is the user's to set.
+FACTORIES = frozenset(
+    "Generator arange as_tensor asarray bartlett_window blackman_window complex empty empty_permuted empty_quantized "
+    "empty_strided eye frombuffer full hamming_window hann_window kaiser_window linspace logspace normal ones rand "
+    "randint randn randperm range scalar_tensor sparse_coo_tensor sparse_csr_tensor tensor tril_indices triu_indices "
+    "vander zeros".split()
+)
+
+
+def _on_the_default_device(source: str) -> list[int]:
+    """Lines of calls that leave a tensor's device to `torch.set_default_device`."""
+    return sorted(
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in FACTORIES
+        and not any(keyword.arg == "device" for keyword in node.keywords)
+        and not (node.func.attr == "Generator" and node.args)
+    )
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    found = {path: _on_the_default_device(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert [f"{path.relative_to(ROOT)}:{line}" for path, lines in found.items() for line in lines] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("torch.zeros(3)", True),
+        ("torch.zeros(3, device=x.device)", False),
+        ("f(torch.randint(0, 9, (1, 2), generator=torch.Generator('cpu')))", True),
+        ("torch.Generator().manual_seed(0)", True),
+        ("torch.Generator(device).manual_seed(0)", False),
+        ("x.new_zeros(3)", False),
+        ("torch.empty_like(x)", False),
+    ],
+)
+def test_tensors_without_a_device_are_found(source: str, is_found: bool) -> None:
+    assert bool(_on_the_default_device(source)) is is_found
+
+
 # --- Files that must agree ------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def project() -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _batch(tokenizer: Any, rows: int) -> dict[str, torch.Tensor]:
             f"A batch should have from 1 to {len(short)} rows, the short prompts there are, but got {rows}."
         )
     width = max(map(len, short[:rows]))
-    ids = torch.full((rows, width), tokenizer.pad_token_id or 0, dtype=torch.long)
+    ids = torch.full((rows, width), tokenizer.pad_token_id or 0, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(ids)
     for row, tokens in enumerate(short[:rows]):
         ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1

@@ -87,7 +87,9 @@ def measure_contexts(
 def _upstream_step(model: Any, context: int) -> Callable[[], float]:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    ids = torch.randint(0, vocabulary, (1, context), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(
+        0, vocabulary, (1, context), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
+    ).to(model.device)
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     model(input_ids=ids, use_cache=True, **{CACHE: cache}, **fewer)
 

@@ -359,7 +359,7 @@ def build(family: str, kind: Kind = "causal") -> PreTrainedModel:
         raise ValueError(f"a small config makes {parameters:,} parameters, which is not small")
     torch.manual_seed(0)
     model: Any = maker.from_config(tiny_config(family), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.numel() == 1 and not parameter.any():
@@ -384,8 +384,8 @@ def prompts(picture: Picture | None = None, in_both: bool = False) -> dict[str, 
         picture: what the first one holds; `None`: text alone.
         in_both: the second one holds it as well.
     """
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, FIRST_RESERVED, (2, PROMPT), generator=generator)
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    ids = torch.randint(3, FIRST_RESERVED, (2, PROMPT), generator=generator, device="cpu")
     mask = torch.ones_like(ids)
     ids[1, :5] = mask[1, :5] = 0
     if picture is None:

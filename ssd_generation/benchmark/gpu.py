@@ -149,7 +149,9 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
 def _row(model: Any, passes: ReplayedPasses | None, width: int, behind: int, half: SkipConfig | None) -> dict[str, Any]:
     device = model.get_input_embeddings().weight.device
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    ids = torch.randint(0, vocabulary, (1, behind + width), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(
+        0, vocabulary, (1, behind + width), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
+    ).to(device)
     row: dict[str, Any] = {"what": "model" if half is None else "half", "width": width, "behind": behind}
     row |= {"eager": None, "replayed": None, "recording": None}
     with torch.inference_mode():

@@ -88,8 +88,8 @@ def _captured(model: Any, weights: str) -> CapturedPasses:
 
 def _pass(captured: CapturedPasses, cache: Cache, count: int, repeats: int) -> dict[str, Any]:
     at = cache.get_seq_length()
-    ids = torch.arange(10, 10 + count)[None]
-    positions = torch.arange(at, at + count)[None]
+    ids = torch.arange(10, 10 + count, device="cpu")[None]
+    positions = torch.arange(at, at + count, device="cpu")[None]
 
     def run() -> None:
         captured.run(cache, ids, positions, ahead=count, width=count)
@@ -99,7 +99,7 @@ def _pass(captured: CapturedPasses, cache: Cache, count: int, repeats: int) -> d
             cache.crop(-count)
 
     run()
-    large = torch.ones(_LARGE // 4)
+    large = torch.ones(_LARGE // 4, device="cpu")
     whole, lists, sums = [], list[float](), [_seconds(large.sum)]
     parts: dict[str, dict[str, Any]] = {}
     for _ in range(repeats):
@@ -163,7 +163,7 @@ def _about_linears(kernels: KernelList) -> dict[str, Any]:
     if not layers:
         return {}
     read = sum(tensor.nbytes for layer in layers for tensor in layer.held[:3] if tensor is not None)
-    x = torch.ones((kernels.rows, layers[0].columns), dtype=layers[0].activation)
+    x = torch.ones((kernels.rows, layers[0].columns), dtype=layers[0].activation, device="cpu")
     few = [_of_torch(layer, x) for layer in layers[: max(1, _ENOUGH // layers[0].held[0].nbytes)]]
 
     def run() -> None:
@@ -185,8 +185,10 @@ def _of_torch(layer: NativeLinear, x: torch.Tensor) -> Callable[[], Any]:
         weight = weight.view(torch.int8)  # packed ones as they lie: torch takes as long over any numbers
         return lambda: torch._weight_int8pack_mm(x, weight, scales)
     group = layer.columns // scales.shape[1]
-    packed = torch._convert_weight_to_int4pack_for_cpu(torch.ones((layer.rows, layer.columns), dtype=torch.int32), 1)
-    steps = torch.ones((layer.columns // group, layer.rows, 2), dtype=torch.bfloat16)
+    packed = torch._convert_weight_to_int4pack_for_cpu(
+        torch.ones((layer.rows, layer.columns), dtype=torch.int32, device="cpu"), 1
+    )
+    steps = torch.ones((layer.columns // group, layer.rows, 2), dtype=torch.bfloat16, device="cpu")
     return lambda: torch._weight_int4pack_mm_for_cpu(x, packed, group, steps)
 
 

@@ -41,9 +41,9 @@ def measure_memory(
     """
     enable_self_speculative(model)
     config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=draft_length))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(10, vocabulary, (1, context), generator=generator).to(model.device)
+    ids = torch.randint(10, vocabulary, (1, context), generator=generator, device="cpu").to(model.device)
     options: dict[str, Any] = {
         "max_new_tokens": new_tokens,
         "do_sample": False,

@@ -71,10 +71,10 @@ class Picture:
         along = {}
         for name in self.along:
             if name == "image_attention_mask":
-                along[name] = torch.ones(*ids.shape, 1, dtype=torch.long)
+                along[name] = torch.ones(*ids.shape, 1, dtype=torch.long, device="cpu")
             elif name == "cross_attention_mask":
                 tiles = self.arguments["aspect_ratio_mask"].shape[-1]
-                along[name] = torch.ones(*ids.shape, 1, tiles, dtype=torch.long)
+                along[name] = torch.ones(*ids.shape, 1, tiles, dtype=torch.long, device="cpu")
             else:
                 along[name] = is_picture
         return {"input_ids": ids, "attention_mask": mask, **self.arguments, **along}
@@ -98,8 +98,8 @@ def find_picture(model: Any) -> Picture:
     along = tuple(name for name in _ALONG if name in takes)
     if token is None:
         token = int(config.get_text_config().vocab_size) - 1  # which it is told by an argument, if at all
-    before = torch.tensor([[5, 17, 29]])
-    behind = torch.tensor([[31, 8, 44]])
+    before = torch.tensor([[5, 17, 29]], device="cpu")
+    behind = torch.tensor([[31, 8, 44]], device="cpu")
     said = "no shape of pixels is known for it"
     for arguments in _shapes(model):
         try:
@@ -195,10 +195,10 @@ def _shapes(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     config = model.config
     vision = next((v for n in ("vision_config", "vq_config") if (v := getattr(config, n, None)) is not None), config)
     takes = _taken(model)
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(device="cpu").manual_seed(3)
 
     def pixels(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, device="cpu")
 
     channels = _number(vision, "num_channels", "in_channels", "in_chans", default=3)
     patch = _number(vision, "patch_size", default=8)
@@ -215,47 +215,56 @@ def _shapes(model: Any) -> Iterator[dict[str, torch.Tensor]]:
             (side * side, 2 * channels * patch**2),
             (side * side // merge**2, merge * patch, merge * patch, channels),
         ):
-            merges = {"image_merge_sizes": torch.tensor([merge])} if "image_merge_sizes" in takes else {}
-            yield {"pixel_values": pixels(*shape), "image_grid_thw": torch.tensor([[1, side, side]]), **merges}
+            merges = {"image_merge_sizes": torch.tensor([merge], device="cpu")} if "image_merge_sizes" in takes else {}
+            yield {
+                "pixel_values": pixels(*shape),
+                "image_grid_thw": torch.tensor([[1, side, side]], device="cpu"),
+                **merges,
+            }
     if "aspect_ratio_ids" in takes:
         tiles = _number(vision, "max_num_tiles", default=1)
         yield {
             "pixel_values": pixels(1, 1, tiles, channels, size, size),
-            "aspect_ratio_ids": torch.tensor([[1]]),
-            "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long),
+            "aspect_ratio_ids": torch.tensor([[1]], device="cpu"),
+            "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long, device="cpu"),
         }
     if "target_sizes" in takes:
         side = size // patch
         yield {
             "pixel_values": pixels(1, channels, patch, side * side * patch),
-            "target_sizes": torch.tensor([[side, side]]),
+            "target_sizes": torch.tensor([[side, side]], device="cpu"),
         }
-    asked = {"qformer_input_ids": torch.tensor([[5, 17, 29]])} if "qformer_input_ids" in takes else {}
-    sizes = {"image_sizes": torch.tensor([[size, size]])} if "image_sizes" in takes else {}
+    asked = {"qformer_input_ids": torch.tensor([[5, 17, 29]], device="cpu")} if "qformer_input_ids" in takes else {}
+    sizes = {"image_sizes": torch.tensor([[size, size]], device="cpu")} if "image_sizes" in takes else {}
     if "high_res_pixel_values" in takes:
         asked["high_res_pixel_values"] = pixels(1, channels, size, size)
     if "image_grid_hw" in takes:
         side = size // patch
         yield {
             "pixel_values": pixels(side * side, channels * patch**2),
-            "image_grid_hw": torch.tensor([[side, side]]),
+            "image_grid_hw": torch.tensor([[side, side]], device="cpu"),
         }
     for more in ({}, sizes) if sizes else ({},):
         yield {"pixel_values": pixels(1, channels, size, size), **asked, **more}
         for tiles in (1, 2, 3, 5):
             yield {"pixel_values": pixels(1, tiles, channels, size, size), **asked, **more}
     if "pixel_attention_mask" in takes:
-        yield {"pixel_values": pixels(1, 1, channels, size, size), "pixel_attention_mask": torch.ones(1, 1).bool()}
+        yield {
+            "pixel_values": pixels(1, 1, channels, size, size),
+            "pixel_attention_mask": torch.ones(1, 1, device="cpu").bool(),
+        }
     side = size // patch
-    places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij"), dim=-1).view(1, -1, 2)
+    places = torch.stack(
+        torch.meshgrid(torch.arange(side, device="cpu"), torch.arange(side, device="cpu"), indexing="ij"), dim=-1
+    ).view(1, -1, 2)
     flat = pixels(1, side * side, channels * patch**2)
     if "image_position_ids" in takes:
         yield {"pixel_values": flat, "image_position_ids": places}
     if "spatial_shapes" in takes:
         yield {
             "pixel_values": flat,
-            "spatial_shapes": torch.tensor([[side, side]]),
-            "pixel_attention_mask": torch.ones(1, side * side, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[side, side]], device="cpu"),
+            "pixel_attention_mask": torch.ones(1, side * side, dtype=torch.long, device="cpu"),
         }
     if "flattened_patches" in takes:
         rows = torch.cat((places[0] + 1.0, flat[0]), dim=1)[None]

@@ -158,7 +158,7 @@ def _with_adapters(make: Callable[[str], Any]) -> Callable[[str], Any]:
 
         model = peft.get_peft_model(make(folder), lora("q_proj", "v_proj"), adapter_name="first")
         model.add_adapter("second", lora("up_proj", "down_proj"))
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device="cpu").manual_seed(0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
@@ -353,7 +353,7 @@ def _try_state(caller: Any, row: Row, prompts: Sequence[dict[str, torch.Tensor]]
 
 def _apart(model: Any, width: int = 8, tokens: int = 40) -> tuple[float, float]:
     """See `Row.apart`."""
-    ids = torch.arange(100, 100 + tokens)[None] % model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(100, 100 + tokens, device="cpu")[None] % model.get_input_embeddings().weight.shape[0]
 
     def logits() -> torch.Tensor:
         cache = DynamicCache(config=model.config)

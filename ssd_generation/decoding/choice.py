@@ -114,7 +114,7 @@ class SampledChoice(Choice):
             self._start = _key(start)
             if any(self._start == call._start for call in _running):
                 # Somebody draws from there already, and nobody has seeded since.
-                seed = torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator)
+                seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
                 self._generator.manual_seed(int(seed))
                 self._start = _key(default.get_state())
             else:

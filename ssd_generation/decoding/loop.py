@@ -150,7 +150,7 @@ def _columns_of(kwargs: dict[str, Any], before: dict[str, torch.Size]) -> dict[s
 def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
     """The tokens that end a text; a criterion that the user passed in takes the place of the config's here, too."""
     ends = [criterion.eos_token_id for criterion in criteria if hasattr(criterion, "eos_token_id")]
-    return frozenset(number for end in ends for number in torch.as_tensor(end).flatten().tolist())
+    return frozenset(number for end in ends for number in torch.as_tensor(end, device="cpu").flatten().tolist())
 
 
 def _weights_changed(when: str) -> RuntimeError:
@@ -532,7 +532,7 @@ class DecodingLoop:
         with no_draws(self._watched) if self._watched else nullcontext():
             done = self._is_done(rows, outputs)
             if self.request.streamer is not None:
-                self.request.streamer.put(torch.tensor(rows.last_committed()))
+                self.request.streamer.put(torch.tensor(rows.last_committed(), device="cpu"))
         ended = rows.finish(done)
         if rows.limits.stops_at_eos:
             for row in ended:

@@ -145,7 +145,7 @@ class SelfDrafter(Drafter):
                             break
         self.draft_passes += len(tokens)
         # Nothing drafted here: what lookup adds is known to the host, and stays there.
-        drafted = torch.cat(tokens, dim=1) if tokens else torch.zeros((texts.batch, 0), dtype=torch.long)
+        drafted = torch.cat(tokens, dim=1) if tokens else torch.zeros((texts.batch, 0), dtype=torch.long, device="cpu")
         return self._drafted(drafted, torch.stack(scores, dim=1) if scores else None, lengths, wanted), read
 
     @staticmethod

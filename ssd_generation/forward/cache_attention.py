@@ -67,7 +67,8 @@ class CacheAttention:
         """Additive, `(groups · n, slots)`: token i sees the slots before it and its own."""
         known = self.mask.get((groups, dtype))
         if known is None:
-            known = torch.full((self.count, self.at + self.count), float("-inf"), dtype=dtype).triu_(self.at + 1)
+            shape = self.count, self.at + self.count
+            known = torch.full(shape, float("-inf"), dtype=dtype, device="cpu").triu_(self.at + 1)
             known = self.mask[groups, dtype] = known.repeat(groups, 1)
         return known
 

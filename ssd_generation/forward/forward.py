@@ -255,7 +255,9 @@ class Forward:
             if again is not None:
                 tokens, count = torch.cat((again, tokens), dim=1), count + again.shape[1]
                 if positions is not None:
-                    positions = positions[..., :1] + torch.arange(-again.shape[1], positions.shape[-1]).to(positions)
+                    positions = positions[..., :1] + torch.arange(
+                        -again.shape[1], positions.shape[-1], device=positions.device
+                    ).to(positions)
             context.checkpoint.passed(tokens)
         mask = context.mask
         if mask is not None and new > 1:

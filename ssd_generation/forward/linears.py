@@ -105,7 +105,7 @@ def sample(modules: list[nn.Module]) -> torch.Tensor:
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.numel():
             few.append(few_of(weight, 8))
-    return torch.cat(few) if few else torch.zeros(0)
+    return torch.cat(few) if few else torch.zeros(0, device="cpu")
 
 
 def few_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
@@ -146,9 +146,9 @@ def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
     with torch.no_grad():
         bias = getattr(module, "bias", None)
         bias = bias.detach() if isinstance(bias, torch.Tensor) and is_plain(bias) and bias.numel() == rows else None
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device="cpu").manual_seed(0)
         # Small numbers, as behind a norm: greater ones may be taken for outliers.
-        probe = torch.randn((8, columns), generator=generator).to(dtype)
+        probe = torch.randn((8, columns), generator=generator, device="cpu").to(dtype)
         try:
             expected = module(probe).float()
         except Exception as error:
@@ -179,8 +179,8 @@ def rounds_activations(module: nn.Module, dtype: torch.dtype) -> bool:
         Exception: whatever the layer raises.
     """
     columns, _ = features(module) or (0, 0)
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.rand((1, columns), generator=generator) - 0.5
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    noise = torch.rand((1, columns), generator=generator, device="cpu") - 0.5
     even = noise.sign() * 1.5  # a number of all types
     large, small = torch.zeros_like(noise), noise * 0.005
     large[0, 0], small[0, 0] = 1, 1
@@ -202,7 +202,7 @@ def mixes_rows(module: nn.Module, dtype: torch.dtype) -> bool:
         Exception: whatever the layer raises.
     """
     columns, _ = features(module) or (0, 0)
-    rows = torch.randn((2, columns), generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    rows = torch.randn((2, columns), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu").clamp(-3, 3)
     rows[0, 0] = 5
     with torch.no_grad():
         before = module(rows.to(dtype)[None])[:, 0].clone()  # kernels are chosen by shapes, which are the same here
@@ -240,11 +240,11 @@ def _said_by_itself(module: nn.Module, rows: int, columns: int) -> Iterator[torc
 def _of_unit_vectors(
     module: nn.Module, rows: int, columns: int, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    weight = torch.empty((rows, columns))
+    weight = torch.empty((rows, columns), device="cpu")
     for start in range(0, columns, _ROWS):
         count = min(_ROWS, columns - start)
-        units = torch.zeros((count, columns), dtype=dtype)
-        units[torch.arange(count), torch.arange(start, start + count)] = 1
+        units = torch.zeros((count, columns), dtype=dtype, device="cpu")
+        units[torch.arange(count, device="cpu"), torch.arange(start, start + count, device="cpu")] = 1
         products = module(units).float()
         weight[:, start : start + count] = (products if bias is None else products - bias.float()).T
     return weight

@@ -463,7 +463,8 @@ class LowBitCopies:
                 weight: Any = module.weight
                 if not is_plain_linear(module):
                     # Of no memory: it is there to be recognised.
-                    weight = self._stand_ins[id(module)] = torch.zeros(1, dtype=model.dtype).expand(place.shape)
+                    zero = torch.zeros(1, dtype=model.dtype, device="cpu")
+                    weight = self._stand_ins[id(module)] = zero.expand(place.shape)
                 self.by_weight[id(weight)] = store[key], index
                 self.modules.append(module)
         self._linears = [id(module) for module in linears(model)]

@@ -252,7 +252,7 @@ def stand_in(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, dict[int
     """
     sources = sources_of(model)
     other, made = clone_without_hooks(model)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     matrices: set[int] = set()
     for name, source in sources.items():
         prefix, _, key = name.rpartition(".")
@@ -281,7 +281,7 @@ def _random_rows(meta: torch.Tensor, generator: torch.Generator) -> torch.Tensor
         count, strides = rows * columns, (*(columns,) * (meta.ndim - 1), 1)
     else:
         count, strides = sum(meta.shape) - meta.ndim + 1, (1,) * meta.ndim
-    numbers = torch.randn(count, generator=generator) / math.sqrt(columns)
+    numbers = torch.randn(count, generator=generator, device="cpu") / math.sqrt(columns)
     return numbers.to(meta.dtype).as_strided(meta.shape, strides)
 
 

@@ -289,10 +289,10 @@ class CapturedPasses:
         """Whether a pass over random tokens gives the model's logits, but for rounding."""
         with torch.inference_mode():
             vocabulary = model.get_input_embeddings().weight.shape[0]
-            generator = torch.Generator().manual_seed(seed)
-            text = torch.randint(0, vocabulary, (1, 9 + length), generator=generator)
+            generator = torch.Generator(device="cpu").manual_seed(seed)
+            text = torch.randint(0, vocabulary, (1, 9 + length), generator=generator, device="cpu")
             prompt, ids = text[:, :9], text[:, 9:]
-            positions = torch.arange(9, 9 + length)[None]
+            positions = torch.arange(9, 9 + length, device="cpu")[None]
             # Layers with a window have none here, unless the attention knows about windows.
             config = model.config.get_text_config(decoder=True)
             own = DynamicCache() if self.invariant is None else DynamicCache(config=config)
@@ -336,7 +336,7 @@ def _sensitivity(
 ) -> torch.Tensor:
     """How far logits move where the embeddings are rounded otherwise, by a unit in the last place at the most."""
     embedded = model.get_input_embeddings()(ids)
-    noise = torch.rand(embedded.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    noise = torch.rand(embedded.shape, generator=torch.Generator(device="cpu").manual_seed(0), device="cpu") * 2 - 1
     moved = embedded * (1 + torch.finfo(model.dtype).eps * noise).to(torch.float32)
     logits = model(inputs_embeds=moved.to(model.dtype), position_ids=positions, use_cache=True, **{CACHE: cache}).logits
     return (logits.float() - expected).norm()  # type: ignore[no-any-return]
@@ -387,9 +387,9 @@ def _try_out(model: PreTrainedModel, program: Program) -> None:
             shape = (1, query.shape[1], program.length, value.shape[3])
             return query.new_zeros(shape, dtype=model.dtype).transpose(1, 2)
 
-    ids = torch.zeros((1, program.length), dtype=torch.long)
+    ids = torch.zeros((1, program.length), dtype=torch.long, device="cpu")
     with torch.inference_mode():
-        program.run(ids, torch.arange(9, 9 + program.length)[None], Nothing())
+        program.run(ids, torch.arange(9, 9 + program.length, device="cpu")[None], Nothing())
 
 
 def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:

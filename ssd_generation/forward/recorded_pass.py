@@ -46,7 +46,7 @@ class Inputs:
         self.width = width
         self.all = torch.zeros((4, width), dtype=torch.long, device=device)
         self.ids, self.positions, self.slots = self.all[:1], self.all[1:2], self.all[2]
-        self._host = torch.zeros((4, width), dtype=torch.long, pin_memory=is_asynchronous(device))
+        self._host = torch.zeros((4, width), dtype=torch.long, pin_memory=is_asynchronous(device), device="cpu")
         self._numbers = self._host.numpy()
         self._steps = torch.arange(width, device=device)
 

@@ -369,7 +369,7 @@ def _replace_offloaded(other: nn.Module, sources: Mapping[str, Source]) -> dict[
         prefix, _, key = name.rpartition(".")
         module = other.get_submodule(prefix)
         meta = getattr(module, key)
-        replace_tensor(module, key, torch.zeros((), dtype=meta.dtype).expand(meta.shape))
+        replace_tensor(module, key, torch.zeros((), dtype=meta.dtype, device="cpu").expand(meta.shape))
         places[name] = module, key
     return places
 

@@ -114,11 +114,11 @@ def _any_hangs_on_width(model: PreTrainedModel) -> bool:
 
 def _hangs_on_width(module: nn.Module, dtype: torch.dtype) -> bool:
     columns, outputs = features(module) or (0, 1)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     widest = max(_WIDTHS)
     with torch.no_grad():
         for _ in range(-(-_NUMBERS // (widest * outputs))):
-            x = torch.randn((1, widest, columns), generator=generator).to(dtype)
+            x = torch.randn((1, widest, columns), generator=generator, device="cpu").to(dtype)
             alone = torch.cat([module(row.contiguous()) for row in torch.split(x, 1, dim=1)], dim=1)
             if any(not torch.equal(module(x[:, :width].contiguous()), alone[:, :width]) for width in _WIDTHS):
                 return True

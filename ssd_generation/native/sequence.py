@@ -125,8 +125,8 @@ class KernelList:
         dtype = self.dtype
         # Each is held by a name until the kernels are through.
         given = [(one if one.dtype is dtype else one.to(dtype)).contiguous() for one in inputs]
-        results = [torch.empty(shape, dtype=dtype) for shape in self.outputs]
-        between = torch.empty(self.bytes, dtype=torch.uint8)
+        results = [torch.empty(shape, dtype=dtype, device="cpu") for shape in self.outputs]
+        between = torch.empty(self.bytes, dtype=torch.uint8, device="cpu")
         cache = 0 if attention is None else attention.table()
         numbers = [self.rows, between.data_ptr(), cache]
         numbers += [tensor.data_ptr() for tensor in (*given, *results)]

@@ -152,8 +152,8 @@ class _LayerRun:
 
     def _pass(self, drafts: int, patches: list[tuple[Any, Any]], skip: SkipConfig) -> None:
         tokens = len(self.text)
-        index = torch.arange(tokens).repeat(drafts)
-        inputs = round_inputs(self.model, self.text, torch.arange(drafts * tokens), index, index)
+        index = torch.arange(tokens, device="cpu").repeat(drafts)
+        inputs = round_inputs(self.model, self.text, torch.arange(drafts * tokens, device="cpu"), index, index)
         mode = SkipMode(self.model, skip, patches)
         try:
             with torch.no_grad(), mode:

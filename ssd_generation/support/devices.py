@@ -35,7 +35,7 @@ def sent(numbers: torch.Tensor | Sequence[Any], device: torch.device) -> torch.T
         device: where they are to be.
     """
     if not isinstance(numbers, torch.Tensor):
-        numbers = torch.tensor(numbers, dtype=torch.long)
+        numbers = torch.tensor(numbers, dtype=torch.long, device="cpu")
     if numbers.device.type == "cpu" and is_asynchronous(device):
         return numbers.pin_memory().to(device, non_blocking=True)
     return numbers.to(device)

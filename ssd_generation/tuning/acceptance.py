@@ -178,14 +178,14 @@ def agreements(
         Whether the draft predicts the target's token, `(len(starts), depth)` (1 yes, 0 no, −1 beyond the text); the
         number of passes; the number of their inputs.
     """
-    matches = torch.full((len(starts), depth), -1, dtype=torch.long)
+    matches = torch.full((len(starts), depth), -1, dtype=torch.long, device="cpu")
     rounds = max(1, _MOST_TOKENS // depth)
     passes = tokens = 0
     for first in range(0, len(starts), rounds):
-        chunk = torch.tensor(starts[first : first + rounds])
-        index = chunk[:, None] + torch.arange(depth)  # (rounds, depth), of the token that is predicted
+        chunk = torch.tensor(starts[first : first + rounds], device="cpu")
+        index = chunk[:, None] + torch.arange(depth, device="cpu")  # (rounds, depth), of the token that is predicted
         inside = index < len(text)
-        which = torch.arange(len(chunk))[:, None].expand_as(index)
+        which = torch.arange(len(chunk), device="cpu")[:, None].expand_as(index)
         logits = _logits(model, draft, text, which[inside], chunk[:, None].expand_as(index)[inside], index[inside])
         predicted = text.choose(logits, index[inside])
         generated = text.ids[0, text.prompt_length :].to(predicted.device)
@@ -375,13 +375,13 @@ def _try_out(model: PreTrainedModel) -> str | None:
     if attention not in ("sdpa", "eager"):
         return f"its attention implementation {attention} takes no mask of one's own"
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (1, 24), generator=generator).to(input_device(model))
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    ids = torch.randint(0, vocabulary, (1, 24), generator=generator, device="cpu").to(input_device(model))
     try:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0].float()
             text = verify_text(model, ids, 8)
-            index = torch.arange(len(text))
+            index = torch.arange(len(text), device="cpu")
             whole = SkipMode(model, SkipConfig())
             difference = _logits(model, whole, text, index // 3, index - index % 3, index).float() - logits[7:-1]
     except Exception as error:  # whatever a model's code makes of such a mask

@@ -197,9 +197,11 @@ class Passes:
         self.context = context
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         device = input_device(model)
-        generator = torch.Generator().manual_seed(0)
-        prompt = torch.randint(0, vocabulary, (rows, context), generator=generator).to(device)
-        self.tokens = torch.randint(0, vocabulary, (rows, LONGEST_VERIFIED), generator=generator).to(device)
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        prompt = torch.randint(0, vocabulary, (rows, context), generator=generator, device="cpu").to(device)
+        self.tokens = torch.randint(0, vocabulary, (rows, LONGEST_VERIFIED), generator=generator, device="cpu").to(
+            device
+        )
         self.cache = _behind(model, prompt) if cache is None else cache
         self.checkpoint = Checkpoint.of(self.cache, context)
         self.forward = Forward(model, config, plays_back=rows == 1, invariant=invariant, own_kernels=own_kernels)
@@ -453,7 +455,9 @@ def _resident_step(model: PreTrainedModel, config: SelfSpeculativeConfig) -> flo
     if other is model:
         return None
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    prompt = torch.randint(0, vocabulary, (1, _CONTEXT), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(
+        0, vocabulary, (1, _CONTEXT), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
+    )
     with torch.no_grad():
         with _without_skipping(other, config):
             cache = _behind(other, prompt)

@@ -301,9 +301,9 @@ class _Text:
         self.prompt = prompt
         self.refusal: str | None = None
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device="cpu").manual_seed(0)
         device = input_device(model)
-        ids = torch.randint(0, vocabulary, (1, prompt + _NEW), generator=generator).to(device)
+        ids = torch.randint(0, vocabulary, (1, prompt + _NEW), generator=generator, device="cpu").to(device)
         self.ids = ids[:, prompt:]
         self._cache: Cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}

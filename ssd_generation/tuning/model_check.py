@@ -215,6 +215,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
                 "checked by": _own_code(),
                 "exactness": exactness,
                 "by": "stand-in" if is_offloaded(model) else "model",
+                "default device": str(torch.get_default_device()),  # where some models' own code makes tensors
             }
             found = _read(
                 cached_measurement(model, described, lambda: asdict(_tried(model, is_batch, decode)), use=_read)
@@ -439,7 +440,7 @@ def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
                 named.update(v for v in (value if isinstance(value, (list, tuple)) else [value]) if type(v) is int)
     count = rows * (_PROMPT + 3 * _NEW)
     usual = [token for token in range(3, min(vocabulary, count + 99)) if token not in named] or [0]
-    ids = torch.tensor([usual[(7 * place + 1) % len(usual)] for place in range(count)]).view(rows, -1)
+    ids = torch.tensor([usual[(7 * place + 1) % len(usual)] for place in range(count)], device="cpu").view(rows, -1)
     ids = ids.to(input_device(model))
     prompt, text, wrong, wrong_too = torch.split_with_sizes(ids, (_PROMPT, _NEW, _NEW, _NEW), dim=1)
     mask = torch.ones_like(prompt)
@@ -474,7 +475,7 @@ def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> Fo
     within = [window for window in windows if _PROMPT < window <= min(_LONGEST_WINDOW, longest - 4 * _PROMPT)]
     if not within:
         return None
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     length = max(within) + 1
     try:
         layers = [(layer.keys[:, :, -_PROMPT:], layer.values[:, :, -_PROMPT:]) for layer in cache.layers]
@@ -483,7 +484,7 @@ def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> Fo
             return None
         for index, pair in enumerate(layers):
             keys, values = (x.repeat(1, 1, -(-length // x.shape[2]), 1)[:, :, :length] for x in pair)
-            noise = torch.randn(keys.shape, generator=generator).to(keys) * keys.std() * 0.1
+            noise = torch.randn(keys.shape, generator=generator, device="cpu").to(keys) * keys.std() * 0.1
             cache.update(keys + noise, values, index)
         seen = int(cache.get_seq_length())
     except Exception:  # a cache of its own make
@@ -519,7 +520,8 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     weights = model.get_input_embeddings().weight
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     adapters = json.dumps(describe_adapters(model)) if getattr(model, "peft_config", None) else ""
-    rest = (attention, weights.dtype, weights.device, adapters, torch.is_autocast_enabled("cpu"))
+    autocast = torch.is_autocast_enabled("cpu")
+    rest = (attention, weights.dtype, weights.device, adapters, autocast, torch.get_default_device())
     return (tuple(modules), *rest), tuple(installed)
 
 

@@ -368,7 +368,7 @@ def _distances(model: PreTrainedModel, text: VerifiedText) -> list[float]:
     # Not `output_hidden_states`: for that transformers leaves hooks on the model.
     layers = [layer.module for layer in layout_of(model).layers]
     handles = [layer.register_forward_hook(behind, with_kwargs=True) for layer in layers]
-    index = torch.arange(len(text))
+    index = torch.arange(len(text), device="cpu")
     nothing = torch.zeros_like(index)
     try:
         with torch.no_grad():
