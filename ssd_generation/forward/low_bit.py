@@ -184,12 +184,13 @@ def packing(weight: torch.Tensor, precision: str) -> str:
 
 
 def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows at a time of weights below each other, in float32, and which they are."""
+    """Some rows at a time of weights below each other, in float32 and without gaps, and which they are."""
     step = max(16, _ROWS // weights[0].shape[1] // 16 * 16)
     place = 0
     for weight in weights:
         for rows in torch.split(weight.detach(), step):
-            yield slice(place, place + rows.shape[0]), rows.float()
+            # Numbers are packed by looking at their bytes as wider ones, whatever the layout of the weights.
+            yield slice(place, place + rows.shape[0]), rows.float().contiguous()
             place += rows.shape[0]
 
 
