@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from torch.utils._device import _device_constructors
 
 import ssd_generation
 
@@ -308,14 +309,7 @@ def test_everything_works_without_the_extra_that_makes_kernels() -> None:
 
 # --- Devices --------------------------------------------------------------------------------------
 # Functions of torch that make a tensor on the default device, which is the user's to set.
-FACTORIES = frozenset(
-    """
-    Generator arange as_tensor asarray bartlett_window blackman_window complex empty empty_permuted empty_quantized
-    empty_strided eye frombuffer full hamming_window hann_window kaiser_window linspace logspace normal ones rand
-    randint randn randperm range scalar_tensor sparse_coo_tensor sparse_csr_tensor tensor tril_indices triu_indices
-    vander zeros
-    """.split()
-)
+FACTORIES = frozenset({function.__name__ for function in _device_constructors()} | {"Generator", "complex", "normal"})
 
 
 def _on_the_default_device(source: str) -> list[int]:

@@ -135,6 +135,7 @@ RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "multinomial": lambda x: x + torch.multinomial(x[0].softmax(-1), 1).sum(),
     "exponential": lambda x: x + torch.empty_like(x).exponential_(),
     "dropout": lambda x: nn.functional.dropout(x, 0.5, training=True),
+    "dropout, by place": lambda x: nn.functional.dropout(x, 0.5, True),
 }
 OUTSIDE = torch.zeros(())
 
@@ -201,6 +202,7 @@ def test_a_refused_model_gives_its_own_text(
 def test_harmless_calls_are_captured(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
     def harmless(x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.dropout(x, 0.5, training=False).clone()
+        y = nn.functional.dropout(nn.functional.dropout(y, 0.0, training=True), p=0.0)
         y[..., :2] *= 2
         y.add_(x.shape[-1] / 100).mul_(torch.ones_like(y))
         return y.to(x.dtype).contiguous().split(8, -1)[0].repeat(1, 1, 4) + torch.where(y > 0, y, 0.5 * y)
@@ -363,11 +365,6 @@ def use_eager_attention(model: Any) -> Any:
     return Undo(lambda: model.set_attn_implementation("sdpa"))
 
 
-def train(model: Any) -> Any:
-    model.model.layers[0].mlp.train()
-    return Undo(model.eval)
-
-
 @pytest.mark.parametrize(
     ("change", "message", "same"),
     [
@@ -377,7 +374,6 @@ def train(model: Any) -> Any:
         (patch_forward, "forward of LlamaMLP is patched", False),
         (put_in_a_foreign_module, "ForeignNorm is not a class of torch or transformers", False),
         (use_eager_attention, "not sdpa", True),
-        (train, "training mode", True),
     ],
 )
 def test_changed_models_are_run_as_they_are(model: Any, change: Any, message: str, same: bool) -> None:
@@ -397,7 +393,6 @@ def test_changed_models_are_run_as_they_are(model: Any, change: Any, message: st
 def test_other_things_in_the_way(model: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "autocast" in str(why_not_captured(model))
-        assert texts(model)[1].shape == (1, 9 + NEW)
     assert why_not_captured(model) is None
     with torch.device("meta"):
         away = transformers.AutoModelForCausalLM.from_config(model.config).eval()

@@ -12,6 +12,7 @@ from ..cache.recurrent import has_states
 from ..support.model_state import state_of
 from ..support.once import looked_at_once
 from ..support.tensors import place_of
+from .dropout import active_dropout
 from .linears import is_plain
 from .replay import KINDS
 
@@ -84,11 +85,9 @@ def _why_not(
             return f"a hook is installed on {type(module).__name__}"
         if "forward" in module.__dict__ or module._compiled_call_impl is not None:
             return f"the forward of {type(module).__name__} is patched or compiled"
-        if module.training:
-            return "it is in training mode"
         if not is_replaced and not type(module).__module__.startswith(("torch.nn.", "transformers.")):
             return f"{type(module).__name__} is not a class of torch or transformers"
-    return None
+    return active_dropout(model)
 
 
 def does_something(hook: Any) -> bool:

@@ -97,6 +97,11 @@ def _has_size_of_values(name: str, args: tuple[Any, ...]) -> bool:
     return False
 
 
+def _drops(p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> bool:
+    """Whether `functional.dropout` is random, by the arguments that follow its input."""
+    return training and p > 0
+
+
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function writes into one of its arguments."""
     return (
@@ -181,7 +186,7 @@ class _Capture(TorchFunctionMode):
                     raise CannotCapture(f"the pass writes into a tensor that outlives it: it calls {name}")
         if func is nn.functional.linear and args[1].numel() >= _LARGE:
             result = args[0].new_zeros((*args[0].shape[:-1], args[1].shape[0]))
-        elif func is nn.functional.dropout and not kwargs.get("training", args[2] if len(args) > 2 else True):
+        elif func is nn.functional.dropout and not _drops(*args[1:], **kwargs):
             return args[0]
         elif name in ("dropout", "alpha_dropout"):
             raise CannotCapture("the pass draws random numbers: dropout")

@@ -34,6 +34,7 @@ from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
 from ..forward import linears, row_by_row, state_layers
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
+from ..forward.dropout import active_dropout
 from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
 from ..forward.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.sublayers import input_device
@@ -196,8 +197,11 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
         decode: decodes the forced text.
         exactness: that was asked for: of the passes that are tried, as in `invariant_of`.
     """
-    if model.training:
-        return ModelCheck()  # dropout: no two passes agree, and none is captured
+    if (refusal := active_dropout(model)) is not None:
+        return ModelCheck(refusal=refusal)  # no two passes agree
+    if torch.is_autocast_enabled(input_device(model).type):
+        # Layers round to fewer bits than the model has, and otherwise in passes of another width: near-ties fall.
+        return ModelCheck(refusal="autocast is on, under which passes over several tokens round differently")
     fingerprint, installed = _seen(model)
     memory: dict[Any, ModelCheck] = state_of(model).checks
     seen = (is_batch, exactness, installed, fingerprint)
