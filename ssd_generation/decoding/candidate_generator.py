@@ -15,6 +15,7 @@ from ..drafting.drafter import Draft
 from ..drafting.policies import make_policy
 from ..drafting.self_drafter import SelfDrafter
 from ..forward.forward import Context, Forward
+from ..forward.positions import most_positions
 from ..forward.sublayers import layout_of
 from ..support.tensors import argmax
 from ..support.versions import cache_argument
@@ -112,6 +113,8 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         )
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         self.max_length = int(generation_config.max_length)
+        if (most := most_positions(model)) is not None:
+            self.max_length = min(self.max_length, most + 1)
         self._last_draft: Draft | None = None
 
     @property

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from ..cache.recurrent import Checkpoint, NoRoomForStates, knows_its_length, slo
 from ..drafting.drafter import Draft, Drafter
 from ..forward.forward import Context, Forward
 from ..forward.module_states import module_states
+from ..forward.positions import most_positions
 from ..forward.prompt_mode import prompt_mode
 from ..forward.recorded_pass import Tokens
 from ..forward.row_by_row import has_scans_of_its_own
@@ -297,8 +298,9 @@ class DecodingLoop:
         is_recordable = processors.are_pure and processors.pure.setting is not None
         self._may_record = choice.draws and is_recordable and not few_tokens
         rotary = RotarySwitch(model)
+        limits = replace(request.limits, most_positions=most_positions(model) or sys.maxsize)
         in_step = request.in_step or (batch > 1 and not processors.are_pure)
-        rows = Rows(input_ids, context, processors, choice, request.limits, rotary, in_step, request.cache_is_returned)
+        rows = Rows(input_ids, context, processors, choice, limits, rotary, in_step, request.cache_is_returned)
         raw, logits = outputs.float_logits(answer, 1, rows.device, processed=len(processors) > 0)
         scores = processors.at_step(input_ids, logits[:, 0].contiguous())[:, None]
         outputs.add_prompt(answer, raw, scores)

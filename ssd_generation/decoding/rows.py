@@ -38,12 +38,14 @@ class Limits:
         stops_at_eos: whether rows end by themselves: what follows is padding.
         eos_token_ids: the tokens that end a text.
         pad_token_id: what follows the end of a text that ended before others.
+        most_positions: tokens that the model has positions for; no draft reaches beyond them.
     """
 
     max_length: int
     stops_at_eos: bool
     eos_token_ids: frozenset[int]
     pad_token_id: int
+    most_positions: int = sys.maxsize
 
 
 class Rows:
@@ -200,7 +202,8 @@ class Rows:
 
     def draft_limits(self, active: Sequence[bool]) -> list[int]:
         """Per row, the most tokens that are worth drafting: one less than it may add, since one is the target's own."""
-        most = self._longest_draft(active)
+        # The pending token is at the position of its slot, or before it where padding stands at the left.
+        most = min(self._longest_draft(active), max(self.limits.most_positions - self.context.length - 1, 0))
         checkpoint = self.context.checkpoint
         if checkpoint is not None:
             most = min(most, REACH - MOST_OWED - 1)
@@ -212,7 +215,17 @@ class Rows:
         """Tokens that each row may still add."""
         end = self.prompt_length + self.committed
         lead = min(self._max_lead, self.choice.longest_lead)
-        return [min(self.limits.max_length - length, lead - (length - end)) for length in self.lengths]
+        last = min(self.limits.max_length, self._last_common_length())
+        return [min(last - length, lead - (length - end)) for length in self.lengths]
+
+    def _last_common_length(self) -> int:
+        """The length at which rows wait for one another: behind it their passes need rows that a table does not have.
+
+        Rows that rest are in each pass as well, with the position of their pending token.
+        """
+        last = self.limits.most_positions - self.prompt_slots + self.prompt_length
+        going = [length for row, length in enumerate(self.lengths) if not self._rests[row] and not self.is_padded(row)]
+        return sys.maxsize if self.batch == 1 or min(going, default=last) >= last else last
 
     def _columns(self, row: int) -> int:
         """Tokens in the text of a row, the pending one and padding included."""

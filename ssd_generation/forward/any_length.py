@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..cache.recurrent import usual_layers
 from .capture import CannotCapture, capture_pass
 from .captured import CapturedPass, at_length, of_any_length, same_pass
+from .positions import cut_to_table
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -63,15 +64,17 @@ class PassCapture:
                 self._longer_known = True
                 # A single token is a case of its own in many models; beyond that, one is like another.
                 with contextlib.suppress(Exception):  # such as a context that is shorter
+                    longest = cut_to_table(model, LONGEST, 11)
                     common = of_any_length(
-                        [capture_pass(model, n, at, windows) for n, at in ((2, 7), (3, 19), (LONGEST, 11))]
+                        [capture_pass(model, n, at, windows) for n, at in ((2, 7), (3, 19), (longest, 11))]
                     )
                     if common is not None:
                         simplify(model, common)
                         self._longer = common
             if length > 1 and self._longer is not None:
                 return at_length(self._longer, length)
-            one, other = (capture_pass(model, length, behind, windows) for behind in (7, 19))
+            far = cut_to_table(model, 19, length)
+            one, other = (capture_pass(model, length, behind, windows) for behind in (min(7, far - 1), far))
         if not same_pass(one, other):
             raise CannotCapture("the pass depends on the length of the text")
         simplify(model, one)

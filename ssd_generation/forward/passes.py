@@ -31,6 +31,7 @@ from .captured import CapturedPass, Program, compile_pass
 from .invariant import LINEARS, NATIVE, Invariant, RowAttention, live_layers_of_any_window, uneven
 from .kernels import Linear, fastest_kernels, linear_of_few_rows
 from .low_bit import LowBitCopies, LowBitCopy, copies_of
+from .positions import cut_to_table
 from .rewrites import (
     fuse_norms,
     fuse_rotary,
@@ -68,6 +69,10 @@ _MOST_DRAFTS = 4
 _TIMES, _MOST = 4, 0.35
 """Half precision: logits of other kernels may differ by so many times what another rounding of the embeddings changes,
 and by so many standard deviations, as a root mean square."""
+
+
+_BEHIND = 9
+"""Tokens before a pass that is tried out."""
 
 
 class CapturedPasses:
@@ -290,9 +295,10 @@ class CapturedPasses:
         with torch.inference_mode():
             vocabulary = model.get_input_embeddings().weight.shape[0]
             generator = torch.Generator(device="cpu").manual_seed(seed)
-            text = torch.randint(0, vocabulary, (1, 9 + length), generator=generator, device="cpu")
-            prompt, ids = text[:, :9], text[:, 9:]
-            positions = torch.arange(9, 9 + length, device="cpu")[None]
+            behind = cut_to_table(model, _BEHIND, length)
+            text = torch.randint(0, vocabulary, (1, behind + length), generator=generator, device="cpu")
+            prompt, ids = text[:, :behind], text[:, behind:]
+            positions = torch.arange(behind, behind + length, device="cpu")[None]
             # Layers with a window have none here, unless the attention knows about windows.
             config = model.config.get_text_config(decoder=True)
             own = DynamicCache() if self.invariant is None else DynamicCache(config=config)
@@ -305,7 +311,7 @@ class CapturedPasses:
                 raise CannotCapture("its cache has layers of a kind of their own")
             for layer in live:
                 layer.reserve(length)
-            attention.begin(buffered.layers, 9, length)
+            attention.begin(buffered.layers, behind, length)
             got = program.run(ids, positions, attention).float()
             if got.shape != expected.shape:
                 return False
@@ -389,7 +395,8 @@ def _try_out(model: PreTrainedModel, program: Program) -> None:
 
     ids = torch.zeros((1, program.length), dtype=torch.long, device="cpu")
     with torch.inference_mode():
-        program.run(ids, torch.arange(9, 9 + program.length, device="cpu")[None], Nothing())
+        behind = cut_to_table(model, _BEHIND, program.length)
+        program.run(ids, torch.arange(behind, behind + program.length, device="cpu")[None], Nothing())
 
 
 def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:

@@ -32,6 +32,7 @@ from ..cache.recurrent import has_states
 from ..config import SkipConfig
 from ..decoding.verified_text import VerifiedText
 from ..forward.passes import skip_mode_of
+from ..forward.positions import cut_to_table
 from ..forward.prompt_mode import prompt_mode
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device
@@ -376,7 +377,9 @@ def _try_out(model: PreTrainedModel) -> str | None:
         return f"its attention implementation {attention} takes no mask of one's own"
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator(device="cpu").manual_seed(0)
-    ids = torch.randint(0, vocabulary, (1, 24), generator=generator, device="cpu").to(input_device(model))
+    ids = torch.randint(0, vocabulary, (1, cut_to_table(model, 24)), generator=generator, device="cpu").to(
+        input_device(model)
+    )
     try:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0].float()

@@ -23,6 +23,7 @@ from ..forward.forward import Context, Forward
 from ..forward.invariant import Invariant
 from ..forward.low_bit import copies_of
 from ..forward.offloaded import is_offloaded, streamed_bytes
+from ..forward.positions import cut_to_table
 from ..forward.replayed import NARROWER, replayed_target
 from ..forward.resident import drafting_model
 from ..forward.skip_mode import SkipMode
@@ -177,7 +178,7 @@ class Passes:
     Args:
         model: the target model.
         config: what the draft leaves out, and its precision; `None` for the whole model's passes alone.
-        context: tokens in the cache.
+        context: tokens in the cache, as far as the model has positions for these and a longest pass.
         cache: of other passes behind the same context, to share; `None`: one of their own.
         invariant, own_kernels: as in `Forward`.
         rows: of a batch.
@@ -194,7 +195,7 @@ class Passes:
         rows: int = 1,
     ) -> None:
         self.model = model
-        self.context = context
+        context = self.context = cut_to_table(model, context, LONGEST_VERIFIED)
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         device = input_device(model)
         generator = torch.Generator(device="cpu").manual_seed(0)
@@ -456,7 +457,11 @@ def _resident_step(model: PreTrainedModel, config: SelfSpeculativeConfig) -> flo
         return None
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     prompt = torch.randint(
-        0, vocabulary, (1, _CONTEXT), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
+        0,
+        vocabulary,
+        (1, cut_to_table(model, _CONTEXT, LONGEST_VERIFIED)),
+        generator=torch.Generator(device="cpu").manual_seed(0),
+        device="cpu",
     )
     with torch.no_grad():
         with _without_skipping(other, config):

@@ -25,6 +25,7 @@ from ..forward.capturable import why_not_captured, why_not_replayed
 from ..forward.forward import Context, Forward
 from ..forward.invariant import LINEARS, NATIVE, REPLAYED, WIDTHS, Invariant
 from ..forward.passes import captured_target
+from ..forward.positions import cut_to_table
 from ..forward.recorded_pass import Tokens
 from ..forward.replayed import ReplayedPasses, replayed_target
 from ..forward.sublayers import input_device
@@ -298,7 +299,7 @@ class _Text:
 
     def __init__(self, model: PreTrainedModel, prompt: int = _PROMPT) -> None:
         self.model = model
-        self.prompt = prompt
+        prompt = self.prompt = cut_to_table(model, prompt, _NEW)
         self.refusal: str | None = None
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         generator = torch.Generator(device="cpu").manual_seed(0)
