@@ -70,7 +70,8 @@ def test_without_dropout_it_drafts_as_in_eval_mode(name: str) -> None:
     assert flags(model) == before and all(before.values())
     assert why_not_captured(model) is None
     passes = captured_target(model)
-    assert passes is not None and passes.program(3) is not None, passes.refusal
+    assert passes is not None
+    assert passes.program(3) is not None, passes.refusal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,7 +90,8 @@ def test_families_with_dropout_layers_of_rate_0(family: str) -> None:
     plain, ours = texts(model, REQUESTS["skip"], LAYOUTS[0])
     assert torch.equal(plain, ours) and model.last_speculation.drafted_tokens > 0
     passes = captured_target(model)
-    assert passes is not None and passes.program(3) is not None, passes.refusal
+    assert passes is not None
+    assert passes.program(3) is not None, passes.refusal
 
 
 def in_attention(model: Any) -> str:

@@ -62,7 +62,8 @@ def _why_random(module: nn.Module, model: PreTrainedModel) -> str | None:
     if type(module).__module__.startswith("torch.nn."):
         rate = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
         return f"with a dropout rate of {rate:g}" if isinstance(rate, float) and rate > 0 else None
-    names = _mentioned(type(module))
+    kind: Any = type(module)  # mypy takes modules for what cannot be hashed
+    names = _mentioned(kind)
     if "training" in names and "gradient_checkpointing" in names and getattr(module, "gradient_checkpointing", False):
         return "where gradient checkpointing switches the KV cache off"
     rates = {name: value for name in sorted(filter(_RATES.search, names)) for value in _values(name, module, model)}
