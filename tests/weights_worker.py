@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers as tf
 from torch import nn
+from torch.nn.utils import skip_init
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -120,7 +121,7 @@ def new_parameter(model: Any, chance: random.Random) -> None:
 
 
 def new_layer(model: Any, chance: random.Random) -> None:
-    layer, other = layer_of(model, chance), nn.Linear(WIDTH, WIDTH, bias=False)
+    layer, other = layer_of(model, chance), skip_init(nn.Linear, WIDTH, WIDTH, bias=False)
     other.weight = nn.Parameter(layer.weight.detach().roll(1, 0))
     for module in model.modules():
         for name, child in list(module.named_children()):
@@ -129,7 +130,7 @@ def new_layer(model: Any, chance: random.Random) -> None:
 
 
 def new_head(model: Any, chance: random.Random) -> None:
-    head = nn.Linear(WIDTH, VOCAB, bias=False).eval()
+    head = skip_init(nn.Linear, WIDTH, VOCAB, bias=False).eval()
     head.weight = nn.Parameter(model.lm_head.weight.detach().roll(3, 0))
     model.lm_head = head
 

@@ -14,6 +14,7 @@ from forked import forked
 from weights_worker import REFUSED, change
 
 SEEDS = 28
+NO_COPIES = "Low-bit copies cannot be made"
 NIGHTLY = 200
 
 
@@ -25,7 +26,8 @@ def assert_right(found: dict[str, Any]) -> None:
         if isinstance(plain, str):  # of a model that nobody can run any more
             assert isinstance(ours, str), found
         elif isinstance(ours, str):
-            assert REFUSED in ours and found["when"] != "between", found
+            is_refused = REFUSED in ours and found["when"] != "between"
+            assert is_refused or (NO_COPIES in ours and found["change"] == "to float64"), found
         else:
             assert ours == plain, found
 
