@@ -47,7 +47,7 @@ def test_a_default_that_a_call_does_not_ask_for_is_no_request() -> None:
 
 def test_continuous_batching_refuses() -> None:
     model = enable_self_speculative(tiny_model())
-    with pytest.raises(ValueError, match="`generate_batch` .continuous batching.*call `generate` with a batch"):
+    with pytest.raises(ValueError, match=r"`generate_batch` .continuous batching.*call `generate` with a batch"):
         model.generate_batch([prompt(9)[0].tolist()], self_speculative="auto")
 
 

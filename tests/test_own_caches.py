@@ -34,6 +34,9 @@ class Fading(DynamicCache):  # type: ignore[misc]
 class EvictingLayer(DynamicLayer):  # type: ignore[misc]
     """Holds the first two slots and the last six."""
 
+    keys: Any
+    values: Any
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = super().update(key_states, value_states, *args, **kwargs)
         if self.keys.shape[2] > 8:
