@@ -60,6 +60,20 @@ def test_fields_are_options_and_come_back_as_the_group(run: Runner) -> None:
     assert got == [(Place(), False), (Place(Path("there"), "here"), True)]
 
 
+def test_a_parameter_that_may_be_none_stays_an_argument(run: Runner) -> None:
+    # In Python 3.10 `typing.get_type_hints` makes an Optional of its type, in which Typer finds no argument.
+    got: list[Any] = []
+
+    @with_option_groups
+    def command(prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None, *, place: Place) -> None:
+        got.append((prompt, place))
+
+    run(command)
+    run(command, "why", "here")
+    assert got == [(None, Place()), ("why", Place(name="here"))]
+    assert inspect.signature(command).parameters["prompt"].annotation.__metadata__[0].help == "What to ask."
+
+
 def test_a_group_may_build_on_another(run: Runner) -> None:
     got: list[Any] = []
 

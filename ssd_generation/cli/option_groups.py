@@ -41,17 +41,18 @@ def with_option_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     Raises:
         ValueError: two parameters or fields have the same name.
     """
-    hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type[Any], list[str]]] = {}
-    for name, parameter in inspect.signature(command).parameters.items():
-        kind = hints[name]
+    # Not by `get_type_hints`: in Python 3.10 it wraps the type of a parameter whose default is None in `Optional`, around
+    # `Annotated`, where Typer does not find what is an argument.
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        kind = parameter.annotation
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             found = list(_field_parameters(kind))
             groups[name] = kind, [field.name for field in found]
             parameters += found
         else:
-            parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def flat(**values: Any) -> Result:
