@@ -37,6 +37,7 @@ from ssd_generation.search.space import SKIP, space_of
 from ssd_generation.search.storage import storage_of
 from ssd_generation.search.study import (
     Found,
+    Search,
     SearchSettings,
     Tried,
     claim,
@@ -345,7 +346,10 @@ def check_counted_once(storage: str, trials: int) -> Found:
     found = tried_in(study)
     assert len(found.tried) == trials
     assert len(set(letters(found))) == trials
-    assert not [t for t in study.get_trials() if t.state is TrialState.RUNNING]
+    # As many as were asked for, for whoever reads the study with Optuna's own means.
+    states = Counter(t.state for t in study.get_trials())
+    assert states[TrialState.COMPLETE] + states[TrialState.PRUNED] == trials
+    assert states[TrialState.RUNNING] == states[TrialState.WAITING] == 0
     for t in study.get_trials():
         if t.state is TrialState.FAIL and "dropped" not in t.user_attrs and "fixed_params" in t.system_attrs:
             # What was taken from the queue and lost has come back.
@@ -486,6 +490,62 @@ def test_tables_that_another_worker_makes_at_the_same_moment(tmp_path: Path, mon
     monkeypatch.setattr(optuna.storages, "RDBStorage", making)
     storage_of(f"{tmp_path}/s.db")
     assert not errors
+
+
+def test_a_queue_that_is_left_over_comes_back() -> None:
+    search, _ = worker(memory())
+    search.run(4)  # the uniform drafts are judged, and single sub-layers wait
+    states = Counter(t.state for t in search.study.get_trials())
+    left_over = [t for t in search.study.get_trials() if t.user_attrs.get("dropped") == "left over"]
+    assert states[TrialState.FAIL] == len(left_over) == len(search.study.trials) - 4
+    assert len(left_over) > 3 and {t.user_attrs["origin"] for t in left_over} == {"single"}
+    search.run(4)  # nothing is needed: nothing comes back
+    assert len(search.study.trials) == 4 + len(left_over)
+    search.run(6)
+    again = [t for t in search.study.get_trials() if "retry_of" in t.user_attrs]
+    assert [t.user_attrs["retry_of"] for t in again] == [t.number for t in left_over]
+    assert [t.state.is_finished() for t in again] == [True] * len(left_over)
+    assert sum("acceptance" in t.user_attrs for t in again) == 2
+
+
+def test_a_draft_that_another_worker_finished_meanwhile_is_not_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This one's trial has the lower number, but its draft was not in the storage when the other looked.
+    search, _ = worker(memory(), SearchSettings(depth=3, prune=False))
+    search.run(3)
+    evaluate, mine = Search._evaluate, []
+
+    def evaluating(self: Search, trial: optuna.Trial, choices: Any) -> Any:
+        value = evaluate(self, trial, choices)
+        if not mine:
+            mine.append(trial.number)
+            twin = create_trial(value=value, user_attrs=dict(trial.user_attrs), state=TrialState.COMPLETE)
+            self.study.add_trial(twin)
+        return value
+
+    monkeypatch.setattr(Search, "_evaluate", evaluating)
+    found = search.run(5)
+    states = Counter(t.state for t in search.study.get_trials())
+    assert states[TrialState.COMPLETE] == len(found.tried) == 5
+    assert search.study.trials[mine[0]].user_attrs["dropped"] == "repeats another"
+
+
+def test_a_trial_that_others_made_needless_meanwhile_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _ = worker(memory(), SearchSettings(depth=3, prune=False))
+    search.run(3)
+    evaluate, mine = Search._evaluate, []
+
+    def evaluating(self: Search, trial: optuna.Trial, choices: Any) -> Any:
+        value = evaluate(self, trial, choices)
+        mine.append(trial.number)
+        other = {**trial.user_attrs, "key": "another"}
+        self.study.add_trial(create_trial(value=value, user_attrs=other, state=TrialState.COMPLETE))
+        return value
+
+    monkeypatch.setattr(Search, "_evaluate", evaluating)
+    assert len(search.run(4).tried) == 4 and len(mine) == 1
+    states = Counter(t.state for t in search.study.get_trials())
+    assert states[TrialState.COMPLETE] == 4
+    assert search.study.trials[mine[0]].user_attrs["dropped"] == "surplus"
 
 
 def test_a_draft_judged_by_two_workers_at_once_counts_once() -> None:

@@ -1,13 +1,15 @@
 """The search: an Optuna study whose trials are drafts, judged in one or two forward passes per calibration text.
 
 Any number of workers, on one machine or several, may run on one study. The trial of a worker that dies is repeated by
-the others, or when the search is started again. A draft counts once: if a sampler proposes it again, it gets the value
-that is known, without a forward pass, and the trial does not count towards the number asked for.
+the others, or when the search is started again. A draft counts once: a trial that proposes it again fails without a
+forward pass. Exactly as many trials as were asked for are finished in the end, whatever the number of workers, and none
+is waiting: those left in the queue fail as well, and come back when the search continues.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -61,6 +63,8 @@ SOURCE = "ssd search"
 ABOUT = "ssd_generation"
 """Study attribute with what the study was made for."""
 _CLAIM = "claims"
+_LEFT_OVER = "left over"
+"""Why a trial was discarded that waited in the queue when the search ended."""
 _UNKNOWN_WORKER_SECONDS = 30.0
 _HEARTBEAT_SECONDS = 60.0
 """Interval of a worker's heartbeats. (Optuna's own, in databases only, are more frequent.)"""
@@ -308,6 +312,7 @@ class Search:
                     if isinstance(error, ValueError) and not str(error).startswith("Cannot tell a "):
                         raise
                 report(tried_in(self.study))
+            self._empty_queue()
             return tried_in(self.study)
 
     # -- whose turn it is ----------------------------------------------------------------------------------------------
@@ -347,14 +352,33 @@ class Search:
             fixed = trial.system_attrs.get("fixed_params")
             # A draft that a sampler had proposed, it will propose again.
             if lost and fixed and trial.number not in retried:
-                attrs = {key: value for key, value in trial.user_attrs.items() if key in ("origin",)}
-                self.study.enqueue_trial(fixed, user_attrs={**attrs, "retry_of": trial.number})
+                self._enqueue_again(trial)
+
+    def _empty_queue(self) -> None:
+        """Discard what nobody will take from the queue any more; `_propose` brings it back should the search continue."""
+        self.study.sampler = optuna.samplers.RandomSampler()  # nothing is to be sampled
+        while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            # Taken from the queue first, which only one worker can do.
+            self.study.optimize(
+                lambda trial: self._discard(trial, _LEFT_OVER), n_trials=1, catch=(_DiscardedTrialError,)
+            )
+
+    def _enqueue_again(self, trial: FrozenTrial) -> None:
+        attrs = {key: value for key, value in trial.user_attrs.items() if key in ("origin",)}
+        self.study.enqueue_trial(trial.system_attrs["fixed_params"], user_attrs={**attrs, "retry_of": trial.number})
 
     def _propose(self) -> None:
-        """Put the next proposals into the queue, if it is empty."""
+        """Put the next proposals into the queue, if it is empty: first of all those that were left over."""
         trials = self.study.get_trials(deepcopy=False)
         if any(t.state is TrialState.WAITING for t in trials):
             return
+        retried = {t.user_attrs.get("retry_of") for t in trials}
+        left_over = [t for t in trials if _is_left_over(t) and "fixed_params" in t.system_attrs]
+        if left_over := [t for t in left_over if t.number not in retried]:
+            for trial in left_over:
+                self._enqueue_again(trial)
+            return
+        trials = [t for t in trials if not _is_left_over(t)]
         known = {t.user_attrs["key"] for t in trials if "key" in t.user_attrs and t.state is not TrialState.FAIL}
         proposals = [("given", choices) for choices in self.start_from]
         done = list(tried_in(self.study).tried)
@@ -405,12 +429,16 @@ class Search:
     def _params(self, choices: Mapping[str, str]) -> dict[str, str]:
         return {name: choices[name] for name, allowed in self.space.choices.items() if len(allowed) > 1}
 
-    def _sampler(self) -> Any:
+    def _sampler(self) -> optuna.samplers.BaseSampler:
         """A sampler whose proposal depends on the seed and on the trials in the storage only."""
+        return _KnowingRepeats(self._own_sampler())
+
+    def _own_sampler(self) -> optuna.samplers.BaseSampler:
         ended = [
             t
             for t in self.study.get_trials(deepcopy=False)
-            if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or "dropped" in t.user_attrs
+            if t.state in (TrialState.COMPLETE, TrialState.PRUNED)
+            or ("dropped" in t.user_attrs and not _is_left_over(t))
         ]
         seed = random.Random(f"{self.settings.seed} {len(ended)}").randrange(2**31)
         kind = self.settings.sampler
@@ -426,9 +454,7 @@ class Search:
 
     def _objective(self, trial: optuna.Trial, trials: int) -> float | tuple[float, ...]:
         trial.set_user_attr("worker", _this_worker())
-        before = [t for t in self.study.get_trials(deepcopy=False) if t.number < trial.number]
-        if len(_counted(before)) + sum(t.state is TrialState.RUNNING for t in before) >= trials:
-            self._discard(trial, "surplus")
+        self._check_needed(trial, trials)
         choices = {
             name: allowed[0] if len(allowed) == 1 else trial.suggest_categorical(name, list(allowed))
             for name, allowed in self.space.choices.items()
@@ -437,16 +463,35 @@ class Search:
             self._discard(trial, "leaves out all attention")
         key = _key(self.space, choices)
         trial.set_user_attr("key", key)
+        self._check_unique(trial, key)
+        trial.set_user_attr("choices", choices)
+        # Checked again when the draft has been judged: what another worker began before this one may not have been in
+        # the storage then. Of two at the same moment, the one with the lower number counts.
+        try:
+            value = self._evaluate(trial, choices)
+        except optuna.TrialPruned:
+            self._check_unique(trial, key)
+            self._check_needed(trial, trials)
+            raise
+        self._check_unique(trial, key)
+        self._check_needed(trial, trials)
+        return value
+
+    def _check_needed(self, trial: optuna.Trial, trials: int) -> None:
+        """Discard a trial if there are enough: those that count, and running ones with a lower number."""
+        others = self.study.get_trials(deepcopy=False)
+        running = sum(t.state is TrialState.RUNNING and t.number < trial.number for t in others)
+        if len(_counted(others)) + running >= trials:
+            self._discard(trial, "surplus")
+
+    def _check_unique(self, trial: optuna.Trial, key: str) -> None:
+        """Discard a trial if its draft was judged before, or is being judged in a trial with a lower number."""
         other = self._same_draft(trial, key)
         if other is not None and other.state is TrialState.RUNNING:
             self._discard(trial, "another worker is at it")
         if other is not None:
             trial.set_user_attr("repeats", other.number)
-            if other.state is TrialState.PRUNED:
-                raise optuna.TrialPruned
-            return other.values[0] if len(other.values) == 1 else tuple(other.values)
-        trial.set_user_attr("choices", choices)
-        return self._evaluate(trial, choices)
+            self._discard(trial, "repeats another")
 
     def _same_draft(self, trial: optuna.Trial, key: str) -> FrozenTrial | None:
         """Another trial of the same draft that counts, or a running one with a lower number."""
@@ -536,6 +581,68 @@ def found_config(
         provenance=provenance,
         **others,
     )
+
+
+class _KnowingRepeats(optuna.samplers.BaseSampler):
+    """A sampler to which a trial that repeats a draft is finished, with the value of that draft.
+
+    Such trials fail, so that they are not counted. A sampler that ignored them would propose the same draft again.
+
+    Args:
+        sampler: that proposes.
+    """
+
+    def __init__(self, sampler: optuna.samplers.BaseSampler) -> None:
+        self._sampler = sampler
+
+    def infer_relative_search_space(self, study: Any, trial: FrozenTrial) -> dict[str, Any]:
+        return self._sampler.infer_relative_search_space(_WithRepeats.of(study), trial)
+
+    def sample_relative(self, study: Any, trial: FrozenTrial, search_space: dict[str, Any]) -> dict[str, Any]:
+        return self._sampler.sample_relative(_WithRepeats.of(study), trial, search_space)
+
+    def sample_independent(self, study: Any, trial: FrozenTrial, param_name: str, param_distribution: Any) -> Any:
+        return self._sampler.sample_independent(_WithRepeats.of(study), trial, param_name, param_distribution)
+
+    def before_trial(self, study: Any, trial: FrozenTrial) -> None:
+        self._sampler.before_trial(_WithRepeats.of(study), trial)
+
+    def after_trial(self, study: Any, trial: FrozenTrial, state: TrialState, values: Any) -> None:
+        self._sampler.after_trial(_WithRepeats.of(study), trial, state, values)
+
+
+class _WithRepeats:
+    """A study as `_KnowingRepeats` shows it."""
+
+    def __init__(self, study: optuna.Study) -> None:
+        self._shown = study
+
+    @classmethod
+    def of(cls, study: optuna.Study) -> Any:
+        return cls(study)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shown, name)
+
+    def get_trials(self, deepcopy: bool = True, states: Any = None) -> list[FrozenTrial]:
+        return self._get_trials(deepcopy, states)
+
+    def _get_trials(self, deepcopy: bool = True, states: Any = None, use_cache: bool = False) -> list[FrozenTrial]:
+        trials = self._shown._get_trials(deepcopy=deepcopy, use_cache=use_cache)
+        by_number = {t.number: t for t in trials}
+        shown = []
+        for trial in trials:
+            first = by_number.get(trial.user_attrs.get("repeats", -1))
+            if first is not None and trial.state is TrialState.FAIL:
+                finished = copy.copy(trial)
+                finished.state, finished.values = first.state, first.values
+                trial = finished
+            shown.append(trial)
+        return [t for t in shown if states is None or t.state in states]
+
+
+def _is_left_over(trial: FrozenTrial) -> bool:
+    return trial.user_attrs.get("dropped") == _LEFT_OVER
 
 
 def _key(space: Space, choices: Mapping[str, str]) -> str:
