@@ -43,8 +43,8 @@ def with_option_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type[Any], list[str]]] = {}
-    # Not by `get_type_hints`: in Python 3.10 it wraps the type of a parameter whose default is None in `Optional`, around
-    # `Annotated`, where Typer does not find what is an argument.
+    # Not by `get_type_hints`: Python 3.10's puts an `Optional` around the `Annotated` of a parameter whose default is
+    # None, and Typer then takes an argument for an option.
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind = parameter.annotation
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):

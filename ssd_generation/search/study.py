@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -355,7 +355,7 @@ class Search:
                 self._enqueue_again(trial)
 
     def _empty_queue(self) -> None:
-        """Discard what nobody will take from the queue any more; `_propose` brings it back should the search continue."""
+        """Discard what nobody will take from the queue any more; `_propose` brings it back if the search continues."""
         self.study.sampler = optuna.samplers.RandomSampler()  # nothing is to be sampled
         while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             # Taken from the queue first, which only one worker can do.
@@ -504,7 +504,7 @@ class Search:
                 return other
         return None
 
-    def _discard(self, trial: optuna.Trial, why: str) -> None:
+    def _discard(self, trial: optuna.Trial, why: str) -> NoReturn:
         trial.set_user_attr("dropped", why)
         raise _DiscardedTrialError(why)
 
