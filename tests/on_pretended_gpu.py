@@ -370,12 +370,14 @@ def test_the_program_that_measures(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(gpu, "_REPEATS", 2)
     monkeypatch.setattr(gpu, "_WIDTHS", (1, 4))
     monkeypatch.setattr(gpu, "_BEHIND", (20, 300))
-    monkeypatch.setattr(sys, "argv", ["gpu", "--shape", "tiny", "--device", NAME, "--dtype", "float32"])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu", "--shape", "tiny", "--device", NAME, "--dtype", "float32", "--seconds", "1e6"]
+    )
     gpu.main()
     printed = capsys.readouterr().out
     assert "4 behind 300" in printed and "half left out, 1 behind 20" in printed and "not measured" not in printed
     monkeypatch.setattr(gpu, "built_in_prompts", lambda: built_in_prompts()[:2])
-    clock = gpu.Clock(120.0)
+    clock = gpu.Clock(1e6)
     model = model_here(max_position_embeddings=512)
     found = gpu.measure_calls(model, _Tokenizer(), clock, new_tokens=24)
     assert clock.missing == [] and found["host"] > 0

@@ -10,7 +10,7 @@ import runpy
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -775,7 +775,9 @@ def test_measuring_shows_the_librarys_bars_in_a_terminal_alone(
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr(console, "_PATIENCE", 0.0)
     with console.quiet_libraries(), console.measuring():
-        time.sleep(0.2)
+        for timer in threading.enumerate():
+            if isinstance(timer, threading.Timer):
+                timer.join(60)  # it has said its line when it ends
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err == "Measuring what drafting costs here, once per model and machine.\n"
     monkeypatch.setattr(console, "err", lambda: Console(file=io.StringIO(), force_terminal=True))

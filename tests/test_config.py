@@ -13,7 +13,6 @@ import platform
 import re
 import socket
 import stat
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from effort import little_work
 from ssd_generation.config import (
     CONFIG_NAME,
     FORMAT_VERSION,
@@ -537,12 +537,11 @@ LARGEST = SelfSpeculativeConfig(
 
 
 def test_the_largest_config_is_made_saved_and_read_in_no_time(tmp_path: Path) -> None:
-    begun = time.perf_counter()
-    assert LARGEST.save_pretrained(tmp_path).stat().st_size < 2**20
-    assert SelfSpeculativeConfig.from_pretrained(tmp_path) == LARGEST
-    LARGEST.validate_for(10_000)
-    assert hash(LARGEST) == hash(dataclasses.replace(LARGEST)) and LARGEST.longest_draft == 256
-    assert time.perf_counter() - begun < 2
+    with little_work():
+        assert LARGEST.save_pretrained(tmp_path).stat().st_size < 2**20
+        assert SelfSpeculativeConfig.from_pretrained(tmp_path) == LARGEST
+        LARGEST.validate_for(10_000)
+        assert hash(LARGEST) == hash(dataclasses.replace(LARGEST)) and LARGEST.longest_draft == 256
     with pytest.raises(ValueError, match="names attention 4, 6, 8, 10, 12, 14 and 4,991 more, but the model") as caught:
         LARGEST.skip.validate_for(4)
     assert len(str(caught.value)) < 300
@@ -580,10 +579,9 @@ def test_the_largest_config_is_made_saved_and_read_in_no_time(tmp_path: Path) ->
     ],
 )  # fmt: skip
 def test_beyond_the_bounds(make: Any, words: str) -> None:
-    begun = time.perf_counter()
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+    with little_work(), pytest.raises(ValueError, match=re.escape(words)) as caught:
         make()
-    assert len(str(caught.value)) < 500 and time.perf_counter() - begun < 2
+    assert len(str(caught.value)) < 500
 
 
 class Huge:
@@ -631,13 +629,13 @@ def test_no_value_whatever_makes_a_long_message(value: Any, tmp_path: Path, monk
     refused = 0
     for call in calls:
         message = ""
-        begun = time.perf_counter()
-        try:
-            call()
-        except (TypeError, ValueError, FileNotFoundError) as error:
-            message = str(error)
-            refused += 1
-        assert len(message) < 600 and time.perf_counter() - begun < 2, message[:1000]
+        with little_work():
+            try:
+                call()
+            except (TypeError, ValueError, FileNotFoundError) as error:
+                message = str(error)
+                refused += 1
+        assert len(message) < 600, message[:1000]
     assert refused > len(calls) - 30  # -1.5 is a good name of a thing, and so on
 
 
@@ -1113,10 +1111,8 @@ REPEATED = "{" + ", ".join(f'"k{n}": 0' for n in range(60_000)) + ', "k59999": 1
 )
 def test_hostile_files_are_refused_at_once(tmp_path: Path, content: str, words: str) -> None:
     path = write(tmp_path / CONFIG_NAME, content)
-    begun = time.perf_counter()
-    with pytest.raises((TypeError, ValueError), match=words) as caught:
+    with little_work(), pytest.raises((TypeError, ValueError), match=words) as caught:
         SelfSpeculativeConfig.from_pretrained(tmp_path)
-    assert time.perf_counter() - begun < 2
     assert str(path) in str(caught.value) and len(str(caught.value)) < 600
 
 

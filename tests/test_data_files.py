@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from effort import little_work
 from ssd_generation.evaluation.articles import read_articles
 from ssd_generation.evaluation.problems import Problem, answer_code, read_problems
 from ssd_generation.evaluation.tasks import check_data
@@ -56,10 +56,8 @@ WRONG = {
 
 
 def check_is_told(read: Reader, path: str) -> str:
-    begun = time.monotonic()
-    with pytest.raises((ValueError, TypeError, FileNotFoundError)) as raised:
+    with little_work(), pytest.raises((ValueError, TypeError, FileNotFoundError)) as raised:
         read(path)
-    assert time.monotonic() - begun < 2
     message = str(raised.value)
     assert len(message) < 900 and Path(path).name[:100] in message
     return message
@@ -148,10 +146,9 @@ def test_many_categories_are_not_all_listed(tmp_path: Path) -> None:
 
 def test_answers_of_blanks_are_searched_in_linear_time() -> None:
     problem = Problem("p", "def f():\n", "f", "def check(f): pass")
-    begun = time.monotonic()
-    for text in ("```" + " " * 60_000 + "x", "```python\n" + "\n" * 60_000 + "```"):
-        answer_code(text, problem, is_chat=True)
-    assert time.monotonic() - begun < 2
+    with little_work():
+        for text in ("```" + " " * 60_000 + "x", "```python\n" + "\n" * 60_000 + "```"):
+            answer_code(text, problem, is_chat=True)
     assert answer_code("```py3 \nx\n```\n``` \n  def f(): 1\n```", problem, is_chat=True) == "  def f(): 1"
 
 

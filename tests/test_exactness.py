@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward import passes
 from ssd_generation.forward.cache_attention import CacheAttention
+from ssd_generation.forward.forward import Forward
 from ssd_generation.forward.invariant import WIDTHS, Invariant
 from ssd_generation.forward.passes import CapturedPasses
 from ssd_generation.native.compiler import why_not
+from ssd_generation.support.timing import Stopwatch
 from ssd_generation.tuning import exactness
 from ssd_generation.tuning.exactness import Certificate, certificate_of, cost_of, invariant_of
 from tiny_models import WINDOW, even_model, left_padded, prompt, tiny_model
@@ -143,11 +145,39 @@ def test_the_certificate_is_stored(cache: Path, monkeypatch: pytest.MonkeyPatch)
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
     assert found.invariant is not None and set(found.invariant.widths) <= set(WIDTHS) and found.refusal is None
-    assert 0.1 < cost_of(model) < 100
     assert list(cache.rglob("*.json"))
     monkeypatch.setattr(exactness, "_find_out", lambda model: pytest.fail("checked again"))
     assert certificate_of(model_of("llama", torch.bfloat16)) == found
     assert Certificate.from_dict(found.to_dict()) == found
+
+
+def test_the_cost_of_exact_passes_is_a_ratio_of_times_and_is_stored(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Invariant | None] = []
+
+    class Noted(Forward):
+        def __init__(self, model: Any, *, invariant: Invariant | None) -> None:
+            super().__init__(model, invariant=invariant)
+            self.given = invariant
+
+        def target(self, *args: Any) -> Any:
+            ran.append(self.given)
+            return super().target(*args)
+
+    class Given(Stopwatch):
+        """Exact passes take half as long again as others, on a machine that gets slower with each."""
+
+        def seconds(self) -> float:
+            return (3.0 if ran[-1] is not None else 2.0) * (1 + len(ran) / 1000)
+
+    monkeypatch.setattr(exactness, "Forward", Noted)
+    monkeypatch.setattr(exactness, "Stopwatch", Given)
+    found = cost_of(model_of("llama", torch.bfloat16))
+    assert found == pytest.approx(1.5, rel=0.01) and {invariant is None for invariant in ran} == {True, False}
+    assert list(cache.rglob("*.json"))
+    monkeypatch.setattr(exactness, "_cost", lambda model: pytest.fail("measured again"))
+    assert cost_of(model_of("llama", torch.bfloat16)) == found
 
 
 @pytest.mark.parametrize(

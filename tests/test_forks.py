@@ -23,7 +23,7 @@ from tiny_models import prompt, tiny_model
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 
-def in_child(work: Callable[[], bool], seconds: float = 20.0) -> str:
+def in_child(work: Callable[[], bool], seconds: float = 120.0) -> str:
     """What became of a forked child: "True" or "False" as `work` said, an exception's name, or "hangs"."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python warns of threads and fork: that is what is tried here

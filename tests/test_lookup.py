@@ -1,12 +1,12 @@
 """Prompt lookup against a reference that searches the whole text."""
 
-import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from effort import little_work
 from ssd_generation.drafting.lookup import NGramIndex
 
 
@@ -94,8 +94,7 @@ def test_numbers_out_of_range_are_refused(arguments: Any, complaint: str) -> Non
 
 
 def test_the_widest_index_is_made_in_no_time() -> None:
-    begun = time.perf_counter()
-    index = NGramIndex(16, 1, 128)
-    index.extend([1, 2] * 5_000)
-    assert index.find([1] * 128) == ([1] * 128, 16)
-    assert time.perf_counter() - begun < 2
+    with little_work():
+        index = NGramIndex(16, 1, 128)
+        index.extend([1, 2] * 5_000)
+        assert index.find([1] * 128) == ([1] * 128, 16)

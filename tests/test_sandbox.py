@@ -64,9 +64,10 @@ check(has_close_elements)
 
 
 def test_a_right_answer_passes() -> None:
+    begun = time.monotonic()
     outcome = run(HUMAN_EVAL)
     assert outcome.status == "passed" and outcome.passed and outcome.detail == ""
-    assert 0 < outcome.seconds < CALM.seconds
+    assert 0 < outcome.seconds <= time.monotonic() - begun
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_threads_work() -> None:
             assert list(pool.map(lambda x: x * x, range(100))) == [x * x for x in range(100)]
         done = threading.Event()
         threading.Thread(target=done.set).start()
-        assert done.wait(5)
+        assert done.wait()
         """
     )
     assert outcome.passed, outcome
@@ -320,7 +321,8 @@ def test_limits_hold_and_are_needed(program: str, tight: Limits, generous: Limit
     begun = time.monotonic()
     held = run(program, tight)
     assert held.status == status and detail in held.detail
-    assert held.seconds < time.monotonic() - begun < tight.seconds + 5
+    assert held.seconds <= time.monotonic() - begun
+    assert held.seconds >= tight.seconds or status != "timed out"
     through = run(program, generous)
     assert through.passed, through
 
@@ -366,10 +368,8 @@ def test_processor_time_is_limited_beside_the_clock(monkeypatch: pytest.MonkeyPa
         return settings_of(Limits(seconds=0.1), *others)
 
     monkeypatch.setattr(sandbox, "_settings", settings)
-    begun = time.monotonic()
-    outcome = run("while True: pass")  # the parent would wait half a minute
+    outcome = run("while True: pass", Limits(seconds=600.0))  # so long would the parent wait: "timed out"
     assert (outcome.status, outcome.detail) == ("stopped", "killed by SIGKILL")
-    assert time.monotonic() - begun < 20
 
 
 # --- Hostile programs ----------------------------------------------------------------------------------------------
@@ -774,13 +774,14 @@ def test_what_it_started_ends_with_it(world: World, monkeypatch: pytest.MonkeyPa
         import os, time
         child = os.fork()
         if child == 0:
-            time.sleep(20)
+            time.sleep(600)
             os._exit(0)
         raise RuntimeError(f"pid={child} lives on")
         """
     outcome = run(program)
-    assert "pid=" in outcome.detail and outcome.seconds < 15, "it does not wait for the child, which holds the pipes"
-    end = time.monotonic() + 5
+    # It does not wait for the child, which holds the pipes: that would be "timed out".
+    assert "pid=" in outcome.detail and outcome.status == "failed"
+    end = time.monotonic() + 120
     while _lives(pid := int(outcome.detail.partition("pid=")[2].split()[0])) and time.monotonic() < end:
         time.sleep(0.01)
     assert not _lives(pid)
@@ -859,13 +860,13 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
             module.__path__ = [{str(Path(sandbox.__file__).parents[2])!r} + "/" + name.replace(".", "/")]
             sys.modules[name] = module
         from ssd_generation.evaluation import sandbox
-        sandbox.run_program("import time; time.sleep(20)", sandbox.Limits(seconds=30), allow_weaker=True)
+        sandbox.run_program("import time; time.sleep(600)", sandbox.Limits(seconds=700), allow_weaker=True)
         """
     # Nobody is left to remove the folder.
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         try:
             while not (found := children.read_text().split()):
                 assert parent.poll() is None and time.monotonic() < end

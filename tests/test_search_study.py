@@ -512,7 +512,7 @@ def test_a_draft_that_another_worker_finished_meanwhile_is_not_judged_twice(monk
     # This one's trial has the lower number, but its draft was not in the storage when the other looked.
     search, _ = worker(memory(), SearchSettings(depth=3, prune=False))
     search.run(3)
-    evaluate, mine = Search._evaluate, []
+    evaluate, mine = Search._evaluate, list[int]()
 
     def evaluating(self: Search, trial: optuna.Trial, choices: Any) -> Any:
         value = evaluate(self, trial, choices)
@@ -532,7 +532,7 @@ def test_a_draft_that_another_worker_finished_meanwhile_is_not_judged_twice(monk
 def test_a_trial_that_others_made_needless_meanwhile_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     search, _ = worker(memory(), SearchSettings(depth=3, prune=False))
     search.run(3)
-    evaluate, mine = Search._evaluate, []
+    evaluate, mine = Search._evaluate, list[int]()
 
     def evaluating(self: Search, trial: optuna.Trial, choices: Any) -> Any:
         value = evaluate(self, trial, choices)
