@@ -373,7 +373,7 @@ def test_minimum_versions_are_the_lower_bounds(project: dict[str, Any]) -> None:
     lower_bounds: dict[str, str] = {}
     for requirement in map(Requirement, requirements):
         name = canonicalize_name(requirement.name)
-        if name in ("ssd-generation", "torch"):  # an extra made of other extras; see the note in the file
+        if name == "ssd-generation":  # an extra made of other extras
             continue
         (bound,) = [s.version for s in requirement.specifier if s.operator == ">="]
         lower_bounds[name] = bound
