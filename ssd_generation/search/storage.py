@@ -14,6 +14,7 @@ import sqlite3
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ def storage_of(url: str) -> Any:
         storage = _open_database(url, file)
         if file is not None:
             _lock_from_the_beginning(storage.engine)
+            weakref.finalize(storage, storage.engine.dispose)
         return storage
 
 
@@ -78,7 +80,13 @@ def storage_to_read(url: str) -> Any:
     if file is not None:
         content = _in_memory(file.path)
         with _connection_errors(url), quiet():
-            return optuna.storages.RDBStorage("sqlite://", engine_kwargs=_shared_connection(content))
+            try:
+                storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=_shared_connection(content))
+            except BaseException:
+                content.close()
+                raise
+        weakref.finalize(storage, content.close)  # Python 3.13 warns of a connection that nobody closes
+        return storage
     with _connection_errors(url), quiet():
         _check_has_tables(url)
         return optuna.storages.RDBStorage(url)
