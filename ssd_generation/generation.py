@@ -191,11 +191,16 @@ class SelfSpeculativeMixin:
                 return config
 
             with looking_once():
-                state_of(model).learn_of(weights_in_use(model))
                 # "auto" measures passes over several tokens: the model has to be one that has them.
                 config = None if isinstance(request, str) and request == "auto" else resolved()
-            exactness = None if config is None else config.exactness
-            refusal = self._check(is_batch=False, tokenizer=kwargs.get("tokenizer"), exactness=exactness).refusal
+                exactness = None if config is None else config.exactness
+                is_short = drafter is None and exactness != BITWISE and _is_short(generation_config, model, kwargs)
+                if not is_short:
+                    state_of(model).learn_of(weights_in_use(model))
+            if is_short:
+                refusal: str | None = TOO_SHORT
+            else:
+                refusal = self._check(is_batch=False, tokenizer=kwargs.get("tokenizer"), exactness=exactness).refusal
             if config is None and refusal is None:
                 with looking_once():
                     config = resolved()
@@ -454,7 +459,23 @@ def _say_that_nothing_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwar
         )
 
 
+TOO_SHORT = "it asks for so few tokens that none of them can be drafted"
+"""Of a call: the first token comes from the prompt, and the last one of a round is the target's own."""
+
+_SHORT = 2
+
+
+def _is_short(given: GenerationConfig | None, model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call asks for no more tokens than can be had without a draft: preparing one is not worth its time."""
+    asked = kwargs.get("max_new_tokens")
+    for config in (given, model.generation_config):
+        asked = getattr(config, "max_new_tokens", None) if asked is None else asked
+    return isinstance(asked, int) and asked <= _SHORT
+
+
 def _warn_of_refusal(model: PreTrainedModel, refusal: str) -> None:
+    if refusal == TOO_SHORT:
+        return
     _warn_once(model, f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.")
 
 

@@ -67,7 +67,7 @@ SLIDING = r"of its own kind \(sliding_window\)"
 # `None`: recorded. Nothing but speed hangs on a family's place here, but a change is to be noticed.
 REFUSALS = {
     **dict.fromkeys(FAMILIES),
-    **dict.fromkeys(("bloom", "bloom-post-residual", "gemma2", "gpt_oss", "gptj", "mpt"), OWN_ATTENTION),
+    **dict.fromkeys(("bloom", "bloom-post-residual", "gemma2", "gpt_oss", "mpt"), OWN_ATTENTION),
     **dict.fromkeys(("gemma3", "mistral", "qwen2-sliding"), SLIDING),
     **dict.fromkeys(("falcon", "falcon-alibi", "falcon-new", "llama4"), BY_LENGTH),
     "deepseek_v3": "did not come from the cache",
@@ -75,7 +75,7 @@ REFUSALS = {
 
 
 OF_TODAYS_CODE = pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5.23"), reason="the table is of today's modelling code"
+    version.parse(transformers.__version__) < version.parse("5.24"), reason="the table is of today's modelling code"
 )
 
 

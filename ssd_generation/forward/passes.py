@@ -58,6 +58,7 @@ __all__ = [
     "captured_draft",
     "captured_target",
     "draft_of",
+    "moved_embeddings",
     "skip_mode_of",
 ]
 
@@ -340,12 +341,18 @@ def agree(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype | None = No
 def _sensitivity(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, expected: torch.Tensor
 ) -> torch.Tensor:
-    """How far logits move where the embeddings are rounded otherwise, by a unit in the last place at the most."""
-    embedded = model.get_input_embeddings()(ids)
-    noise = torch.rand(embedded.shape, generator=torch.Generator(device="cpu").manual_seed(0), device="cpu") * 2 - 1
-    moved = embedded * (1 + torch.finfo(model.dtype).eps * noise).to(torch.float32)
-    logits = model(inputs_embeds=moved.to(model.dtype), position_ids=positions, use_cache=True, **{CACHE: cache}).logits
+    """How far logits move where the embeddings are rounded otherwise."""
+    moved = moved_embeddings(model, ids)
+    logits = model(inputs_embeds=moved, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
     return (logits.float() - expected).norm()  # type: ignore[no-any-return]
+
+
+def moved_embeddings(model: PreTrainedModel, ids: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Embeddings of tokens `(B, n)`, rounded otherwise: by a unit in the last place at the most."""
+    embedded: torch.Tensor = model.get_input_embeddings()(ids)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    noise = torch.rand(embedded.shape, generator=generator, device="cpu").to(embedded.device) * 2 - 1
+    return (embedded * (1 + torch.finfo(model.dtype).eps * noise).to(torch.float32)).to(model.dtype)
 
 
 def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
@@ -36,6 +37,7 @@ from ..forward import linears, row_by_row, state_layers
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
 from ..forward.dropout import active_dropout
 from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
+from ..forward.passes import moved_embeddings
 from ..forward.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
@@ -347,9 +349,26 @@ def _difference(
     def allowed(least: float, rounding: torch.Tensor) -> float:
         return min(max(_TIMES_ROUNDING * float(rounding), least), _MOST_HALF)
 
+    # Some processors round a row alike whatever is beside it, and a single row otherwise.
+    usual = torch.maximum(rounding.median(dim=0).values, _moved_by_rounding(model, text).median(dim=0).values).max()
     return _too_far(model, others, allowed(_TOLERANCE, rounding.max())) or _too_far(
-        model, apart, allowed(_TOLERANCE_HALF, rounding.median(dim=0).values.max())
+        model, apart, allowed(_TOLERANCE_HALF, usual)
     )
+
+
+def _moved_by_rounding(model: PreTrainedModel, text: ForcedText) -> torch.Tensor:
+    """How far logits move, per step and row, where embeddings are rounded otherwise; 0 where that cannot be tried."""
+    prompt, new = text.inputs["input_ids"].shape[1], text.tokens.shape[1]
+    mask = functional.pad(text.inputs["attention_mask"], (0, new), value=1)
+    ids = torch.cat((text.inputs["input_ids"], text.tokens), dim=1)
+    try:
+        with torch.no_grad():
+            embedded = (model.get_input_embeddings()(ids), moved_embeddings(model, ids))
+            found = [model(inputs_embeds=one, attention_mask=mask).logits[:, prompt - 1 :].float() for one in embedded]
+    except Exception:  # such as of a model that wants ids as well
+        return torch.zeros((new, len(ids)), device="cpu")
+    one, other = (list(logits.unbind(1))[:new] for logits in found)
+    return _distances(one, other).to("cpu", torch.float64)
 
 
 def _too_far(model: nn.Module, apart: torch.Tensor, allowed: float) -> str | None:
