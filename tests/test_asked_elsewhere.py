@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ssd_generation import PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation import PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, generation
 from ssd_generation.support.model_state import state_of
 from tiny_models import prompt, tiny_model
 
@@ -74,3 +74,27 @@ def test_what_was_taken_out_of_a_model_does_not_live_on(request_: SelfSpeculativ
     assert torch.equal(plain, generate(model, self_speculative=request_))
     gc.collect()
     assert all(reference() is None for reference in gone)
+
+
+@pytest.mark.parametrize("request_", ["auto", SKIP, True])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_short_call_is_not_prepared_for_drafts(request_: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_self_speculative(tiny_model(), default=SKIP)
+    plain = generate(model, max_new_tokens=tokens)
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("prepared")
+
+    for name in ("automatic_config", "check_model", "Forward", "weights_in_use"):
+        monkeypatch.setattr(generation, name, prepared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(plain, generate(model, max_new_tokens=tokens, self_speculative=request_))
+        config = GenerationConfig(max_new_tokens=tokens, do_sample=False)
+        assert torch.equal(plain, model.generate(prompt(9), config, self_speculative=request_))
+    assert "so few tokens" in str(model.last_speculation.refusal)
+    assert model.last_speculation.generated_tokens == tokens
+    with pytest.raises(AssertionError, match="prepared"):
+        generate(model, max_new_tokens=3, self_speculative=request_)
+    with pytest.raises(ValueError, match="9"):
+        generate(model, max_new_tokens=tokens, self_speculative=SkipConfig(attention=[9]))

@@ -21,8 +21,8 @@ from ssd_generation.forward.capturable import why_not_captured
 from ssd_generation.generation import require_drafts
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import model_check
-from ssd_generation.tuning.model_check import ModelCheck
-from tiny_models import FAMILIES, forget_measurements, left_padded, prompt, tiny_model
+from ssd_generation.tuning.model_check import ModelCheck, _difference, _forced_text, _moved_by_rounding
+from tiny_models import FAMILIES, VOCAB, forget_measurements, left_padded, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
 DRAFTS = {
@@ -365,3 +365,25 @@ def test_another_version_of_the_check_tries_a_model_anew(monkeypatch: pytest.Mon
             monkeypatch.setattr(model_check, "_own_code", lambda code=code: code)
         checked(model)
         assert len(calls) == tried
+
+
+@pytest.mark.parametrize(("depends_on_width", "refused"), [(False, False), (True, True)])
+def test_a_single_row_may_be_rounded_otherwise(depends_on_width: bool, refused: bool) -> None:
+    """As torch does it in bfloat16 on processors without instructions for that."""
+    model = tiny_model().to(torch.bfloat16)
+    text = _forced_text(model, 1)
+    moved = 4 * float(_moved_by_rounding(model, text).median())
+    generator = torch.Generator().manual_seed(0)
+    wide = [torch.randn((1, VOCAB), generator=generator) for _ in range(8)]
+    noise = min(max(0.8 * moved, 0.03), 0.09)
+    single = [step + noise * torch.randn((1, VOCAB), generator=generator) for step in wide]
+
+    def decode(tried: Any, is_drafted: bool, in_step: bool) -> Any:
+        if not is_drafted:  # a text beside itself is as wide as one alone
+            count = len(tried.tokens)
+            return types.SimpleNamespace(logits=[step.repeat(count, 1) for step in single])
+        is_single = not tried.is_drafted
+        return types.SimpleNamespace(logits=single if is_single and depends_on_width else wide)
+
+    assert moved > 0.02
+    assert (_difference(model, text, single, decode) is not None) is refused
