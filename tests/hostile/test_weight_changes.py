@@ -13,7 +13,7 @@ import pytest
 from forked import forked
 from weights_worker import REFUSED, change
 
-SEEDS = 28
+SEEDS = 20
 NO_COPIES = "Low-bit copies cannot be made"
 NIGHTLY = 200
 
