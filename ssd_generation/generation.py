@@ -351,7 +351,10 @@ class SelfSpeculativeMixin:
         states = generation_config.output_attentions or generation_config.output_hidden_states
         returns_states = bool(states and generation_config.return_dict_in_generate)
         forward: Forward | None = None
-        watch = WeightWatch(model)
+        request = Request(
+            generation_config, logits_processor, stopping_criteria, streamer, call.cache_is_returned, in_step
+        )
+        watch = WeightWatch(model, looks=request.has_code_of_the_users)
         on_modules = module_states(model)
         try:
             add_buffers(cache, history)
@@ -362,9 +365,6 @@ class SelfSpeculativeMixin:
                 drafter, refining = _drafter_of(call, forward, generation_config, batch)
             if on_modules is not None and before is not None:
                 on_modules.write(before)  # passes that measure something leave others
-            request = Request(
-                generation_config, logits_processor, stopping_criteria, streamer, call.cache_is_returned, in_step
-            )
             loop = DecodingLoop(forward, drafter, request, watch, after_round=refining)
             output = loop.run(input_ids, model_kwargs)
         finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
@@ -243,15 +244,32 @@ def _switching(model: Any, columns: int) -> Any:
     return criterion
 
 
-def test_changed_while_tokens_are_verified_is_an_error(model: Any) -> None:
-    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+class SwitchesAt(LogitsProcessor):
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] == 12:
-            model.set_adapter("second")
+            self.model.set_adapter("second")
         return scores
 
+
+class SaysThatItDoesNot(SwitchesAt):
+    supports_speculation = True
+
+
+def test_changed_by_a_processor(model: Any) -> None:
+    request = SelfSpeculativeConfig(drafting=FIXED)
+    plain = texts(model, logits_processor=[SwitchesAt(model)])
+    model.set_adapter("first")
+    assert not torch.equal(plain, texts(model)), "the switch changes nothing"
+    assert torch.equal(plain, texts(model, request, logits_processor=[SwitchesAt(model)]))
+
+
+def test_changed_while_tokens_are_verified_is_an_error(model: Any) -> None:
     request = SelfSpeculativeConfig(drafting=FIXED)
     with pytest.raises(RuntimeError, match="by a logits processor or another thread"):
-        texts(model, request, logits_processor=[processor])
+        texts(model, request, logits_processor=[SaysThatItDoesNot(model)])
 
 
 def test_looking_is_for_models_with_adapters() -> None:

@@ -76,6 +76,12 @@ class Request:
     in_step: bool = False
 
     @property
+    def has_code_of_the_users(self) -> bool:
+        """Whether code that is not transformers' runs in the middle of the call."""
+        users = (*self.processors, *self.criteria, *(() if self.streamer is None else (self.streamer,)))
+        return any(map(is_foreign, users))
+
+    @property
     def limits(self) -> Limits:
         """Where texts end."""
         length = self.criteria.max_length  # a criterion that the user passed in takes the place of the config's
@@ -186,11 +192,9 @@ class DecodingLoop:
         self.request = request
         self.after_round = after_round
         users = (*request.criteria, *(() if request.streamer is None else (request.streamer,)))
-        foreign = [user for user in users if is_foreign(user)]
         # Under sampling: what of the user's sees each token, and must not draw random numbers.
-        self._watched = foreign if request.generation_config.do_sample else []
+        self._watched = [user for user in users if is_foreign(user)] if request.generation_config.do_sample else []
         self._watch = watch
-        self._users_may_write = bool(foreign) or any(map(is_foreign, request.processors))
         self._may_record = False
         self._recorded: RecordedChoice | None = None
         self._ends = KnownEnds.of(request.criteria)
@@ -320,7 +324,7 @@ class DecodingLoop:
         self.drafting.start()
         draft = self._draft(rows, limits) if max(limits) > 0 else Draft.none(rows.batch)
         self.drafting.stop()
-        if self._watch.has_changed(self._users_may_write and rows.has_processors):
+        if self._watch.has_changed(adapters_alone=not rows.has_processors):
             raise _weights_changed("while a draft was made, by a logits processor or another thread")
 
         # Verify: one pass of the target over the pending token and the drafted ones.
@@ -507,7 +511,7 @@ class DecodingLoop:
         """
         if all(rows.finished):  # committed while they were verified
             return False
-        if self._watch.has_changed(self._users_may_write and rows.has_processors):
+        if self._watch.has_changed(adapters_alone=not rows.has_processors):
             if max(rows.lengths) > rows.columns + 1:
                 raise _weights_changed("while tokens were verified, by a logits processor or another thread")
             self._renew(rows, takes_back=False)
@@ -540,7 +544,7 @@ class DecodingLoop:
             for row in ended:
                 outputs.drop(row)
         is_over = all(rows.finished) or (rows.limits.stops_at_eos and bool(ended))
-        return is_over, not all(rows.finished) and self._watch.has_changed(self._users_may_write)
+        return is_over, not all(rows.finished) and self._watch.has_changed()
 
     def _renew(self, rows: Rows, takes_back: bool = True) -> None:
         """Go on with weights that a processor, a criterion or a streamer has changed.
@@ -553,7 +557,9 @@ class DecodingLoop:
             RuntimeError: tokens that were verified with those of before cannot be taken back.
         """
         if not self._watch.are_of_a_kind:
-            raise _weights_changed(f"after {rows.committed} new tokens, to others of another shape, type or device")
+            raise _weights_changed(
+                f"after {rows.committed} new tokens, to others of another type, device or vocabulary"
+            )
         if takes_back and not rows.take_back_ahead():
             raise _weights_changed(
                 f"after {rows.committed} new tokens, by a logits processor, a streamer or a stopping criterion. That "

@@ -104,20 +104,18 @@ _OF_CALLS = "_previous_max_cache_length"
 
 
 @looked_at_once
-def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+def fingerprint(model: PreTrainedModel) -> tuple[list[Any], ...]:
     """Changes when what was captured from a model is no longer the model."""
-    return (
-        tuple(
-            # Numbers such as an attention's scale are written into the graph.
-            (
-                id(module),
-                type(module).forward,
-                [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k != _OF_CALLS],
-            )
-            for module in model.modules()
-        ),
-        # Numbers that a forward takes from the config are written into it as well.
-        [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS],
-        # Where they lie: what is written there is read anew in each pass.
-        tuple((id(tensor), place_of(tensor)) for tensor in (*model.parameters(), *model.buffers())),
-    )
+    modules: list[Any] = []
+    tensors: list[Any] = []
+    for module in model.modules():
+        # Numbers such as an attention's scale are written into the graph.
+        numbers = [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k != _OF_CALLS]
+        modules.append((id(module), type(module).forward, numbers))
+        # Of tensors only their place: what is written there is read anew in each pass.
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensors.append((id(tensor), place_of(tensor)))
+    # Numbers that a forward takes from the config are written into it as well.
+    config = [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS]
+    return modules, config, tensors

@@ -34,28 +34,33 @@ class WeightWatch:
 
     Args:
         model: the target model.
+        looks: whether anything but adapters may change on this thread; otherwise the memory is held, and that is all.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._held: dict[int, Any] = {}
+    def __init__(self, model: PreTrainedModel, looks: bool = True) -> None:
+        self._model, self._looks = model, looks
+        self._held: list[Any] = []
         self._adapters = AdapterWatch(model)
-        self.note()
+        self._note()
         self._kinds = self._kinds_now()
 
-    def note(self) -> None:
+    def _note(self) -> None:
         """Take the weights of now for those that are compared with, and hold their memory as well."""
-        self._children: list[tuple[Any, str, Any]] = []
-        self._slots: list[tuple[Any, str, torch.Tensor]] = []
-        for module in self._model.modules():
-            self._children += [(module._modules, name, child) for name, child in module._modules.items()]
-            tables = [module._parameters] if hasattr(module, _DYNAMIC) else [module._parameters, module._buffers]
-            self._slots += [
-                (table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None
-            ]
+        modules = list(self._model.modules())
+        for module in modules:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    _hold(tensor, self._held)
+                    self._held.append(_memory_of(tensor))
+        self._tensors: list[torch.Tensor] = []
+        if not self._looks:
+            return
+        self._children: list[tuple[Any, str, Any]] = []
+        self._slots: list[tuple[Any, str, torch.Tensor]] = []
+        for module in modules:
+            self._children += [(module._modules, name, child) for name, child in module._modules.items()]
+            tables = (module._parameters,) if _DYNAMIC in vars(module) else (module._parameters, module._buffers)
+            for table in tables:
+                self._slots += [(table, name, tensor) for name, tensor in table.items() if tensor is not None]
         tensors = [tensor for _, _, tensor in self._slots]
         self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self._uncounted = [tensor for tensor in tensors if tensor.is_inference()]
@@ -63,22 +68,23 @@ class WeightWatch:
         self._layout = list(map(place_of, tensors))
         self._versions = list(map(version_of, self._counted))
 
-    def has_changed(self, looks: bool = True) -> bool:
+    def has_changed(self, adapters_alone: bool = False) -> bool:
         """Whether a weight, a module or an adapter is other than when this was last asked, or noted.
 
         Args:
-            looks: at all weights, which takes a tenth of a millisecond and more; otherwise at adapters alone.
+            adapters_alone: look at no other weights, which takes a tenth of a millisecond and more.
         """
         adapters = self._adapters.has_changed()
-        if not looks or not self._is_other():
+        if adapters_alone or not self._looks or not self._is_other():
             return adapters
-        self.note()
+        self._note()
         return True
 
     @property
     def are_of_a_kind(self) -> bool:
-        """Whether the weights have the shapes, types and devices of before, so that a cache and buffers suit them."""
-        return self._kinds_now() == self._kinds
+        """Whether types, devices and vocabulary are those of before, so that a cache and buffers suit the weights."""
+        (kinds, vocabulary), (before, vocabulary_before) = self._kinds_now(), self._kinds
+        return kinds <= before and vocabulary == vocabulary_before
 
     def _is_other(self) -> bool:
         if any(modules.get(name) is not child for modules, name, child in self._children):
@@ -89,17 +95,18 @@ class WeightWatch:
             return True
         return list(map(place_of, self._tensors)) != self._layout
 
-    def _kinds_now(self) -> list[tuple[Any, ...]]:
-        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._tensors]
+    def _kinds_now(self) -> tuple[set[Any], list[Any]]:
+        ends = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        vocabulary = [getattr(getattr(end, "weight", None), "shape", None) for end in ends]
+        return {(tensor.dtype, tensor.device) for tensor in self._tensors}, vocabulary
 
 
-def _hold(tensor: torch.Tensor, held: dict[int, Any]) -> None:
-    """Keep the memory of a tensor, whatever becomes of the tensor."""
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """What keeps the memory of a tensor, whatever becomes of the tensor."""
     try:
-        storage = tensor.untyped_storage()
-        held[storage._cdata] = storage
+        return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # of a class that has no memory of its own
-        held[id(tensor)] = tensor
+        return tensor
 
 
 def forget_stale(model: PreTrainedModel) -> None:
