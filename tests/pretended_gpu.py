@@ -353,8 +353,8 @@ def set_up() -> None:
     generator = torch.Generator
 
     class Generators(generator):  # type: ignore[misc, valid-type]
-        def __new__(cls, where: Any = "cpu") -> Any:
-            return generator("cpu" if torch.device(where).type == NAME else where)
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return generator("cpu" if torch.device(device).type == NAME else device)
 
     torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor` brings its numbers there by an operation
     cuda: Any = torch.cuda

@@ -82,6 +82,8 @@ def test_lookup_gives_plain_text_of_image_text_models(family: str) -> None:
     if family in HYBRIDS_WITH_A_PICTURE and OLDER:
         pytest.skip("this transformers keeps states otherwise")
     row = try_family(family, ["lookup"], "image-text")
+    if family == "llama4" and row.untried is not None and "image_outputs" in row.untried:
+        pytest.skip("transformers 5.24 cannot run it itself")
     if (row.untried is not None or row.picture not in families.PICTURES) and OLDER:
         pytest.skip(f"this transformers has another config of it ({row.untried or row.picture})")
     assert row.untried is None

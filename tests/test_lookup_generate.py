@@ -44,6 +44,8 @@ def enabled(family: str = "llama") -> Any:
 class Cycle(LogitsProcessor):
     """Makes text that repeats and now and then does not: each row in cycles of 3 to 5 tokens of its own, with slips."""
 
+    supports_speculation = True
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
         for row, ids in enumerate(input_ids):
@@ -283,6 +285,8 @@ def test_lookup_behind_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -
 def test_a_text_that_repeats_is_copied_whole() -> None:
     # The model's own text until it repeats: from there on every round is a full one.
     class Repeat(LogitsProcessor):
+        supports_speculation = True
+
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             scores = scores.clone()
             scores[torch.arange(len(scores)), input_ids[:, -5]] += 1000.0
@@ -338,6 +342,8 @@ def test_a_row_that_is_far_ahead_does_not_draft(monkeypatch: pytest.MonkeyPatch)
     once = torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(0)) + 3
 
     class Says(LogitsProcessor):
+        supports_speculation = True
+
         def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
             forced = torch.full_like(scores, -torch.inf)
             for row, text in enumerate(input_ids.tolist()):

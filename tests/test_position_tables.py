@@ -166,7 +166,8 @@ def test_what_is_measured_ends_at_the_last_row(rows: int) -> None:
 
 
 def test_short_tables_are_captured() -> None:
-    passes = captured_target(of_rows("gpt2"))
+    model = of_rows("gpt2")
+    passes = captured_target(model)
     assert passes is not None
     for length in (1, 2, 5, 24, 33):
         assert passes.program(length) is not None, passes.refusal

@@ -146,9 +146,12 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        # Made there, since fake tensors cannot be cast in place, which some models do as they are made.
+        with torch.device("meta"):
             # The fake version of the grouped products in mixtures of experts knows nothing but bfloat16.
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _make_fake(model)
             layout = layout_of(model)
             return (model, layout) if layout.ran else None
     except ValueError:
@@ -157,6 +160,23 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
         return None
     finally:
         logger.setLevel(level)
+
+
+def _make_fake(model: PreTrainedModel) -> None:
+    """Put fake tensors on the CPU in place of a model's own, one for each, however often it is used (tied weights)."""
+    import torch
+
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                    is_weight = table is module._parameters
+                    made[id(tensor)] = torch.nn.Parameter(fake, requires_grad=False) if is_weight else fake
+                table[name] = made[id(tensor)]
 
 
 def _stored_generation_config(source: str) -> Any:

@@ -152,9 +152,10 @@ def why_not_in(cache: Any, own: type | None) -> str | None:
         cache: any.
         own: the class of cache that the model has for itself, if it has one.
     """
-    if not isinstance(cache, Cache):
+    layers = getattr(cache, "layers", ())
+    if not isinstance(cache, Cache) or any(isinstance(layer, (QuantizedLayer, StaticLayer)) for layer in layers):
         return None  # refused otherwise
-    for kind in (type(cache), *map(type, getattr(cache, "layers", ()))):
+    for kind in (type(cache), *map(type, layers)):
         if kind is not own and kind.__module__.partition(".")[0] not in _OURS:
             return f"its cache has a class of its own ({kind.__name__}), which may do more than keep keys and values"
     return None
