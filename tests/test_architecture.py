@@ -403,6 +403,7 @@ def test_every_dependency_has_a_lower_bound(project: dict[str, Any]) -> None:
 # Imported and not declared: what a declared package cannot be used without, and takes or gives itself.
 PART_OF_ANOTHER = {
     **dict.fromkeys(("huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "tqdm"), "transformers"),
+    "outlines_core": "outlines",
     "datasets": "evaluate",
     "sqlalchemy": "optuna",
 }
