@@ -473,6 +473,8 @@ class DecodingLoop:
         tokens, padded, outcome = self._run_target(rows, draft)
         width = tokens.shape[1] + 1
         raw, logits = outputs.float_logits(outcome, width, rows.device, processed=True)
+        drafted: list[list[int]] = [row[:length] for row, length in zip(tokens.tolist(), draft.lengths, strict=True)]
+        going = set(range(rows.batch)) - set(padded)
         accepted, taken, goes_on = [0] * rows.batch, 0, True
         while goes_on:
             scores = rows.processors.at_step(rows.committed_ids().clone(), logits[:, taken].contiguous())
@@ -490,13 +492,11 @@ class DecodingLoop:
             rows.append(known, chosen)
             rows.take_step()
             is_over, has_changed = self._commit_step(rows, outputs)
-            drafted: list[int] = tokens[:, taken].tolist() if taken + 1 < width else []
-            is_right = [bool(drafted) and known[row] == [drafted[row]] for row in range(rows.batch)]
-            for row, length in enumerate(draft.lengths):
-                is_right[row] = row in padded or (is_right[row] and taken < length)
-                accepted[row] += is_right[row] and active[row]
+            right = [row for row, token in enumerate(known) if token == drafted[row][taken : taken + 1]]
+            for row in right:
+                accepted[row] += row not in padded
             taken += 1
-            goes_on = all(is_right) and not is_over and not has_changed
+            goes_on = set(right) >= going and not is_over and not has_changed
         del outcome
         rows.move_on([taken] * rows.batch)
         if has_changed:
