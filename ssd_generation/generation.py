@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -194,7 +195,8 @@ class SelfSpeculativeMixin:
                 # "auto" measures passes over several tokens: the model has to be one that has them.
                 config = None if isinstance(request, str) and request == "auto" else resolved()
                 exactness = None if config is None else config.exactness
-                is_short = drafter is None and exactness != BITWISE and _is_short(generation_config, model, kwargs)
+                as_usual = drafter is not None or draft_memory is not None or exactness == BITWISE
+                is_short = not as_usual and _is_short(generation_config, model, kwargs)
                 if not is_short:
                     state_of(model).learn_of(weights_in_use(model))
             if is_short:
@@ -334,11 +336,13 @@ class SelfSpeculativeMixin:
             refusal, in_step = check.refusal, check.uneven_refusal is not None
         if refusal is not None:
             _warn_of_refusal(model, refusal)
+            started = time.perf_counter()
             output = sample()
+            seconds = time.perf_counter() - started
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             prompt = input_ids.shape[1]
             self.last_speculation = SpeculationStatistics.of_plain(
-                sequences[:, prompt:].tolist(), prompt, end_tokens(stopping_criteria), refusal
+                sequences[:, prompt:].tolist(), prompt, end_tokens(stopping_criteria), refusal, seconds
             )
             return output
         cache: Cache = model_kwargs[name]
@@ -354,7 +358,8 @@ class SelfSpeculativeMixin:
         request = Request(
             generation_config, logits_processor, stopping_criteria, streamer, call.cache_is_returned, in_step
         )
-        watch = WeightWatch(model, looks=request.has_code_of_the_users)
+        # Weights that are offloaded change all along.
+        watch = WeightWatch(model, looks=request.has_code_of_the_users and not is_offloaded(model))
         on_modules = module_states(model)
         try:
             add_buffers(cache, history)

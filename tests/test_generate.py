@@ -472,8 +472,7 @@ def test_the_threshold_is_carried_from_call_to_call(model: PreTrainedModel) -> N
     model.generate(prompt(9), max_new_tokens=NEW, do_sample=False, self_speculative=config)
     first = model.last_speculation.policy_state["threshold"]
     assert first != 0.37
-    model.generate(prompt(9), max_new_tokens=2, do_sample=False, self_speculative=config)
-    model.generate(prompt(9), max_new_tokens=1, do_sample=False, self_speculative=config)
+    model.generate(prompt(9), max_new_tokens=3, do_sample=False, self_speculative=config)
     assert model.last_speculation.policy_state["threshold"] != 0.37, "a new call started from scratch"
 
 

@@ -209,7 +209,7 @@ def test_choosing_takes_no_pass(tmp_path: Path, loads: Loads, monkeypatch: pytes
     monkeypatch.setattr(type(model.model), "forward", noted(type(model.model).forward, model.model, passes))
     small = loads.count  # to enable: norms
     assert small == sum(p.numel() <= 100 for p in model.parameters())
-    model.generate(prompt(6), max_new_tokens=2, do_sample=False, self_speculative=INT4)
+    model.generate(prompt(6), max_new_tokens=3, do_sample=False, self_speculative=INT4)
     assert len(passes) == model.last_speculation.target_passes
     before, made = loads.count, len(passes)
     config = SelfSpeculativeConfig(precision="int4")
@@ -355,7 +355,7 @@ def save(tensors, path, original=resident.save_file):
 
 resident.save_file = save
 model = on_disk(Path({folder!r}))
-model.generate(prompt(6), max_new_tokens=2, do_sample=False, self_speculative=INT4)
+model.generate(prompt(6), max_new_tokens=3, do_sample=False, self_speculative=INT4)
 """
 
 

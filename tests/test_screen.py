@@ -394,7 +394,7 @@ def test_the_warning_of_other_costs(folder: str) -> None:
     costs = Costs(plain_step=1.0, draft_step=0.5, verify=[(1, 1.0)], measured_on="a\x1b[2J\u202eb")
     config = SelfSpeculativeConfig(SkipConfig([1]), costs=costs)
     with pytest.warns(UserWarning, match=r"\(a\\x1b\[2J\\u202eb\)"):
-        model.generate(prompt(5), max_new_tokens=2, self_speculative=config)
+        model.generate(prompt(5), max_new_tokens=3, self_speculative=config)
 
 
 def test_profiles_of_other_machines() -> None:

@@ -205,7 +205,7 @@ def _copy(options: argparse.Namespace) -> None:
     """Make the copies, to be killed meanwhile."""
     torch.set_num_threads(options.threads)
     tokenizer, model = _load(options)
-    model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=2, self_speculative="auto")
+    model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=3, self_speculative="auto")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ def no_draws(users: Iterable[object]) -> Iterator[None]:
 
 def is_foreign(user: object) -> bool:
     """Whether a processor, criterion or streamer is of somebody else's making than transformers'."""
-    return type(user).__module__.partition(".")[0] not in ("transformers", __package__.partition(".")[0])
+    module = str(getattr(user, "__module__", type(user).__module__))  # of a function, of an object's class
+    return module.partition(".")[0] not in ("transformers", __package__.partition(".")[0])
 
 
 def state_of_generators(device: torch.device) -> bytes:

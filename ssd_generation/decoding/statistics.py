@@ -76,7 +76,7 @@ class SpeculationStatistics:
 
     @classmethod
     def of_plain(
-        cls, texts: Sequence[Sequence[int]], prompt: int, ends: frozenset[int], refusal: str
+        cls, texts: Sequence[Sequence[int]], prompt: int, ends: frozenset[int], refusal: str, seconds: float = 0.0
     ) -> SpeculationStatistics:
         """Those of texts that transformers decoded, since nothing could be drafted.
 
@@ -85,6 +85,7 @@ class SpeculationStatistics:
             prompt: tokens of the prompt, padding included.
             ends: the tokens that end a text.
             refusal: why nothing could be drafted.
+            seconds: that it took.
         """
         new = [next((i + 1 for i, token in enumerate(text) if token in ends), len(text)) for text in texts]
         return cls(
@@ -95,6 +96,8 @@ class SpeculationStatistics:
             new_tokens=new,
             round_accepted=[[0] * max(count - 1, 0) for count in new],
             round_looked_up=[[0] * max(count - 1, 0) for count in new],
+            verify_seconds=seconds,
+            total_seconds=seconds,
             refusal=refusal,
         )
 
