@@ -67,7 +67,9 @@ def _is_slow(request: pytest.FixtureRequest) -> bool:
 
 # Begun first, so that none of them is left to one worker at the end while the others are idle.
 LONGEST = (
+    "test_pretended_gpu.py",
     "test_smollm2.py",
+    "test_recurrent.py",
     "test_notebooks.py",
     "test_evaluation.py",
     "test_families.py",
