@@ -53,7 +53,7 @@ class Choice:
         return argmax(scores)
 
     def choose_for_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """As `choose`, for tokens that are drafted."""
+        """Choose tokens that are drafted, by the rule of `choose`."""
         return self.choose(scores, steps)
 
     def choose_again(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:

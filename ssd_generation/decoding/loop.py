@@ -492,11 +492,11 @@ class DecodingLoop:
             rows.append(known, chosen)
             rows.take_step()
             is_over, has_changed = self._commit_step(rows, outputs)
-            right = [row for row, token in enumerate(known) if token == drafted[row][taken : taken + 1]]
+            right = {row for row in going if known[row] == drafted[row][taken : taken + 1]}
             for row in right:
-                accepted[row] += row not in padded
+                accepted[row] += 1
             taken += 1
-            goes_on = set(right) >= going and not is_over and not has_changed
+            goes_on = right == going and not is_over and not has_changed
         del outcome
         rows.move_on([taken] * rows.batch)
         if has_changed:
@@ -527,7 +527,7 @@ class DecodingLoop:
         return True
 
     def _commit_step(self, rows: Rows, outputs: StepOutputs) -> tuple[bool, bool]:
-        """What plain decoding does with a step that all rows have taken: criteria, streamer.
+        """Ask the criteria and feed the streamer, for a step that all rows have taken, as plain decoding does.
 
         Returns:
             Whether nothing follows, or padding in a row that had none; and whether the model's weights have changed.

@@ -112,7 +112,7 @@ class StepOutputs:
         row: int,
         at: tuple[int, int],
     ) -> None:
-        """What a verifying pass says of one token that a row takes from it.
+        """Keep what a verifying pass says of one token that a row takes from it.
 
         Args:
             outputs: of the model.

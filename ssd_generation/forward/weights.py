@@ -102,7 +102,7 @@ class WeightWatch:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """What keeps the memory of a tensor, whatever becomes of the tensor."""
+    """Return an object that keeps the memory of a tensor when the tensor is given other memory or deleted."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # of a class that has no memory of its own
