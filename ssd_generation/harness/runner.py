@@ -423,7 +423,8 @@ class SideBySide:
         # Methods share their copies, so each starts without any.
         drop_copies(self.model)
         with self.caller.alone(method.name, learn=False):
-            options = {**self.options, "max_new_tokens": 2}
+            # A shorter call drafts nothing, and makes no copies.
+            options = {**self.options, "max_new_tokens": 3}
             self.model.generate(**self._inputs_to_try(), **{**options, **self.caller.arguments(method.request)})
         return max(copy_bytes(self.model), self.copies.get(method.name, 0))
 
