@@ -197,14 +197,13 @@ class SelfSpeculativeMixin:
                 exactness = None if config is None else config.exactness
                 as_usual = drafter is not None or draft_memory is not None or exactness == BITWISE
                 is_short = not as_usual and _is_short(generation_config, model, kwargs)
-                if not is_short:
+                if is_short:
+                    refusal: str | None = TOO_SHORT
+                else:
                     state_of(model).learn_of(weights_in_use(model))
-            if is_short:
-                refusal: str | None = TOO_SHORT
-            else:
-                refusal = self._check(is_batch=False, tokenizer=kwargs.get("tokenizer"), exactness=exactness).refusal
-            if config is None and refusal is None:
-                with looking_once():
+                    tokenizer = kwargs.get("tokenizer")
+                    refusal = self._check(is_batch=False, tokenizer=tokenizer, exactness=exactness).refusal
+                if config is None and refusal is None:
                     config = resolved()
             token = _CALL.set(_Call(model, config, drafter, refusal=refusal))
         try:

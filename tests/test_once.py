@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -13,6 +14,7 @@ from ssd_generation import SelfSpeculativeConfig, enable_self_speculative
 from ssd_generation.cache.recurrent import has_states
 from ssd_generation.forward import capturable
 from ssd_generation.support.once import looked_at_once, looking_once
+from ssd_generation.support.structure import follows_from_structure, modules_of
 from tiny_models import prompt, tiny_model
 
 INT8 = SelfSpeculativeConfig(precision="int8", lookup=True)
@@ -82,3 +84,49 @@ def test_a_call_looks_at_its_model_few_times(request_: Any, monkeypatch: pytest.
     plain = model.generate(prompt(9), **options)
     assert torch.equal(plain, model.generate(prompt(9), self_speculative=request_, **options)) and looks
     assert capturable.why_not_captured(model) == "a hook is installed on Linear"
+
+
+def test_what_follows_from_the_structure_is_found_once_until_that_changes() -> None:
+    found: list[int] = []
+
+    @follows_from_structure
+    def biases(model: torch.nn.Module) -> int:
+        found.append(1)
+        return sum(name.endswith("bias") for name, _ in model.named_parameters())
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    assert biases(model) == biases(model) == 2 and len(found) == 2, "outside it is found each time"
+
+    def times(now: int) -> int:
+        found.clear()
+        with looking_once():
+            assert biases(model) == biases(model) == now
+        with looking_once():
+            assert biases(model) == now
+            assert modules_of(model) == list(model.modules())
+        return len(found)
+
+    assert times(2) == 1
+    model[0].weight.data += 1.0
+    assert times(2) == 0, "what is in the weights is no part of the structure"
+    model[0] = torch.nn.Linear(2, 2, bias=False)
+    assert times(1) == 1
+    model[1].bias = None
+    assert times(0) == 1
+    model.double()
+    assert times(0) == 1
+    model[0].weight.data = torch.zeros(2, 3)
+    assert times(0) == 1
+    model.append(model[0])
+    assert times(0) == 0, "the same module twice is one module"
+    gone = weakref.ref(model[1])
+    del model[1]
+    assert gone() is None, "no module is held"
+    assert times(0) == 1
+
+
+def test_the_walk_is_that_of_torch() -> None:
+    for family in ("llama", "qwen3_moe"):
+        model = tiny_model(family)
+        with looking_once():
+            assert modules_of(model) == list(model.modules())

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..support.once import looked_at_once
 from ..support.tensors import fingerprint_of
-from .linears import few_of, is_plain, linears, sample
+from .linears import few_of, is_plain, linears_of, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +93,7 @@ def weights_in_use(model: PreTrainedModel) -> Hashable:
 @looked_at_once
 def _sample_of(model: PreTrainedModel) -> torch.Tensor:
     """A few numbers of each layer."""
-    return sample(list(linears(model)))
+    return sample(linears_of(model))
 
 
 def numbers_of(model: PreTrainedModel) -> str:

@@ -11,6 +11,7 @@ from torch.nn.modules import module as global_hooks
 from ..cache.recurrent import has_states
 from ..support.model_state import state_of
 from ..support.once import looked_at_once
+from ..support.structure import modules_of
 from ..support.tensors import place_of
 from .dropout import active_dropout
 from .linears import is_plain
@@ -70,7 +71,7 @@ def _why_not(
         return "adapters are loaded"
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         return "global module hooks are installed"
-    for module in model.modules():
+    for module in modules_of(model):
         is_replaced = bool(replaced) and id(module) in replaced
         for tensor in module._parameters.values():
             if tensor is not None and (tensor.device.type, tensor.device.index or 0) != (
@@ -108,7 +109,7 @@ def fingerprint(model: PreTrainedModel) -> tuple[list[Any], ...]:
     """Changes when what was captured from a model is no longer the model."""
     modules: list[Any] = []
     tensors: list[Any] = []
-    for module in model.modules():
+    for module in modules_of(model):
         # Numbers such as an attention's scale are written into the graph.
         numbers = [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k != _OF_CALLS]
         modules.append((id(module), type(module).forward, numbers))

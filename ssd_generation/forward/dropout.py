@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..support.once import looked_at_once
+from ..support.structure import modules_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +46,8 @@ def active_dropout(model: PreTrainedModel) -> str | None:
     Args:
         model: the target model; all of it, a part or nothing may be in training mode.
     """
+    if not any(module.training for module in modules_of(model)):
+        return None
     for name, module in model.named_modules():
         if module.training and (reason := _why_random(module, model)) is not None:
             return f"{name or 'it'} ({type(module).__name__}) is in training mode, {reason}"

@@ -19,8 +19,9 @@ from ..config import SkipConfig
 from ..native.compiler import why_not
 from ..native.linear import NativeLinear, native_linear
 from ..support.model_state import state_of
+from ..support.structure import modules_of
 from ..support.tensors import place_of
-from .linears import is_foreign, is_plain_linear, linears
+from .linears import has_foreign, is_plain_linear
 from .skip_mode import SkipMode
 
 if TYPE_CHECKING:
@@ -55,11 +56,12 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
     """
     if why_not() is not None or torch.is_autocast_enabled("cpu"):
         return []
-    if any(map(_is_compiled, model.modules())) or any(map(is_foreign, linears(model))):
+    modules = modules_of(model)
+    if any(map(_is_compiled, modules)) or has_foreign(model):
         return []
     before: dict[nn.Module, tuple[Any, Callable[..., Any]]] = state_of(model).few_rows
     found = {}
-    for module in model.modules():
+    for module in modules:
         if (
             isinstance(module, nn.Linear)
             and is_plain_linear(module)

@@ -7,6 +7,7 @@ what it makes of unit vectors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..support.once import looked_at_once
+from ..support.structure import follows_from_structure
 from ..support.tensors import fingerprint_of
 
 __all__ = [
@@ -21,11 +24,13 @@ __all__ = [
     "dense",
     "features",
     "few_of",
+    "has_foreign",
     "identity",
     "is_foreign",
     "is_plain",
     "is_plain_linear",
     "linears",
+    "linears_of",
     "mixes_rows",
     "rounds_activations",
     "sample",
@@ -89,6 +94,23 @@ def linears(top: nn.Module, wrapped: bool = True) -> Iterator[nn.Module]:
         yield from linears(inside)
 
 
+@looked_at_once
+def linears_of(model: nn.Module) -> list[nn.Module]:
+    """The linear layers of a whole model, as `linears` gives them."""
+    return [module for reference in _linears_of(model) if (module := reference()) is not None]
+
+
+@follows_from_structure
+def _linears_of(model: nn.Module) -> list[weakref.ref[nn.Module]]:
+    return [weakref.ref(module) for module in linears(model)]
+
+
+@follows_from_structure
+def has_foreign(model: nn.Module) -> bool:
+    """Whether any linear layer of a model is of a quantiser's or someone else's make."""
+    return any(map(is_foreign, linears_of(model)))
+
+
 def identity(module: nn.Module) -> tuple[Any, ...]:
     """Changes when a layer's weights do, so that what was made of old ones is not used for new ones."""
     return (id(module), *map(fingerprint_of, _tensors(module)))
@@ -116,6 +138,10 @@ def few_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    if not module._modules:  # as most are
+        for tensors in (module._parameters, module._buffers):
+            yield from (tensor for tensor in tensors.values() if tensor is not None)
+        return
     yield from module.parameters()
     yield from module.buffers()
 

@@ -25,8 +25,9 @@ from ..native.compiler import why_not
 from ..support.devices import is_asynchronous
 from ..support.model_state import state_of
 from ..support.parallel import mesh_of
+from ..support.structure import follows_from_structure
 from .gpu_int4 import linear_int4, pack_int4, why_not_int4
-from .linears import CannotRead, dense, features, identity, is_plain_linear, linears, sample
+from .linears import CannotRead, dense, features, identity, is_plain_linear, linears, linears_of, sample
 from .sublayers import layout_of
 
 if TYPE_CHECKING:
@@ -342,7 +343,7 @@ def check_precision(model: PreTrainedModel, precision: PrecisionConfig | None = 
             f"The weights of {type(model).__name__} are spread over processes (tensor parallel), where no low-bit "
             "copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup run there too."
         )
-    devices = {parameter.device.type for parameter in model.parameters()}
+    devices = _device_types(model)
     if "meta" in devices:
         raise ValueError(
             f"Weights of {type(model).__name__} are offloaded: they are brought into memory for each pass. `generate` "
@@ -358,13 +359,26 @@ def check_precision(model: PreTrainedModel, precision: PrecisionConfig | None = 
             f"Low-bit drafts run {where}, but {type(model).__name__} is on {', '.join(sorted(devices))}. "
             "Leave `precision` out there: skipping sub-layers and prompt lookup run on every device."
         )
-    unread = [(module, _why_not_read(model, module)) for module in linears(model)]
-    if all(reason is not None for _, reason in unread):
-        reasons = sorted({reason for _, reason in unread if reason is not None}) or [_what_holds_weights(model)]
+    reasons = _why_none_is_read(model)
+    if reasons:
         raise ValueError(
             f"Low-bit copies cannot be made of the weights of {type(model).__name__}: {'; '.join(reasons)}. Draft by "
             "skipping sub-layers or prompt lookup, without `precision`."
         )
+
+
+@follows_from_structure
+def _device_types(model: PreTrainedModel) -> set[str]:
+    return {parameter.device.type for parameter in model.parameters()}
+
+
+@follows_from_structure
+def _why_none_is_read(model: PreTrainedModel) -> list[str]:
+    """Why the weights of none of a model's linear layers can be had; empty where those of some can."""
+    found = [_why_not_read(model, module) for module in linears_of(model)]
+    if any(reason is None for reason in found):
+        return []
+    return sorted({reason for reason in found if reason is not None}) or [_what_holds_weights(model)]
 
 
 def _what_holds_weights(model: nn.Module) -> str:
@@ -468,14 +482,14 @@ class LowBitCopies:
                     weight = self._stand_ins[id(module)] = zero.expand(place.shape)
                 self.by_weight[id(weight)] = store[key], index
                 self.modules.append(module)
-        self._linears = [id(module) for module in linears(model)]
+        self._linears = [id(module) for module in linears_of(model)]
         self._identities = [identity(module) for module in self.modules]
         self._sample = sample(self.modules)
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether these are the model's layers, and still hold the weights that were copied."""
         return (
-            self._linears == [id(module) for module in linears(model)]
+            self._linears == [id(module) for module in linears_of(model)]
             and self._identities == [identity(module) for module in self.modules]
             and torch.equal(self._sample, sample(self.modules))
         )
@@ -557,7 +571,7 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
 def _drop_of_others(model: nn.Module) -> None:
     """Free copies of layers that the model no longer has, or of weights that these no longer have."""
     store = state_of(model).low_bit_copies
-    now = {identity(module) for module in linears(model)} if store else set()
+    now = {identity(module) for module in linears_of(model)} if store else set()
     for key in [key for key in store if not now.issuperset(key[0])]:
         del store[key]
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..support.once import looked_at_once
+from ..support.structure import follows_from_structure
 from ..support.tensors import fingerprint_of
 
 if TYPE_CHECKING:
@@ -128,7 +129,12 @@ class Source:
 @looked_at_once
 def is_offloaded(model: nn.Module) -> bool:
     """Whether weights of a model are brought into memory for each pass."""
-    return any(parameter.device.type == "meta" for parameter in model.parameters()) and bool(sources_of(model))
+    return _has_unreal(model) and bool(sources_of(model))
+
+
+@follows_from_structure
+def _has_unreal(model: nn.Module) -> bool:
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
 def _offloading_hooks(module: nn.Module) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..support.model_state import state_of
+from ..support.structure import modules_of
 from ..support.tensors import place_of, version_of
 from .adapters import AdapterWatch
 from .capturable import fingerprint
@@ -46,7 +47,7 @@ class WeightWatch:
 
     def _note(self) -> None:
         """Take the weights of now for those that are compared with, and hold their memory as well."""
-        modules = list(self._model.modules())
+        modules = modules_of(self._model)
         for module in modules:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:

@@ -23,6 +23,7 @@ class ModelState:
 
     Attributes:
         lock: held while the model's modules are patched (forward/skip_mode.py).
+        structure: its modules, the kinds of its weights, and what follows from these (support/structure.py).
         layout: its attention and MLP sub-layers (forward/sublayers.py).
         state_layers: its layers of states, where these may have to be run token by token (forward/row_by_row.py).
         module_states: the states that its modules keep, or `None`, in a tuple once that is known
@@ -33,7 +34,6 @@ class ModelState:
         resident: the draft of a model with offloaded weights, which has all of its own in memory (forward/resident.py).
         low_bit_drafts: the copies that a draft computes from, by skip set and precision (forward/low_bit.py).
         unread: of classes of linear layers, why their weights cannot be had, or `None` (forward/low_bit.py).
-        shares: of the weights' bytes, what low-bit copies would take, with the modules (tuning/automatic.py).
         made_of: fingerprint of the modules and weights that captures were made of (forward/weights.py).
         captured_targets: captured passes of the whole model, by the kernel that keeps their bits the same
             (forward/passes.py).
@@ -70,10 +70,10 @@ class ModelState:
 
     def drop(self) -> None:
         """Free what takes memory, and forget what was learnt; what was measured and found out stays."""
+        self.structure: Any = None
         self.layout: Any = None
         self.state_layers: Any = None
         self.module_states: Any = None
-        self.shares: Any = None
         self.made_of: Any = None
         self.drop_captures()
         self.replayed: dict[Any, Any] = {}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-__all__ = ["looked_at_once", "looking_once"]
+__all__ = ["is_looking_once", "looked_at_once", "looking_once"]
 
 T = TypeVar("T")
 
@@ -31,6 +31,11 @@ def looking_once() -> Iterator[None]:
         yield
     finally:
         _looks.found = before
+
+
+def is_looking_once() -> bool:
+    """Whether this thread is inside `looking_once`."""
+    return _looks.found is not None
 
 
 def looked_at_once(function: Callable[..., T]) -> Callable[..., T]:

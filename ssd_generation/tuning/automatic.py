@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.cost_aware import CostAwarePolicy
 from ..forward.adapters import numbers_of
-from ..forward.linears import is_foreign, linears
+from ..forward.linears import has_foreign
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.offloaded import is_offloaded
 from ..forward.passes import skip_mode_of
@@ -22,6 +22,7 @@ from ..forward.resident import check_memory, resident_bytes, why_not_resident
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
 from ..support.model_state import state_of
+from ..support.structure import follows_from_structure
 from ..support.tensors import stored_bytes
 from .costs import costs_of
 from .measuring import describe_model
@@ -109,9 +110,10 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(map(stored_bytes, model.parameters()))
 
 
+@follows_from_structure
 def usual_budget(model: torch.nn.Module) -> float:
     """The share of a model's weights' bytes that low-bit copies may take unless something else is asked for."""
-    if any(map(is_foreign, linears(model))):
+    if has_foreign(model):
         return DRAFT_MEMORY_OF_QUANTISED
     bits = [p.element_size() for p in model.parameters() if p.is_floating_point()]
     return DRAFT_MEMORY_OF_HALF if bits and max(bits) <= 2 else DRAFT_MEMORY
@@ -278,16 +280,11 @@ def _allowed(model: PreTrainedModel, draft_memory: float) -> tuple[list[str], di
     return names, ruled_out
 
 
+@follows_from_structure
 def _shares(model: PreTrainedModel) -> dict[str, float]:
-    """Of the weights' bytes, what the copies of each candidate would take; looked at once, while modules stay."""
-    weights = ((module, module._parameters.get("weight")) for module in model.modules())
-    modules = tuple((id(m), type(m), type(weight), getattr(weight, "shape", None)) for m, weight in weights)
-    state = state_of(model)
-    if state.shares is None or state.shares[0] != modules:
-        total = weight_bytes(model)
-        shares = {name: estimated_bytes(model, SkipConfig(), _precision(name)) / total for name in _USUAL_AGREEMENT}
-        state.shares = modules, shares
-    return state.shares[1]  # type: ignore[no-any-return]
+    """Of the weights' bytes, what the copies of each candidate would take."""
+    total = weight_bytes(model)
+    return {name: estimated_bytes(model, SkipConfig(), _precision(name)) / total for name in _USUAL_AGREEMENT}
 
 
 def _precision(name: str) -> PrecisionConfig:

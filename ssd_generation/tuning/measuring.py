@@ -21,6 +21,7 @@ from ..forward.sublayers import input_device
 from ..support.devices import is_asynchronous
 from ..support.machine import cpu_name
 from ..support.once import looked_at_once
+from ..support.structure import follows_from_structure
 from ..support.tensors import rest_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+@follows_from_structure
 def _describe_weights(model: PreTrainedModel) -> dict[str, Any]:
     """Of which kind the weights are, where they lie, and what is done to bring them there."""
     kinds: Counter[str] = Counter()

@@ -42,6 +42,7 @@ from ..forward.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import state_of
+from ..support.structure import modules_of
 from ..support.versions import CACHE
 from .measuring import describe_adapters, describe_model
 
@@ -545,7 +546,7 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     modules: list[Any] = []
     installed: list[int] = []
     offloaded = is_offloaded(model)
-    for module in model.modules():
+    for module in modules_of(model):
         modules.append(id(module))
         modules.append(type(module).forward)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
