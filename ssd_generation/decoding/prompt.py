@@ -1,0 +1,120 @@
+"""The target's pass over the prompt, and the rows that come out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..cache.layers import add_buffers, trim_windows
+from ..cache.recurrent import Checkpoint, slots_of
+from ..forward.context import Context
+from ..forward.forward import Forward
+from ..forward.module_states import module_states
+from ..forward.positions import most_positions
+from ..forward.prompt_mode import prompt_mode
+from ..support.versions import cache_argument
+from .choice import IMPOSSIBLE, Choice
+from .loop_request import LoopRequest
+from .outputs import StepOutputs
+from .processors import Processors
+from .rotary import RotarySwitch
+from .rows import Rows
+
+__all__ = ["read_prompt"]
+
+
+def read_prompt(
+    forward: Forward,
+    request: LoopRequest,
+    input_ids: torch.LongTensor,
+    model_kwargs: dict[str, Any],
+    outputs: StepOutputs,
+    choice: Choice,
+) -> Rows:
+    """Run the target over the prompt.
+
+    Args:
+        forward: the target's passes.
+        request: what `generate` asks for.
+        input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts, padded at the left.
+        model_kwargs: the model's keyword arguments as `generate` prepared them, with the cache.
+        outputs: gets what the pass says of the first tokens.
+        choice: picks tokens by their scores.
+
+    Returns:
+        The rows, each with the first token after its prompt.
+    """
+    model, batch = forward.model, input_ids.shape[0]
+    model_kwargs.pop("tokenizer", None)
+    name = cache_argument(model)
+    new = input_ids.shape[1] - slots_of(model_kwargs.get(name))
+    with prompt_mode(model, batch * new):
+        answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
+    limits = request.limits(most_positions(model))
+    context = _context(forward, model_kwargs, answer, input_ids.shape[1], limits.max_length)
+    processors = Processors(request.processors, choice.draws)
+    in_step = request.in_step or (batch > 1 and not processors.are_pure)
+    rotary = RotarySwitch(model)
+    rows = Rows(input_ids, context, processors, choice, limits, rotary, in_step, request.cache_is_returned)
+    raw, logits = outputs.float_logits(answer, 1, rows.device, processed=len(processors) > 0)
+    scores = processors.at_step(input_ids, logits[:, 0].contiguous())[:, None]
+    outputs.add_prompt(answer, raw, scores)
+    first = rows.choose(scores)
+    known: list[list[int]] = first.tolist()
+    if [IMPOSSIBLE] in known:
+        choice.fail(scores[:, 0])
+    rows.append(known, first)
+    return rows
+
+
+def _context(forward: Forward, model_kwargs: dict[str, Any], answer: Any, prompt_length: int, limit: int) -> Context:
+    """What the passes after the prompt follow."""
+    model, name = forward.model, cache_argument(forward.model)
+    shapes = {key: value.shape for key, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
+    kwargs = model._update_model_kwargs_for_generation(answer, model_kwargs, is_encoder_decoder=False)
+    cache = kwargs.pop(name)
+    if (states := module_states(model)) is not None:
+        states.take(cache)
+    add_buffers(cache)  # a cache that was made without a config has got its layers just now
+    trim_windows(cache)
+    kwargs.pop("inputs_embeds", None)
+    mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
+    length = slots_of(cache, otherwise=prompt_length)
+    return Context(
+        cache,
+        length=length,
+        mask=mask,
+        positions=positions,
+        columns=_columns_of(kwargs, shapes),
+        arguments=kwargs,
+        limit=limit,
+        checkpoint=Checkpoint.of(cache, length),
+    )
+
+
+def _columns_of(kwargs: dict[str, Any], before: dict[str, torch.Size]) -> dict[str, tuple[torch.Tensor, int]]:
+    """Take out of the model's arguments those that have a column for each token: which grew by one for the next.
+
+    After the prompt only their last column is looked at.
+
+    Args:
+        kwargs: the arguments, as transformers has brought them up to date after the prompt.
+        before: shapes that they had.
+
+    Returns:
+        The next token's column of each, which is that of any later token, and the dimension of the tokens.
+    """
+    columns = {}
+    for key, value in list(kwargs.items()):
+        if not isinstance(value, torch.Tensor) or len(before.get(key, ())) != value.ndim:
+            continue
+        grown = [dim for dim in range(value.ndim) if value.shape[dim] != before[key][dim]]
+        if len(grown) == 1 and value.shape[grown[0]] == before[key][grown[0]] + 1:
+            columns[key] = (value.narrow(grown[0], -1, 1), grown[0])
+        elif key.endswith("token_type_ids"):  # which the model wants of tokens of the prompt alone
+            columns[key] = (value.new_zeros((len(value), 1)), 1)
+        else:
+            continue
+        del kwargs[key]
+    return columns

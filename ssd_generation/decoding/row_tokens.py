@@ -1,0 +1,123 @@
+"""The tokens of B texts, on the device and as far as the host knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..support.devices import sent
+
+__all__ = ["RowTokens"]
+
+_SPARE = 64
+"""Columns that are allocated at a time, at least."""
+
+
+class RowTokens:
+    """The tokens of B texts, aligned at the left: row r holds `lengths[r]` tokens, column t is step t of every row.
+
+    Args:
+        prompt (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts, padded at the left.
+
+    Attributes:
+        batch: rows, B.
+        prompt_length: columns of the prompts.
+        lengths: tokens per row.
+    """
+
+    def __init__(self, prompt: torch.Tensor) -> None:
+        self.batch, self.prompt_length = prompt.shape
+        self.device = prompt.device
+        self.lengths = [self.prompt_length] * self.batch
+        self._ids = prompt.new_zeros((self.batch, self.prompt_length + _SPARE), dtype=torch.long)
+        self._ids[:, : self.prompt_length] = prompt
+        # What the host knows of them, so that it need not wait for the device to say it again.
+        self._prompt: list[list[int]] = []
+        self._generated: list[list[int]] = [[] for _ in range(self.batch)]
+        self._unwritten = 0  # of a single row's last tokens
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The texts `(B, ≥ longest)`, each followed by whatever was drafted."""
+        if self._unwritten:
+            generated = self._generated[0]
+            length, last = self.prompt_length + len(generated), generated[-self._unwritten :]
+            self._widen(length)
+            self._ids[0, length - len(last) : length] = sent(last, self.device)
+            self._unwritten = 0
+        return self._ids
+
+    @property
+    def pending(self) -> torch.Tensor:
+        """The last token of each row, `(B, 1)`, which is not in the cache yet."""
+        if len(set(self.lengths)) == 1:
+            return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
+        last = sent(self.lengths, self.device)[:, None] - 1
+        return self.ids.gather(1, last)
+
+    def text(self, row: int, start: int = 0) -> list[int]:
+        """The tokens of a row from `start` on, the prompt's (padding included) among them."""
+        if start >= self.prompt_length:
+            return self._generated[row][start - self.prompt_length :]
+        if not self._prompt:
+            self._prompt = self._ids[:, : self.prompt_length].tolist()
+        return self._prompt[row][start:] + self._generated[row]
+
+    def generated(self, row: int, place: int) -> int:
+        """The token of a row at a place after its prompt."""
+        return self._generated[row][place]
+
+    def write_ahead(self, drafted: torch.Tensor, is_padded: Callable[[int], bool]) -> None:
+        """Put drafted tokens after each row's own, for the processors to see; accepted ones are written over them.
+
+        Args:
+            drafted (`torch.LongTensor` of shape `(B, k)`): the tokens.
+            is_padded: tells rows that hold padding there, which stays.
+        """
+        count = drafted.shape[1]
+        self._widen(max(self.lengths) + count)
+        for row, length in enumerate(self.lengths):
+            if not is_padded(row):
+                self.ids[row, length : length + count] = drafted[row]
+
+    def append(self, known: Sequence[Sequence[int]], new: torch.Tensor | None = None) -> None:
+        """Put new tokens after each row's own.
+
+        Args:
+            known: the tokens of each row, `added[r]` of them.
+            new (`torch.LongTensor` of shape `(B, ≥ max(added))`): the same on the device, and anything after them;
+                `None` for a single row: they are brought there when somebody asks for them.
+        """
+        added = [len(tokens) for tokens in known]
+        if new is None:
+            self._unwritten += added[0]
+        else:
+            self._widen(max(self.lengths) + new.shape[1])
+            written = self.ids  # with those before
+            if len(set(self.lengths)) == 1 and len(set(added)) == 1:
+                written[:, self.lengths[0] : self.lengths[0] + added[0]] = new[:, : added[0]]
+            else:
+                for row, count in enumerate(added):
+                    written[row, self.lengths[row] : self.lengths[row] + count] = new[row, :count]
+        for generated, tokens in zip(self._generated, known, strict=True):
+            generated.extend(tokens)
+        self.lengths = [length + count for length, count in zip(self.lengths, added, strict=True)]
+
+    def pad(self, rows: Sequence[int], column: int, token: int) -> None:
+        """Write padding into a column of some rows, which have ended before it."""
+        if rows:
+            self._widen(column + 1)
+            for row in rows:
+                self._ids[row, column] = token
+
+    def cut(self, count: int) -> None:
+        """Take the last tokens out of a single text."""
+        del self._generated[0][-count:]
+        self._unwritten = max(self._unwritten - count, 0)
+        self.lengths = [self.lengths[0] - count]
+
+    def _widen(self, columns: int) -> None:
+        if columns > self._ids.shape[1]:
+            spare = max(_SPARE, columns // 8)
+            self._ids = torch.nn.functional.pad(self._ids, (0, columns + spare - self._ids.shape[1]))

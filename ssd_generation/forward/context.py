@@ -1,0 +1,110 @@
+"""What a pass is given next to its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from ..cache.recurrent import Checkpoint
+from ..support.versions import CACHE_NAMES
+
+__all__ = ["NOT_FOR_DRAFTS", "Context"]
+
+# What a draft's pass has no use for, or is given anew in each pass.
+NOT_FOR_DRAFTS = frozenset(
+    (
+        *CACHE_NAMES,
+        "attention_mask",
+        "position_ids",
+        "inputs_embeds",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "next_sequence_length",
+        "is_first_iteration",
+    )
+)
+
+
+@dataclass
+class Context:
+    """What a pass stands behind: the KV cache, and the model's other arguments.
+
+    Attributes:
+        cache: the target's; it holds `length` slots of each row.
+        length: slots in the cache.
+        mask (`torch.LongTensor` of shape `(B, length + 1)`): over the cached slots and the pending token; `None` while
+            nothing is masked.
+        positions (`torch.LongTensor` of shape `(…, B, 1)`): of the pending token; `None` for a model that counts them
+            itself.
+        arguments: further keyword arguments of the model's passes.
+        columns: arguments of which the model wants a column for each token, such as `token_type_ids`: that of any token
+            behind the prompt, and the dimension of the tokens.
+        limit: slots that the text may come to.
+        checkpoint: of a cache with recurrent states: where they can be put back to.
+        has_been_passed: whether the model's own code has run a pass behind the prompt.
+        is_as_flat: whether a captured pass, which knows neither axes of positions nor further arguments, was found to
+            compute what the model does with them here; `None`: not tried yet.
+    """
+
+    cache: Cache
+    length: int
+    mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    limit: int = 0
+    checkpoint: Checkpoint | None = None
+    has_been_passed: bool = False
+    is_as_flat: bool | None = None
+
+    def __post_init__(self) -> None:
+        # Of a single row this stays so: nothing behind the prompt is masked.
+        is_unmasked = self.mask is None or bool(self.mask.all())
+        self._is_flat = is_unmasked and (self.positions is None or self.positions.ndim == 2)
+        # Behind a picture, the axes of time, height and width go on side by side; the first of four counts tokens.
+        axes = None if self._is_flat or self.positions is None else self.positions[1:, ..., -1]
+        self._may_be_flat = is_unmasked and (axes is None or bool((axes == axes[:1]).all()))
+        self._ahead: int | None = None
+        self.draft_arguments = {key: value for key, value in self.arguments.items() if key not in NOT_FOR_DRAFTS}
+        self._has_tensors = any(isinstance(value, torch.Tensor) for value in self.arguments.values())
+        draft_tensors = any(isinstance(value, torch.Tensor) for value in self.draft_arguments.values())
+        self._draft_is_plain = self._is_flat and not draft_tensors
+
+    def suits_capture(self, rows: int) -> bool:
+        """Whether a captured pass of the draft, which knows one row without a mask, can stand in for the model's."""
+        return rows == 1 and (self._draft_is_plain or self.is_as_flat is True)
+
+    def is_plain(self, rows: int) -> bool:
+        """Whether a pass has no arguments but tokens and positions, and one row; or what else there is does nothing."""
+        if rows != 1:
+            return False
+        return self.is_as_flat is True or (self._is_flat and not self.columns and not self._has_tensors)
+
+    def is_to_be_tried(self, rows: int) -> bool:
+        """Whether a pass may turn out to be plain: pictures are a matter of the prompt alone in most models."""
+        return rows == 1 and self._may_be_flat and self.is_as_flat is None and self.checkpoint is None
+
+    @property
+    def flat_positions(self) -> torch.Tensor | None:
+        """Positions `(B, 1)`, for a pass that is plain."""
+        return self.positions if self.positions is None or self.positions.ndim == 2 else self.positions[-1]
+
+    @property
+    def position(self) -> int:
+        """Of the pending token of a single row, which moves along with its slot."""
+        if self._ahead is None:
+            positions = self.flat_positions
+            self._ahead = 0 if positions is None else int(positions[..., -1]) - self.length
+        return self.length + self._ahead
+
+    def positions_of(self, count: int) -> torch.Tensor | None:
+        """Positions of the pending token and those behind it, `(…, B, count)`."""
+        if self.positions is None or count == 1:
+            return self.positions
+        return self.positions + torch.arange(count, device=self.positions.device)

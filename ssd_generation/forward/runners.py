@@ -1,0 +1,329 @@
+"""Three ways to run a pass of the target model: replayed as a CUDA graph, as captured, by the model's own code.
+
+Each answers with the model's outputs, or with `None` where it cannot run this pass and nothing has happened. The first
+that answers is the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..cache.layers import add_buffers, append_written, fix_unwritten
+from ..support.versions import cache_argument
+from .context import Context
+from .few_rows import MOST_ROWS, few_rows
+from .module_states import mode_of_states
+from .passes import CapturedPasses, agree, captured_target
+from .plan import PassPlan
+from .recorded_pass import Tokens
+from .replayed import ReplayedPasses, replayed_target
+from .row_by_row import row_by_row
+from .skip_mode import SkipMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["CapturedRunner", "EagerRunner", "GraphRunner", "Passed", "WholeText"]
+
+WholeText = tuple[torch.Tensor, torch.Tensor | None]
+"""Tokens and positions of the whole text, `(B, text)` each."""
+
+
+class Passed(NamedTuple):
+    """What a pass gave.
+
+    Attributes:
+        outputs: the model's, with `logits` of shape `(B, ≥ n, V)`.
+        is_batch_invariant: whether the pass was one whose bits do not depend on its width, where there are such.
+    """
+
+    outputs: Any
+    is_batch_invariant: bool
+
+
+def _at_once(run: Callable[[], None]) -> object:
+    return run()
+
+
+class EagerRunner:
+    """The model's own code, with fast kernels for few rows.
+
+    Args:
+        model: the target model.
+        plan: how its passes are run.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: PassPlan) -> None:
+        self._model, self._plan = model, plan
+        self._cache_argument = cache_argument(model)
+        self._states = mode_of_states(model)
+        self._few: tuple[SkipMode | None] | None = None
+
+    def few_rows(self) -> SkipMode | None:
+        """What puts fast kernels for few rows in place; `None` where there are none."""
+        # Not a `cached_property`: until Python 3.12 these have a lock, which a fork may catch held.
+        if self._few is None:
+            self._few = (None if self._plan.own_kernels else few_rows(self._model),)
+        return self._few[0]
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        context: Context,
+        whole: WholeText | None = None,
+        through: Callable[[Callable[[], None]], object] = _at_once,
+    ) -> Passed:
+        """Run the pass.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(B, n)`): the pending token and n − 1 drafted ones.
+            context: what they follow.
+            whole: the whole text, for a pass in which the model may want to compute its cache anew.
+            through: calls the model, such as to measure it.
+        """
+        new, positions = tokens.shape[1], context.positions_of(tokens.shape[1])
+        tokens, positions = self._with_owed(tokens, positions, context)
+        inputs = self._inputs(tokens, positions, new, context, whole)
+        lengths = None if context.has_been_passed else [getattr(layer, "end", 0) for layer in context.cache.layers]
+        outputs: Any = None
+
+        def run() -> None:
+            nonlocal outputs
+            few = self.few_rows() if whole is None and tokens.numel() <= MOST_ROWS else None
+            is_apart = whole is None and tokens.shape[1] > 1
+            with (
+                few or nullcontext(),
+                self._states or nullcontext(),
+                row_by_row(self._model, len(tokens)) if is_apart else nullcontext(),
+            ):
+                outputs = self._model(**inputs, return_dict=True)
+
+        through(run)
+        cache = outputs.get(self._cache_argument)
+        if cache is not None and cache is not context.cache:
+            # phi3 starts a new cache where its long-context rotary embedding sets in.
+            add_buffers(cache)
+            context.cache = cache
+        elif lengths is not None:
+            context.has_been_passed = True
+            fix_unwritten(context.cache, lengths)
+        return Passed(outputs, False)
+
+    def _with_owed(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Put the tokens that were committed since the checkpoint of recurrent states before these."""
+        checkpoint = context.checkpoint
+        if checkpoint is None:
+            return tokens, positions
+        owed = checkpoint.begin(context.cache, context.length, may_fail=tokens.shape[1] > 1)
+        if owed is not None:
+            tokens = torch.cat((owed, tokens), dim=1)
+            if positions is not None:
+                steps = torch.arange(-owed.shape[1], positions.shape[-1], device=positions.device)
+                positions = positions[..., :1] + steps.to(positions)
+        checkpoint.passed(tokens)
+        return tokens, positions
+
+    def _inputs(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        new: int,
+        context: Context,
+        whole: WholeText | None,
+    ) -> dict[str, Any]:
+        count, mask = tokens.shape[1], context.mask
+        if mask is not None and new > 1:
+            mask = functional.pad(mask, (0, new - 1), value=1)
+        ids = tokens
+        if whole is not None:
+            ids, positions = whole
+        columns = {key: torch.cat([column] * count, dim=dim) for key, (column, dim) in context.columns.items()}
+        arguments = {**context.arguments, **columns}
+        if "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = new
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=count,
+            attention_mask=mask,
+            position_ids=positions,
+            **{self._cache_argument: context.cache},
+            **arguments,
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = new  # some models put a number of their own there
+        return inputs
+
+
+class CapturedRunner:
+    """Passes as they were captured.
+
+    Args:
+        model: the target model.
+        plan: how its passes are run.
+        eager: runs the model's own code, with which a pass is compared where it may not be as flat as captured ones.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: PassPlan, eager: EagerRunner) -> None:
+        self._captured: CapturedPasses | None = captured_target(model, plan.invariant) if plan.captured else None
+        self._eager, self._plan = eager, plan
+        # In half precision a plain step is the model's own: captured, it would round otherwise.
+        is_half = model.dtype in (torch.bfloat16, torch.float16)
+        self._shortest = 2 if plan.invariant is None and is_half else 1
+
+    def run(self, tokens: torch.Tensor, context: Context, whole: WholeText | None = None) -> Passed | None:
+        """Run the pass; arguments as of `EagerRunner.run`."""
+        rows, count = tokens.shape
+        if whole is not None or self._captured is None or count < self._shortest:
+            return None
+        if context.is_plain(rows):
+            logits = self._logits(tokens, context)
+            return None if logits is None else Passed(CausalLMOutputWithPast(logits=logits), True)
+        return self._try(tokens, context) if context.is_to_be_tried(rows) else None
+
+    def _try(self, tokens: torch.Tensor, context: Context) -> Passed | None:
+        """Run the pass both ways, and find out whether a captured one computes the same here."""
+        count = tokens.shape[1]
+        logits = self._logits(tokens, context)
+        if logits is None:
+            return None
+        context.cache.crop(-count)  # the model's own pass decides
+        outputs, _ = self._eager.run(tokens, context)
+        context.is_as_flat = agree(logits, outputs.logits[:, -count:])
+        if not context.is_as_flat or self._plan.invariant is None:
+            return Passed(outputs, False)
+        # The keys and values, too, are to have the bits that they have in any other pass.
+        context.cache.crop(-count)
+        outputs.logits = self._logits(tokens, context)
+        return Passed(outputs, True)
+
+    def _logits(self, tokens: torch.Tensor, context: Context) -> torch.Tensor | None:
+        """Logits of the captured pass; `None` where it cannot run, and nothing has happened."""
+        assert self._captured is not None
+        positions = context.flat_positions
+        if positions is None:
+            positions = torch.full((1, 1), context.length, device=tokens.device)
+        positions = positions + torch.arange(tokens.shape[1], device=tokens.device)
+        return self._captured.run(context.cache, tokens, positions)
+
+
+class GraphRunner:
+    """Passes replayed as CUDA graphs, once these are found to be right.
+
+    Args:
+        model: the target model.
+        eager: runs the model's own code, next to which graphs are recorded.
+
+    Attributes:
+        passes: how many were replayed.
+    """
+
+    def __init__(self, model: PreTrainedModel, eager: EagerRunner) -> None:
+        self.passes = 0
+        self._model, self._eager = model, eager
+        self._replayed: ReplayedPasses | None = replayed_target(model)
+        self._is_stale = False
+
+    @property
+    def replayed(self) -> ReplayedPasses | None:
+        """The passes; `None` where this device has none, or weights have changed since they were recorded."""
+        return None if self._is_stale else self._replayed
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this device replays passes of the model, or would."""
+        return self._replayed is not None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why passes are not replayed where they might be; `None` where they are, or this device has no graphs."""
+        return None if self._replayed is None else self._replayed.refusal
+
+    @property
+    def may_run(self) -> bool:
+        """Whether passes are replayed, or may turn out to be."""
+        if self._is_stale or self._replayed is None:
+            return False
+        self._replayed = self._replayed.in_use
+        return self._replayed.refusal is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether passes are replayed by now, where they have been recorded."""
+        return self.may_run and self._replayed is not None and self._replayed.is_checked
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether passes are to be replayed, and have not been found to be right yet."""
+        return self.may_run and self._replayed is not None and not self._replayed.is_checked
+
+    def end(self, cache: Cache, keeps: bool) -> None:
+        """End a call; arguments as of `Forward.end`."""
+        if self._replayed is not None:
+            self._replayed.arena.take_back(cache, keeps)
+            if self._replayed.refusal is not None:
+                self._replayed.arena.free()
+
+    def renew(self, eager: EagerRunner) -> None:
+        """Go on with weights that may have changed in the middle of a call.
+
+        Args:
+            eager: runs the model's own code with these.
+        """
+        self._eager = eager
+        if self._replayed is not None:
+            # Another recording would need the memory that this call's cache has been lent.
+            self._is_stale = not self._replayed.is_current(self._model)
+
+    def run(self, tokens: torch.Tensor, context: Context, whole: WholeText | None = None) -> Passed | None:
+        """Run the pass; arguments as of `EagerRunner.run`."""
+        if whole is not None or not self.may_run or not context.is_plain(len(tokens)):
+            return None
+        found = self.replay(Tokens((), tokens), context)
+        if found is not None:
+            return Passed(CausalLMOutputWithPast(logits=found[0]), True)
+        return self._record(tokens, context)
+
+    def replay(self, tokens: Tokens, context: Context) -> tuple[torch.Tensor, ...] | None:
+        """Replay a pass.
+
+        Args:
+            tokens: of a single row.
+            context: what they follow.
+
+        Returns:
+            Logits `(1, n, V)`, good until the next pass, and the greedy choices; `None` where there is no graph yet.
+        """
+        if not self.may_run or not context.is_plain(1):
+            return None
+        replayed = self._replayed
+        assert replayed is not None
+        if not replayed.is_checked:
+            return None
+        found = replayed.run(context.cache, tokens, context.length, context.position, expected=context.limit)
+        if found is not None:
+            append_written(context.cache, found[1].shape[0])
+            self.passes += 1
+        return found
+
+    def _record(self, tokens: torch.Tensor, context: Context) -> Passed:
+        """Run the model's own code, and record the same pass where that pays off in this text."""
+        replayed = self._replayed
+        assert replayed is not None
+
+        def timed(run: Callable[[], None]) -> None:
+            replayed.note_eager(replayed.replays.seconds_of(run))
+
+        passed = self._eager.run(tokens, context, through=timed)
+        left = max(context.limit - context.length, 0)
+        if replayed.is_worth_it(left):
+            replayed.try_beside(context.cache, tokens, context.position, passed.outputs.logits, left)
+        return passed

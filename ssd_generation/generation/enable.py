@@ -1,0 +1,149 @@
+"""Enable and disable self-speculative decoding on a model."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ..decoding.refusals import CannotDraft, refuse_model
+from ..forward.sublayers import layout_of
+from ..support.model_state import state_of
+from ..support.versions import UNTRIED, is_untried
+from ..support.warn import warn_user
+from .mixin import SelfSpeculativeMixin, enabled_class, original_class
+from .request import AUTO, SelfSpeculativeRequest, resolve, stored_default
+
+__all__ = [
+    "disable_self_speculative",
+    "enable_self_speculative",
+    "is_self_speculative",
+    "require_drafts",
+    "why_no_drafts",
+]
+
+_ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
+
+
+def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | None = None) -> _ModelT:
+    """Teach a model `generate(..., self_speculative=…)`.
+
+    The model stays the object it is, with its weights and its class's name; a call without `self_speculative` does
+    exactly what it did before. Saving, pickling, copying, pipelines and adapters work as before.
+
+    Args:
+        model: a decoder-only transformers model, or a PEFT model around one.
+        default: a config, or "auto", to store in `model.generation_config.self_speculative`, used by
+            `self_speculative=True`; it is saved and loaded with the generation config.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, one that hands decoding on
+            to a model inside of it), or `default` does not fit it.
+    """
+    target = _target_of(model)
+    if not isinstance(target, SelfSpeculativeMixin):
+        refuse_model(target)
+        if is_untried():
+            warn_user(
+                f"ssd_generation has not been tried with transformers {transformers.__version__}: texts may be wrong. "
+                f"Install one that it has been tried with: pip install 'transformers>=5.18,<{UNTRIED}'."
+            )
+        layout_of(target)
+        target.__class__ = enabled_class(type(target))
+        target.last_speculation = None
+    if default is not None:
+        assert target.generation_config is not None
+        if default is True:
+            default = stored_default(target)
+        if default == AUTO:
+            target.generation_config.self_speculative = AUTO
+        else:
+            target.generation_config.self_speculative = resolve(target, default).to_dict()
+        # Otherwise transformers makes the generation config anew from the model's, and the entry is lost.
+        target.generation_config._from_model_config = False
+    return model
+
+
+def disable_self_speculative(model: _ModelT) -> _ModelT:
+    """Undo `enable_self_speculative`: the model has its own class again.
+
+    A default stored in the generation config stays there.
+
+    Args:
+        model: the model; one that was never enabled is left alone.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+    """
+    target = _target_of(model)
+    if isinstance(target, SelfSpeculativeMixin):
+        target.__class__ = original_class(type(target))
+        target.__dict__.pop("last_speculation", None)
+        state_of(cast(torch.nn.Module, target)).drop()
+    return model
+
+
+def why_no_drafts(model: torch.nn.Module) -> str | None:
+    """Return why a model's tokens cannot be verified several at a time, so that it cannot draft; `None` where it can.
+
+    Args:
+        model: a decoder-only transformers model, enabled or not.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+        ValueError: it cannot draft for itself, whatever it says (see `enable_self_speculative`).
+    """
+    target = _target_of(model)
+    was_enabled = isinstance(target, SelfSpeculativeMixin)
+    refusal: str | None = enable_self_speculative(target)._check().refusal
+    if not was_enabled:
+        disable_self_speculative(target)
+    return refusal
+
+
+def require_drafts(model: torch.nn.Module) -> None:
+    """Raise unless a model can draft, where drafting is all that was asked for.
+
+    Args:
+        model: a decoder-only transformers model, enabled or not.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+        ValueError: it cannot draft for itself; the message says why.
+    """
+    refusal = why_no_drafts(model)
+    if refusal is not None:
+        raise CannotDraft(f"{type(_target_of(model)).__name__} cannot draft for itself: {refusal}.")
+
+
+def is_self_speculative(model: torch.nn.Module) -> bool:
+    """Tell whether `enable_self_speculative` was called on this model.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+    """
+    return isinstance(_target_of(model), SelfSpeculativeMixin)
+
+
+def _target_of(model: Any) -> PreTrainedModel:
+    """The transformers model itself, from inside a PEFT wrapper."""
+    get_base_model = getattr(model, "get_base_model", None)
+    target = get_base_model() if callable(get_base_model) else model
+    if not isinstance(target, PreTrainedModel):
+        hint = ""
+        if isinstance(getattr(target, "_orig_mod", None), PreTrainedModel):
+            hint = (
+                " `torch.compile(model)` returns a wrapper that `generate` bypasses: enable the model, then call "
+                "`model.compile()`."
+            )
+        raise TypeError(f"A transformers model is needed, but got {type(model).__name__}.{hint}")
+    return target

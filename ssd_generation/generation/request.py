@@ -1,0 +1,251 @@
+"""What a call asks for: `self_speculative=` and `draft_memory=`, validated and resolved to a config once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
+from ..config.values import BITWISE
+from ..decoding.refusals import refuse_beforehand
+from ..drafting.drafter import Drafter
+from ..forward.offloaded import why_unreadable
+from ..forward.sublayers import layout_of
+from ..support.messages import clipped, shown
+from ..support.warn import warn_once
+from ..tuning.automatic import automatic_config, check_budget
+
+__all__ = [
+    "AUTO",
+    "Request",
+    "SelfSpeculativeRequest",
+    "refuse_without_drafts",
+    "resolve",
+    "stored_default",
+    "warn_if_nothing_drafts",
+]
+
+SelfSpeculativeRequest = (
+    SelfSpeculativeConfig | SkipConfig | Drafter | Mapping[str, Any] | str | os.PathLike[str] | bool
+)
+"""What `generate(self_speculative=…)` takes: a config, a skip set, either as a dictionary, the path or Hub id of a
+saved config, `"auto"` (measure this machine once, draft by whatever pays), or `True` for the default stored in
+`model.generation_config.self_speculative`; or a `Drafter`, to draft in a way of your own."""
+
+AUTO = "auto"
+
+_SHORT = 2
+"""New tokens of a call that none can be drafted for: the first comes from the prompt, and the last token of a round is
+the target model's own."""
+
+
+@dataclass
+class Request:
+    """`self_speculative=` of one call, next to what else it was called with.
+
+    Args:
+        model: the target model.
+        asked: what `self_speculative` was; neither `None` nor `False`.
+        draft_memory: share of the weights' bytes that low-bit copies may take; `None`: as many as are usual.
+        args: positional arguments of `generate`.
+        kwargs: its keyword arguments.
+
+    Attributes:
+        drafter: the user's own, or `None`.
+        config: what to draft with; `None` before `resolve`, and with a drafter of the user's own.
+
+    Raises:
+        ValueError, TypeError: something was asked for that self-speculative decoding cannot do.
+    """
+
+    model: PreTrainedModel
+    asked: SelfSpeculativeRequest
+    draft_memory: float | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    drafter: Drafter | None = field(init=False)
+    config: SelfSpeculativeConfig | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        for other, what in (
+            ("assistant_model", "a call drafts either with the model itself or with an assistant"),
+            ("custom_generate", "a custom decoding method replaces self-speculative decoding"),
+        ):
+            if self.kwargs.get(other) is not None:
+                raise ValueError(
+                    f"`self_speculative` and `{other}` were both given, but {what}. Leave one of them out."
+                )
+        refuse_beforehand(self.model, self.generation_config, self.kwargs)
+        if (unreadable := why_unreadable(self.model)) is not None:
+            raise ValueError(unreadable)
+        if self.asked is True:
+            self.asked = stored_default(self.model, self.generation_config)
+        self.drafter = self.asked if isinstance(self.asked, Drafter) else None
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """The generation config that the call was given."""
+        return _generation_config(self.args, self.kwargs)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the config is found by measurements, which need a model that has passes over several tokens."""
+        return isinstance(self.asked, str) and self.asked == AUTO
+
+    @property
+    def exactness(self) -> str | None:
+        """The exactness that the config asks for."""
+        return None if self.config is None else self.config.exactness
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the call asks for no more tokens than come without a draft, so that preparing one costs time alone.
+
+        Nothing is left out where more was asked for than a text: a drafter of the user's own, a budget, bits.
+        """
+        if self.drafter is not None or self.draft_memory is not None or self.exactness == BITWISE:
+            return False
+        asked = self.kwargs.get("max_new_tokens")
+        for config in (self.generation_config, self.model.generation_config):
+            asked = getattr(config, "max_new_tokens", None) if asked is None else asked
+        return isinstance(asked, int) and asked <= _SHORT
+
+    def resolve(self) -> None:
+        """Find the config.
+
+        Raises:
+            ValueError, TypeError: there is none, it does not fit the model, or its low-bit copies take more than
+                `draft_memory`.
+        """
+        if self.drafter is not None and self.draft_memory is None:
+            return
+        if self.is_auto:
+            prompt = self.args[0] if self.args else self.kwargs.get("inputs", self.kwargs.get("input_ids"))
+            has_text = isinstance(prompt, torch.Tensor) and prompt.ndim == 2 and prompt.numel() > 0
+            text = prompt if has_text else None
+            config = automatic_config(self.model, text, self.draft_memory)
+            _check_fits(self.model, config)
+        else:
+            config = resolve(self.model, self.asked, self.draft_memory)
+        self.config = config
+
+
+def resolve(
+    model: PreTrainedModel, asked: SelfSpeculativeRequest, draft_memory: float | None = None
+) -> SelfSpeculativeConfig:
+    """Return the config that was asked for, other than by `"auto"` and `True`.
+
+    Args:
+        model: the target model.
+        asked: see `SelfSpeculativeRequest`.
+        draft_memory: share of the weights' bytes that its low-bit copies may take; `None`: any.
+
+    Raises:
+        ValueError, TypeError: there is none, it does not fit the model, or its copies take more.
+    """
+    if isinstance(asked, str) and not os.path.exists(asked):
+        if asked.strip().lower() == AUTO:
+            raise ValueError(f'`self_speculative={shown(asked)}` is written in small letters: "auto".')
+        if asked in PRECISIONS:
+            raise ValueError(
+                f"`self_speculative={asked!r}` is a precision, not a config. Pass `SelfSpeculativeConfig(precision="
+                f'{asked!r})`, or "auto".'
+            )
+    config = _read(asked)
+    if draft_memory is not None:
+        check_budget(model, config, draft_memory)
+    _check_fits(model, config)
+    return config
+
+
+def _check_fits(model: PreTrainedModel, config: SelfSpeculativeConfig) -> None:
+    # Of the language model inside, where the model takes pictures as well: that is what provenance records.
+    kind = str(model.config.get_text_config(decoder=True).model_type)
+    config.validate_for(num_layers=len(layout_of(model)), model_type=kind)
+
+
+def _generation_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GenerationConfig | None:
+    return kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+
+
+def stored_default(model: PreTrainedModel, generation_config: GenerationConfig | None = None) -> SelfSpeculativeRequest:
+    """Return what `self_speculative=True` means: a config, or "auto".
+
+    Args:
+        model: the target model.
+        generation_config: of the call, which comes before the model's own.
+
+    Raises:
+        ValueError: nothing is stored.
+        TypeError: what is stored is neither.
+    """
+    for source in (generation_config, model.generation_config):
+        stored = getattr(source, "self_speculative", None)
+        if stored is None or stored is True:
+            continue
+        # It came with the model, maybe a stranger's: a path there would have a file of this machine opened and parsed.
+        is_config = isinstance(stored, (SelfSpeculativeConfig, SkipConfig, Mapping))
+        if is_config or (isinstance(stored, str) and stored == AUTO):
+            return stored  # type: ignore[no-any-return]
+        raise TypeError(
+            '`generation_config.self_speculative` holds the config itself, as its `to_dict()`, or "auto", but got '
+            f"{shown(stored)}. Store one with `enable_self_speculative(model, default=…)`, which takes a path too."
+        )
+    raise ValueError(
+        "`self_speculative=True` uses the default stored with the model, but "
+        "`model.generation_config.self_speculative` is not set. Store one with "
+        "`enable_self_speculative(model, default=config)`, or pass a config."
+    )
+
+
+def _read(asked: SelfSpeculativeRequest) -> SelfSpeculativeConfig:
+    if isinstance(asked, Drafter):
+        raise TypeError(
+            f"A drafter ({type(asked).__name__}) cannot be stored as a default or combined with `draft_memory`: pass "
+            "it as `generate(..., self_speculative=drafter)`, alone."
+        )
+    if isinstance(asked, SelfSpeculativeConfig):
+        return asked
+    if isinstance(asked, SkipConfig):
+        return SelfSpeculativeConfig(skip=asked)
+    if isinstance(asked, Mapping):
+        return SelfSpeculativeConfig.from_dict(dict(asked))
+    if isinstance(asked, (str, os.PathLike)):
+        return SelfSpeculativeConfig.from_pretrained(asked)
+    if isinstance(asked, type) and issubclass(asked, Drafter):
+        raise TypeError(f"`self_speculative` takes a drafter, not its class: pass `{asked.__name__}(…)`.")
+    raise TypeError(
+        "`self_speculative` must be a SelfSpeculativeConfig, a SkipConfig, a dict, a path or Hub id, 'auto', True or a "
+        f"Drafter, but got {clipped(type(asked).__name__, 80)} ({shown(asked)})."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# calls that ask for nothing
+
+
+def refuse_without_drafts(draft_memory: float | None) -> None:
+    """Raise `ValueError` where `draft_memory` was given to a call that does not draft."""
+    if draft_memory is not None:
+        raise ValueError(
+            f"`draft_memory={shown(draft_memory)}` was given without `self_speculative`. Pass "
+            '`self_speculative="auto"`, or leave it out.'
+        )
+
+
+def warn_if_nothing_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Warn once per model where a generation config asks for drafting but the call does not."""
+    stored = getattr(model.generation_config, "self_speculative", None)
+    asked = getattr(_generation_config(args, kwargs), "self_speculative", None)
+    if asked is not None and asked is not False and asked != stored:
+        warn_once(
+            model,
+            f"The generation config asks for `self_speculative={clipped(shown(asked), 80)}`, but this call decodes "
+            "plainly: drafting is asked for in the call, as `generate(..., self_speculative=…)`, or "
+            "`self_speculative=True` for what the config says. `self_speculative=False` is plain on purpose.",
+        )

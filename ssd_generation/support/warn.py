@@ -1,0 +1,40 @@
+"""Warnings that point at the line of the user's own code."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from torch import nn
+
+from .model_state import state_of
+
+__all__ = ["warn_once", "warn_user"]
+
+_PASSED_THROUGH = (__package__.partition(".")[0], "transformers", "torch", "contextlib")
+"""Packages whose code stands between the user's call and a warning."""
+
+
+def warn_user(message: str) -> None:
+    """Warn where the user's code called into this library, however many frames of others lie between.
+
+    Args:
+        message: what is wrong and what to do.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_THROUGH and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def warn_once(model: nn.Module, message: str) -> None:
+    """Warn once per model and message.
+
+    Args:
+        model: the target model.
+        message: as in `warn_user`.
+    """
+    given = state_of(model).warnings
+    if message not in given:
+        given.add(message)
+        warn_user(message)

@@ -1,0 +1,145 @@
+"""The drafter of a call, with what the model's draft-length policies and refinements have learnt in earlier calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..drafting.cost_aware import CostAwarePolicy
+from ..drafting.draft_length import DraftPolicy
+from ..drafting.policies import make_policy
+from ..drafting.self_drafter import SelfDrafter, self_drafter
+from ..forward.forward import Forward
+from ..forward.offloaded import is_offloaded
+from ..forward.sublayers import input_device
+from ..support.display import visible
+from ..support.model_state import state_of
+from ..support.warn import warn_user
+from .costs import costs_of, rows_measured
+from .measuring import describe_machine
+from .refinement import WINDOW, Refinement
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+    from ..config import SelfSpeculativeConfig
+    from ..decoding.rows import Rows
+
+__all__ = ["BetweenRounds", "call_drafter", "policy_of", "refinement_of"]
+
+
+def call_drafter(
+    forward: Forward, config: SelfSpeculativeConfig, generation_config: GenerationConfig, batch: int
+) -> tuple[SelfDrafter, BetweenRounds | None]:
+    """Build the drafter of a call and, if `config.adapt`, its online refinement.
+
+    Args:
+        forward: the model's passes.
+        config: what to draft with and how far.
+        generation_config: the prepared generation config of the call.
+        batch: rows, B.
+    """
+    model = forward.model
+    # Each judgement would read all offloaded weights, where the draft reads none.
+    adapts = config.adapt and not (config.precision and is_offloaded(model))
+    refinement = refinement_of(model, config) if adapts else None
+    if refinement is not None:
+        config = refinement.config
+    drafter = self_drafter(forward, config, generation_config, policy_of(model, config, batch), batch)
+    return drafter, None if refinement is None else BetweenRounds(model, refinement, drafter.draft_by, batch)
+
+
+def policy_of(model: PreTrainedModel, config: SelfSpeculativeConfig, batch: int) -> DraftPolicy:
+    """The draft-length policy of a model and config, with what it learnt in earlier calls where that is carried.
+
+    Args:
+        model: the target model.
+        config: what to draft with; its costs are measured where it has none and its policy needs them.
+        batch: rows, B.
+
+    Warns:
+        The costs in the config were measured elsewhere.
+    """
+    policies, key, rows = state_of(model).policies, _key(config, batch), rows_measured(batch)
+    if key not in policies or config.drafting.carry_state is False:
+        costs = config.costs
+        if config.drafting.policy == "cost":
+            if costs is not None and costs.measured_on is not None and costs.measured_on != describe_machine(model):
+                warn_user(
+                    f"The costs in this config were measured on another machine, dtype or version "
+                    f"({visible(costs.measured_on)}) than this one ({describe_machine(model)}): the draft length may "
+                    "not be the best here. Leave `costs` out to have them measured, or store those of "
+                    "`ssd_generation.tuning.costs.measure_costs(model, config)`."
+                )
+            elif costs is None or (rows > 1 and costs.measured_on is not None):
+                costs = costs_of(model, config, rows=rows)  # what was measured is of single texts
+        policies[key] = make_policy(
+            config.drafting,
+            costs,
+            self_drafts=config.drafts_itself,
+            lookup=config.lookup is not None,
+            use_confidence=input_device(model).type == "cpu",
+        )
+    found: DraftPolicy = policies[key]
+    return found
+
+
+def _key(config: SelfSpeculativeConfig, batch: int) -> Any:
+    """Key of a policy: the config and, for a batch, about how many rows share its passes."""
+    return config if batch == 1 else (config, rows_measured(batch))
+
+
+def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refinement:
+    """The refinement of a config's draft, with what it has learnt so far; costs are measured where it is new.
+
+    Args:
+        model: the target model.
+        config: what the user asked to draft with.
+    """
+    refinements: dict[SelfSpeculativeConfig, Refinement] = state_of(model).refinements
+    if config not in refinements or config.drafting.carry_state is False:
+        costs = config.costs if config.costs is not None else costs_of(model, config)
+        refinements[config] = Refinement(model, config, costs)
+    return refinements[config]
+
+
+class BetweenRounds:
+    """Judge drafts between the rounds of a call, and exchange the draft where another one is better.
+
+    Args:
+        model: the target model.
+        refinement: of the draft.
+        draft_by: exchanges the draft of the call.
+        batch: rows, B.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        refinement: Refinement,
+        draft_by: Callable[[SelfSpeculativeConfig, DraftPolicy], None],
+        batch: int,
+    ) -> None:
+        self.refinement = refinement
+        self._model, self._batch, self._draft_by = model, batch, draft_by
+        self._judged = 0  # tokens of the text
+
+    def __call__(self, draft_passes: int, verified: int, rows: Rows) -> None:
+        """Between two rounds; arguments as in `DecodingLoop.after_round`."""
+        refinement = self.refinement
+        refinement.earn(draft_passes, verified)
+        length = rows.lengths[0]
+        since = length - max(self._judged, rows.prompt_length)
+        if not refinement.is_due(since):
+            return
+        self._judged = length
+        text = rows.verified_text(min(since, WINDOW))
+        before = refinement.config
+        if text is None or not refinement.learn(self._model, text):
+            return
+        policies, key = state_of(self._model).policies, _key(before, self._batch)
+        policy = policy_of(self._model, refinement.config, self._batch)
+        old = policies[key] if before == refinement.base else policies.pop(key)
+        if isinstance(policy, CostAwarePolicy) and isinstance(old, CostAwarePolicy):
+            policy.take_over(old)  # nothing is known of the new draft
+        self._draft_by(refinement.config, policy)
