@@ -162,8 +162,8 @@ def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """No decision hangs on the clock: drafting is cheap, whatever this machine makes of it."""
     if _is_slow(request) or request.node.get_closest_marker("measures") is not None:
         return
-    from ssd_generation import Costs, generation
-    from ssd_generation.tuning import automatic, costs, exactness
+    from ssd_generation import Costs
+    from ssd_generation.tuning import automatic, call_drafter, costs, exactness
 
     def costs_of(*args: Any, **kwargs: Any) -> Costs:
         return Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
@@ -172,7 +172,7 @@ def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     untried = exactness.Certificate(None, refusal="not tried in this test")
     monkeypatch.setattr(exactness, "certificate_of", lambda model, again=False: untried)
     monkeypatch.setattr(exactness, "cost_of", lambda model: 1.0)
-    monkeypatch.setattr(generation, "costs_of", costs_of)
+    monkeypatch.setattr(call_drafter, "costs_of", costs_of)
     monkeypatch.setattr(automatic, "costs_of", costs_of)
     monkeypatch.setattr(costs, "costs_of", costs_of)
 

@@ -17,7 +17,9 @@ from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfi
 from ssd_generation.benchmark import gpu
 from ssd_generation.decoding.loop import DecodingLoop
 from ssd_generation.forward import replay
+from ssd_generation.forward.low_bit import CopiesPart
 from ssd_generation.forward.replay import CudaGraphs
+from ssd_generation.forward.replayed import GraphPart
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
@@ -39,6 +41,11 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(CudaGraphs, "compiles", False)
     with OnHostAndDevice():
         yield
+
+
+def graphs_of(model: Any) -> Any:
+    """What is known of a model's graphs: any, since tests know what is there."""
+    return state_of(model).get(GraphPart)
 
 
 def model_here(family: str = "llama", make: Any = tiny_model, **options: Any) -> Any:
@@ -168,9 +175,9 @@ def test_drafts_in_four_bits(options: str) -> None:
         assert plain == drafted
     rate = model.last_speculation.acceptance_rate
     assert abs(rate - on_cpu.last_speculation.acceptance_rate) < 0.12 and rate > 0.3
-    (passes,) = (found for kind, found in state_of(model).replayed.items() if kind is not None)
+    (passes,) = (found for kind, found in graphs_of(model).replayed.items() if kind is not None)
     assert passes._passes and passes.refusal is None and passes.copies is not None
-    copies = next(iter(state_of(model).low_bit_drafts.values()))
+    copies = next(iter(state_of(model).get(CopiesPart).low_bit_drafts.values()))
     assert not copies.left, "all layers have copies"
     # Weights that change where they lie have new copies, and graphs of these.
     with torch.no_grad():
@@ -178,7 +185,7 @@ def test_drafts_in_four_bits(options: str) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, device=HERE))
     plain, drafted = texts(model, config, **OPTIONS[options])
     assert plain == drafted and model.last_speculation.acceptance_rate > 0.15
-    assert next(iter(state_of(model).low_bit_drafts.values())) is not copies
+    assert next(iter(state_of(model).get(CopiesPart).low_bit_drafts.values())) is not copies
     with pytest.raises(ValueError, match="on a GPU in int4 only"):
         texts(model, SelfSpeculativeConfig(precision="int8"))
 
@@ -189,7 +196,7 @@ def test_the_text_is_plain_generates_of_every_kind_of_model(family: str) -> None
     for request in (NOTHING, guesses, OWN):
         plain, drafted = texts(model, request)
         assert plain == drafted
-    passes = state_of(model).replayed.get(None)
+    passes = graphs_of(model).replayed.get(None)
     assert (family == "llama4") == (passes is None or not passes._passes)
 
 
@@ -334,7 +341,7 @@ def test_out_of_memory_while_capturing_leaves_nothing_behind(at: int, monkeypatc
         assert plain == drafted
     assert "out of memory" in str(model.last_speculation.replay_refusal)
     gc.collect()
-    assert not state_of(model).replayed[None]._passes and state_of(model).arena.bytes == 0
+    assert not graphs_of(model).replayed[None]._passes and graphs_of(model).arena.bytes == 0
 
 
 def test_weights_and_devices_change_between_calls() -> None:
@@ -360,7 +367,7 @@ def test_costs_and_bits_are_looked_at_on_the_device() -> None:
     assert costs.draft_step > 0 and costs.measured_on is not None and "pretended GPU" in costs.measured_on
     plain, drafted = texts(model, guesses)
     assert plain == drafted
-    passes = state_of(model).replayed[None]
+    passes = graphs_of(model).replayed[None]
     assert passes.keeps_bits is not None
     assert (model.last_speculation.exactness == "bitwise") == passes.keeps_bits
 

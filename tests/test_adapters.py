@@ -12,7 +12,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.adapters import AdapterWatch, numbers_of, weights_in_use
+from ssd_generation.forward.low_bit import CopiesPart
 from ssd_generation.support.model_state import state_of
+from ssd_generation.tuning.learnt import LearntPart
 from tiny_models import prompt, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -120,14 +122,14 @@ def test_drafts_are_of_the_adapter_in_use(model: Any, name: str) -> None:
 def test_copies_are_of_merged_weights(model: Any) -> None:
     base = model.get_base_model()
     texts(model, REQUESTS["int8"])
-    (before,) = state_of(base).low_bit_drafts.values()
+    (before,) = state_of(base).get(CopiesPart).low_bit_drafts.values()
     model.set_adapter("second")
     texts(model, REQUESTS["int8"])
-    (switched,) = state_of(base).low_bit_drafts.values()
+    (switched,) = state_of(base).get(CopiesPart).low_bit_drafts.values()
     assert switched is before  # adapters compute beside the copies
     model.merge_adapter(["second"])  # writes into the same weights, which torch does not count
     texts(model, REQUESTS["int8"])
-    (merged,) = state_of(base).low_bit_drafts.values()
+    (merged,) = state_of(base).get(CopiesPart).low_bit_drafts.values()
     assert merged is not before
     model.unmerge_adapter()
     model.unload()
@@ -139,14 +141,17 @@ def test_what_was_learnt_is_of_the_adapter_in_use(model: Any) -> None:
     base = model.get_base_model()
     config = SelfSpeculativeConfig(lookup=True, precision="int8", adapt=True)
     texts(model, config)
-    first, refined = state_of(base).policies, state_of(base).refinements
+    first, refined = state_of(base).get(LearntPart).policies, state_of(base).get(LearntPart).refinements
     assert first and refined
     model.set_adapter("second")
     texts(model, config)
-    assert state_of(base).policies is not first and state_of(base).refinements is not refined
+    assert (
+        state_of(base).get(LearntPart).policies is not first
+        and state_of(base).get(LearntPart).refinements is not refined
+    )
     model.set_adapter("first")
     texts(model, config)
-    assert state_of(base).policies is first and state_of(base).refinements is refined
+    assert state_of(base).get(LearntPart).policies is first and state_of(base).get(LearntPart).refinements is refined
 
 
 def test_weights_are_told_apart(model: Any) -> None:

@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ssd_generation import PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative, generation
+from ssd_generation import PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward.low_bit import CopiesPart
+from ssd_generation.forward.passes import CapturedPart
+from ssd_generation.generation import call, request
 from ssd_generation.support.model_state import state_of
 from tiny_models import prompt, tiny_model
 
@@ -55,11 +58,11 @@ def test_captured_drafts_are_bounded() -> None:
     model = enable_self_speculative(tiny_model())
     for index in range(15):
         generate(model, self_speculative=SkipConfig(attention=[index % 4], mlp=[index // 4]))
-    assert 1 <= len(state_of(model).captured_drafts) <= 4
+    assert 1 <= len(state_of(model).get(CapturedPart).captured_drafts) <= 4
     for index in range(12):
         precision = PrecisionConfig(default="int8", attention={index % 4: None, (index + 1) % 3: None})
         generate(model, self_speculative=SelfSpeculativeConfig(SkipConfig(mlp=[index // 3]), precision=precision))
-    assert 1 <= len(state_of(model).low_bit_drafts) <= 8
+    assert 1 <= len(state_of(model).get(CopiesPart).low_bit_drafts) <= 8
 
 
 @pytest.mark.parametrize("request_", [SKIP, SelfSpeculativeConfig(precision=PrecisionConfig(default="int8"))])
@@ -85,8 +88,9 @@ def test_a_short_call_is_not_prepared_for_drafts(request_: Any, tokens: int, mon
     def prepared(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("prepared")
 
-    for name in ("automatic_config", "check_model", "Forward", "weights_in_use"):
-        monkeypatch.setattr(generation, name, prepared)
+    monkeypatch.setattr(request, "automatic_config", prepared)
+    for name in ("check_model", "Forward", "weights_in_use"):
+        monkeypatch.setattr(call, name, prepared)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(plain, generate(model, max_new_tokens=tokens, self_speculative=request_))

@@ -23,15 +23,15 @@ from ssd_generation import (
     SelfSpeculativeConfig,
     SkipConfig,
     enable_self_speculative,
-    generation,
 )
 from ssd_generation.forward.low_bit import LowBitCopy, copy_bytes, drop_copies, estimated_bytes
 from ssd_generation.support import measurements, trusted
 from ssd_generation.support.measurements import cached_measurement
 from ssd_generation.support.model_state import state_of
-from ssd_generation.tuning import automatic, costs
+from ssd_generation.tuning import automatic, call_drafter, costs
 from ssd_generation.tuning.automatic import automatic_choice, automatic_config, check_budget, usual_budget, weight_bytes
 from ssd_generation.tuning.costs import VERIFIED, measure_costs
+from ssd_generation.tuning.learnt import LearntPart
 from ssd_generation.tuning.measuring import describe_machine
 from tiny_models import forget_measurements, left_padded, prompt, tiny_model
 
@@ -70,7 +70,7 @@ def price(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
         return Costs(plain_step=1.0, draft_step=seconds(config), verify=[(1, 1.0), (16, 1.1)])
 
     monkeypatch.setattr(automatic, "costs_of", costs_of)
-    monkeypatch.setattr(generation, "costs_of", costs_of)
+    monkeypatch.setattr(call_drafter, "costs_of", costs_of)
 
 
 def by_precision(**prices: float) -> Any:
@@ -146,7 +146,7 @@ def test_what_the_drafts_come_to_counts_from_call_to_call(
     first = automatic_choice(model, None, draft_memory=1.0)
     assert first.precision == "int8" and automatic_choice(model, None, draft_memory=1.0) == first
     texts(model, draft_memory=1.0)
-    policy = state_of(model).policies[first.config]
+    policy = state_of(model).get(LearntPart).policies[first.config]
     # Little says nothing, and what says the same keeps the config, with all that was learnt under it.
     policy._judged, policy._right = automatic._LEAST_RECORD - 1, 0
     assert automatic_choice(model, None, draft_memory=1.0) == first
@@ -164,11 +164,11 @@ def test_what_the_drafts_come_to_counts_from_call_to_call(
     # The next process knows it as well.
     forget_measurements()
     assert automatic_choice(made(), None, draft_memory=1.0).precision == "int4"
-    state_of(model).policies[second.config]._judged = 1000
+    state_of(model).get(LearntPart).policies[second.config]._judged = 1000
     third = automatic_choice(model, None, draft_memory=1.0)
     assert third.precision == "int8"  # the better one again, as far as is known
     texts(model, draft_memory=1.0)
-    state_of(model).policies[third.config]._judged = 10000
+    state_of(model).get(LearntPart).policies[third.config]._judged = 10000
     assert automatic_choice(model, None, draft_memory=1.0).precision is None
 
 
@@ -464,7 +464,7 @@ def test_batches_have_costs_of_their_own(model: Any, cache: Path, monkeypatch: p
     for given in (told, of_single):
         model.generate(**prompts, do_sample=False, pad_token_id=0, self_speculative=given)
     assert len(measured) == 4
-    policies = [policy for key, policy in state_of(model).policies.items() if key == (of_single, 8)]
+    policies = [policy for key, policy in state_of(model).get(LearntPart).policies.items() if key == (of_single, 8)]
     assert policies[0]._verify_cost[2] == pytest.approx(1.08)  # not what a single text's pass takes
     assert costs.rows_measured(1) == 1 and costs.rows_measured(2) == 2 and costs.rows_measured(9) == 16
 

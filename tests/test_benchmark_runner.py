@@ -20,6 +20,7 @@ from ssd_generation.harness.prompts import Prompt
 from ssd_generation.harness.run_folder import RunFolder
 from ssd_generation.harness.runner import Progress
 from ssd_generation.support.model_state import state_of
+from ssd_generation.tuning.learnt import LearntPart
 from test_cli import tiny_tokenizer
 from tiny_models import prompt as random_ids
 from tiny_models import tiny_model
@@ -98,7 +99,7 @@ def test_each_method_has_policies_of_its_own(model: Any) -> None:
     config = SelfSpeculativeConfig(SkipConfig([1], [2]), DraftingConfig(policy="confidence"))
     other = SelfSpeculativeConfig(SkipConfig([0], [3]), DraftingConfig(policy="confidence"))
     model.generate(**INPUTS, **OPTIONS, self_speculative=config)
-    users = state_of(model).policies
+    users = state_of(model).get(LearntPart).policies
     (policy,) = users.values()
     state = policy.state()
 
@@ -112,7 +113,7 @@ def test_each_method_has_policies_of_its_own(model: Any) -> None:
     alone = thresholds(Caller(model), ("a", config), ("a", config))
     mixed = thresholds(Caller(model), ("a", config), ("b", other), ("a", config))
     assert [mixed[0], mixed[2]] == alone and alone[0] != alone[1]
-    assert state_of(model).policies is users and policy.state() == state
+    assert state_of(model).get(LearntPart).policies is users and policy.state() == state
 
 
 def test_measuring_teaches_nothing(model: Any) -> None:

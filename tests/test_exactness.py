@@ -18,6 +18,7 @@ from ssd_generation.forward.cache_attention import CacheAttention
 from ssd_generation.forward.forward import Forward
 from ssd_generation.forward.invariant import WIDTHS, Invariant
 from ssd_generation.forward.passes import CapturedPasses
+from ssd_generation.forward.plan import PassPlan
 from ssd_generation.native.compiler import why_not
 from ssd_generation.support.timing import Stopwatch
 from ssd_generation.tuning import exactness
@@ -158,7 +159,7 @@ def test_the_cost_of_exact_passes_is_a_ratio_of_times_and_is_stored(
 
     class Noted(Forward):
         def __init__(self, model: Any, *, invariant: Invariant | None) -> None:
-            super().__init__(model, invariant=invariant)
+            super().__init__(model, plan=PassPlan(invariant=invariant))
             self.given = invariant
 
         def target(self, *args: Any) -> Any:

@@ -11,8 +11,9 @@ from torch import nn
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward import few_rows as module
-from ssd_generation.forward.few_rows import MOST_ROWS, few_rows
-from ssd_generation.forward.forward import Forward
+from ssd_generation.forward.few_rows import MOST_ROWS, FewRowsPart, few_rows
+from ssd_generation.forward.plan import PassPlan
+from ssd_generation.forward.runners import EagerRunner
 from ssd_generation.native.compiler import why_not
 from ssd_generation.support.model_state import state_of
 from tiny_models import left_padded, prompt, tiny_model
@@ -123,7 +124,7 @@ def test_weights_of_old_are_let_go() -> None:
     held = weakref.ref(numbers)
     del numbers
     few_rows(model)
-    assert held() is not None and layer in state_of(model).few_rows
+    assert held() is not None and layer in state_of(model).get(FewRowsPart).few_rows
     model.to(torch.bfloat16)
     assert held() is None
 
@@ -131,12 +132,16 @@ def test_weights_of_old_are_let_go() -> None:
 def test_kernels_are_made_once_for_weights() -> None:
     model: Any = tiny_model()
     few_rows(model)
-    first = {layer: forward for layer, (_, forward) in state_of(model).few_rows.items()}
+    first = {layer: forward for layer, (_, forward) in state_of(model).get(FewRowsPart).few_rows.items()}
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     assert list(first) == layers
     layers[0].weight.data = layers[0].weight.data.clone()
     few_rows(model)
-    changed = [layer for layer, (_, forward) in state_of(model).few_rows.items() if first[layer] is not forward]
+    changed = [
+        layer
+        for layer, (_, forward) in state_of(model).get(FewRowsPart).few_rows.items()
+        if first[layer] is not forward
+    ]
     assert changed == layers[:1]
 
 
@@ -152,7 +157,7 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp.up_proj.weight.data = mlp.up_proj.weight.data.t().contiguous().t()
     mlp.up_proj.forward = mlp.up_proj.forward
     few_rows(model)
-    assert not {mlp.down_proj, mlp.gate_proj, mlp.up_proj} & set(state_of(model).few_rows)
+    assert not {mlp.down_proj, mlp.gate_proj, mlp.up_proj} & set(state_of(model).get(FewRowsPart).few_rows)
     mlp.down_proj.__class__ = type("Quantised", (Other,), {"__module__": "some.quantiser"})
     assert few_rows(model) is None
     compiled: Any = tiny_model()
@@ -192,7 +197,7 @@ def test_plains_very_text_in_half_precision(by_torch: list[tuple[int, int]]) -> 
     by_torch.clear()
     decoded(model, batch, NOTHING, **options)  # by kernels that round otherwise
     assert by_torch.count((3, 32)) == 1
-    assert Forward(model, own_kernels=True)._few_rows() is None
+    assert EagerRunner(model, PassPlan(own_kernels=True)).few_rows() is None
 
 
 def test_a_draft_that_is_paused_is_the_model_as_it_is() -> None:

@@ -190,7 +190,7 @@ def test_attentions_that_sdpa_does_not_give() -> None:
 
 
 def test_what_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd_generation.generation._resolve", lambda *args: pytest.fail("was measured"))
+    monkeypatch.setattr("ssd_generation.generation.request.automatic_config", lambda *args: pytest.fail("was measured"))
     model, ids = enabled(), prompt(10)
     for options, message in (
         ({"num_beams": 2}, r"beam search \(`num_beams=2`\)"),

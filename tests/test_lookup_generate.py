@@ -18,11 +18,11 @@ from ssd_generation import (
     SelfSpeculativeConfig,
     SkipConfig,
     enable_self_speculative,
-    generation,
 )
 from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
 from ssd_generation.drafting.lookup import NGramIndex
 from ssd_generation.drafting.self_drafter import SelfDrafter
+from ssd_generation.tuning import call_drafter
 from tiny_models import FAMILIES, VOCAB, WINDOW, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=3)
@@ -192,7 +192,7 @@ def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyP
 def test_nothing_is_copied_behind_an_end_that_the_model_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     from ssd_generation.drafting.self_drafter import SelfDrafter
 
-    monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
+    monkeypatch.setattr(call_drafter, "policy_of", lambda *args, **kwargs: Chained())
     drafts = []
     original = SelfDrafter.propose
 
@@ -248,7 +248,7 @@ class Chained(DraftPolicy):
 def test_lookup_behind_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     from ssd_generation.drafting.self_drafter import SelfDrafter
 
-    monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
+    monkeypatch.setattr(call_drafter, "policy_of", lambda *args, **kwargs: Chained())
     seen = []
     original = SelfDrafter.propose
 

@@ -24,7 +24,7 @@ from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfi
 from ssd_generation.drafting.policies import make_policy
 from ssd_generation.forward import offloaded, resident
 from ssd_generation.forward.forward import Forward
-from ssd_generation.forward.low_bit import copy_bytes
+from ssd_generation.forward.low_bit import CopiesPart, copy_bytes
 from ssd_generation.forward.offloaded import is_offloaded, sources_of
 from ssd_generation.forward.passes import skip_mode_of
 from ssd_generation.forward.resident import FOLDER, drafting_model, why_not_resident
@@ -98,7 +98,7 @@ def texts(model: PreTrainedModel, request: Any = INT4, rows: int = 1, **options:
 
 
 def draft_of(model: PreTrainedModel) -> Any:
-    return state_of(model).resident
+    return state_of(model).get(CopiesPart).resident
 
 
 # --- text
@@ -153,7 +153,7 @@ def test_the_draft_is_that_of_the_model_in_memory(tmp_path: Path, skip: SkipConf
         said = one.last_speculation
         drafted.append((said.drafted_tokens, said.accepted_tokens, said.target_passes))
     assert drafted[0] == drafted[1] and drafted[0][1] > NEW // 2
-    copies = next(iter(state_of(draft_of(model).model).low_bit_drafts.values()))
+    copies = next(iter(state_of(draft_of(model).model).get(CopiesPart).low_bit_drafts.values()))
     assert copies.passes is not None and copies.passes.refusal is None and copies.passes.program(1) is not None
     # Through the modules' own code it is the same draft, but for the embedding's rounding.
     ids = prompt(6)

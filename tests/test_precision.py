@@ -27,6 +27,7 @@ from ssd_generation.cache.layers import DraftCache, add_buffers
 from ssd_generation.forward import low_bit as precision
 from ssd_generation.forward import passes
 from ssd_generation.forward.low_bit import (
+    CopiesPart,
     LowBitCopies,
     LowBitCopy,
     check_precision,
@@ -364,7 +365,7 @@ def test_copies_are_freed() -> None:
     config = SelfSpeculativeConfig(drafting=FIXED, precision=INT8)
 
     def copies_for(model: Any) -> list[Any]:
-        return [weakref.ref(copy) for copy in state_of(model).low_bit_copies.values()]
+        return [weakref.ref(copy) for copy in state_of(model).get(CopiesPart).low_bit_copies.values()]
 
     def alive(references: list[Any]) -> int:
         gc.collect()
@@ -393,7 +394,7 @@ def test_new_weights_get_new_copies() -> None:
     config = SelfSpeculativeConfig(drafting=FIXED, precision=INT8)
     texts(model, config)
     assert model.last_speculation.acceptance_rate > 0.6
-    known = [weakref.ref(copy) for copy in state_of(model).low_bit_copies.values()]
+    known = [weakref.ref(copy) for copy in state_of(model).get(CopiesPart).low_bit_copies.values()]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

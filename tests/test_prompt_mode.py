@@ -68,7 +68,7 @@ def test_generation_uses_it_for_the_tokens_that_are_new(elsewhere: list[int], mo
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), DraftingConfig(policy="fixed", max_draft_length=3))
     for is_batch in (False, True):  # the check of the model has prompts of its own
         model._check(is_batch)
-    monkeypatch.setattr("ssd_generation.decoding.loop.prompt_mode", mode)
+    monkeypatch.setattr("ssd_generation.decoding.prompt.prompt_mode", mode)
     batch = torch.cat((prompt(9), prompt(9, seed=2)))
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(batch, attention_mask=torch.ones_like(batch), **options)

@@ -17,6 +17,7 @@ import transformers
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
 from ssd_generation.benchmark import targets
 from ssd_generation.benchmark.targets import COLUMNS, TARGETS, Row, Target, page, try_target
+from ssd_generation.forward.low_bit import CopiesPart
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.automatic import DRAFT_MEMORY_OF_QUANTISED, usual_budget, weight_bytes
 from test_models import write_gguf
@@ -82,7 +83,7 @@ def test_copies_agree_with_the_quantised_model(name: str, bits: int, folder: str
     statistics = model.last_speculation
     assert statistics.accepted_tokens > 0.6 * statistics.drafted_tokens
     # Nothing but the copies and torch's own layers is in the draft: its passes are captured.
-    (copies,) = state_of(model).low_bit_drafts.values()
+    (copies,) = state_of(model).get(CopiesPart).low_bit_drafts.values()
     assert copies.left == [] and copies.passes is not None and copies.passes.program(1) is not None
 
 

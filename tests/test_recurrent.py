@@ -35,6 +35,7 @@ from ssd_generation.drafting.drafter import Texts
 from ssd_generation.drafting.self_drafter import SelfDrafter
 from ssd_generation.forward import row_by_row
 from ssd_generation.forward.module_states import module_states
+from ssd_generation.forward.row_by_row import RowByRowPart
 from ssd_generation.forward.state_layers import StateLayer
 from ssd_generation.forward.sublayers import layout_of
 from ssd_generation.support.model_state import state_of
@@ -575,7 +576,7 @@ def test_a_scan_that_begins_with_nothing_is_gone_through_token_by_token(
     lies = Lies(plain[0].tolist(), [(5, 5)])
     assert torch.equal(decoded(model, ids, 40, lies, **options), plain)
     assert model.last_speculation.refusal is None
-    assert state_of(model).row_by_row == {False: row_by_row.STATES}
+    assert state_of(model).get(RowByRowPart).row_by_row == {False: row_by_row.STATES}
     # The weights that make up most of a layer are read once for the pending token and five drafted ones.
     assert [6 in seen for seen in widths.values()] == list(whole.values())
     assert not any("forward" in vars(module) for module in model.modules())

@@ -22,6 +22,7 @@ from ssd_generation.decoding.verified_text import VerifiedText
 from ssd_generation.forward.low_bit import copy_bytes
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import refinement
+from ssd_generation.tuning.learnt import LearntPart
 from ssd_generation.tuning.refinement import Refinement
 from tiny_models import left_padded, prompt, tiny_model
 
@@ -141,7 +142,7 @@ def test_the_policy_goes_by_the_new_draft() -> None:
     model: Any = model_with_needless_parts()
     config = adaptive()
     generate(model, self_speculative=config)
-    policies = state_of(model).policies
+    policies = state_of(model).get(LearntPart).policies
     assert list(policies) == [config, SelfSpeculativeConfig.from_dict(model.last_speculation.refinement["config"])]
     assert next(reversed(policies.values())).state()["acceptance_1"] > 0.8
 

@@ -28,12 +28,13 @@ from ssd_generation.decoding import recorded_choice
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.loop import DecodingLoop
 from ssd_generation.decoding.processors import PureProcessors
+from ssd_generation.decoding.recorded_choice import ChoicePart
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward import fused, replay, replayed
 from ssd_generation.forward.fixed_attention import FixedAttention
 from ssd_generation.forward.recorded_pass import Tokens
 from ssd_generation.forward.replay import Again, Results
-from ssd_generation.forward.replayed import ReplayedPasses, replayed_draft, replayed_target
+from ssd_generation.forward.replayed import GraphPart, ReplayedPasses, replayed_draft, replayed_target
 from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
@@ -88,6 +89,15 @@ class Guesses(Drafter):
         return Draft.of_tokens([[*tokens[:wrong], *((token + 1) % VOCAB for token in tokens[wrong:])]])
 
 
+def graphs_of(model: PreTrainedModel) -> Any:
+    """What is known of a model's graphs: any, since tests know what is there."""
+    return state_of(model).get(GraphPart)
+
+
+def choice_of(model: PreTrainedModel) -> Any:
+    return state_of(model).get(ChoicePart).recorded_choice
+
+
 def plain_text(model: PreTrainedModel, new: int, **options: Any) -> torch.Tensor:
     torch.manual_seed(3)
     options = {"inputs": prompt(9), "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
@@ -113,7 +123,7 @@ def test_the_text_is_plain_whatever_is_drafted(family: str) -> None:
     plain = plain_text(model, 40)
     for drafter in (NOTHING, Guesses(plain[0].tolist())):
         assert torch.equal(plain, plain_text(model, 40, self_speculative=drafter))
-    passes = state_of(model).replayed.get(None)
+    passes = graphs_of(model).replayed.get(None)
     if passes is not None and passes.refusal is None:
         assert passes.is_checked and Runs.replays > 20 and passes.arena.keys
     assert (passes is None or passes.refusal is not None) == (family in NOT_REPLAYED)
@@ -147,11 +157,11 @@ def test_a_thousand_tokens_over_buckets_and_larger_arenas(monkeypatch: pytest.Mo
     model = enable_self_speculative(tiny_model("llama", max_position_embeddings=2048))
     plain = plain_text(model, 1000)
     short = plain_text(model, 20, self_speculative=NOTHING)
-    before = state_of(model).arena.version
+    before = graphs_of(model).arena.version
     drafted = plain_text(model, 1000, self_speculative=Guesses(plain[0].tolist()))
     assert torch.equal(plain, drafted) and torch.equal(plain[:, :29], short)
-    assert state_of(model).arena.version > before, "the arena has grown"
-    passes = state_of(model).replayed[None]
+    assert graphs_of(model).arena.version > before, "the arena has grown"
+    passes = graphs_of(model).replayed[None]
     assert (16, 1024) in passes._passes and (16, 32) not in passes._passes, "what was recorded in the old one is gone"
     assert Runs.recorded >= 6 and Runs.replays > 150
 
@@ -163,7 +173,7 @@ def test_an_arena_that_grows_in_the_middle_of_a_text(monkeypatch: pytest.MonkeyP
     model = enable_self_speculative(tiny_model("mistral"))
     plain = plain_text(model, 150)
     assert torch.equal(plain, plain_text(model, 150, self_speculative=Guesses(plain[0].tolist())))
-    assert state_of(model).arena.version >= 4 and state_of(model).arena.capacity == 256
+    assert graphs_of(model).arena.version >= 4 and graphs_of(model).arena.capacity == 256
 
 
 def test_a_text_longer_than_any_bucket_goes_on_by_the_models_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +181,7 @@ def test_a_text_longer_than_any_bucket_goes_on_by_the_models_own_code(monkeypatc
     model = enable_self_speculative(tiny_model())
     plain = plain_text(model, 100)
     assert torch.equal(plain, plain_text(model, 100, self_speculative=Guesses(plain[0].tolist())))
-    assert 0 < Runs.replays < 60 and state_of(model).replayed[None].refusal is None
+    assert 0 < Runs.replays < 60 and graphs_of(model).replayed[None].refusal is None
 
 
 @pytest.mark.parametrize("same_bits", [True, False])
@@ -205,7 +215,7 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
     model = enable_self_speculative(even_model("llama", max_position_embeddings=2048))
     plain = plain_text(model, 600)
     plain_text(model, 20, self_speculative=NOTHING)
-    passes = state_of(model).replayed[None]
+    passes = graphs_of(model).replayed[None]
     assert passes.is_checked and passes.narrower_saves == 0
     monkeypatch.setattr(torch, "equal", lambda one, other: one.shape == other.shape)
     found, reason = exactness.invariant_of(model, None)
@@ -239,7 +249,7 @@ def test_what_is_called_bitwise_is(family: str, dtype: torch.dtype) -> None:
     drafted: Any = plain_text(model, 60, self_speculative=Guesses(undrafted.sequences[0].tolist()), **options)
     assert drafted.speculation.replayed_passes == drafted.speculation.target_passes - 1 < 55
     assert undrafted.speculation.replayed_passes == undrafted.speculation.target_passes - 1 == 59
-    passes = state_of(model).replayed[None]
+    passes = graphs_of(model).replayed[None]
     # Kernels of a CPU may add up a row otherwise for its place; then it says so.
     assert undrafted.speculation.exactness == ("bitwise" if passes.keeps_bits else "numeric")
     if passes.keeps_bits:
@@ -317,7 +327,7 @@ def test_sampling_is_recorded_where_it_is_a_function_of_tensors(monkeypatch: pyt
             rounds = model.last_speculation.target_passes - 1
             # The first token, and where passes are not replayed yet.
             assert (len(eager) <= 4) if recorded else (len(eager) == rounds + 1)
-    known = state_of(model).recorded_choice
+    known = choice_of(model)
     assert len(known._recorded) == 2 and set(next(iter(known._recorded.values()))) >= {1, 4, 16}
     plain_text(model, 8, self_speculative=NOTHING, do_sample=True, temperature=0.5)
     assert len(known._recorded) == 2, "not for so few tokens"
@@ -349,7 +359,7 @@ def test_where_sampling_cannot_be_recorded_it_goes_on_without(
     for _ in range(2):
         assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist()), **options))
         assert model.last_speculation.replayed_passes == model.last_speculation.target_passes - 1
-    assert "out of memory" in state_of(model).recorded_choice.refusal and "Sampling is not recorded" in caplog.text
+    assert "out of memory" in choice_of(model).refusal and "Sampling is not recorded" in caplog.text
 
 
 def test_where_there_is_no_room_for_noise_it_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +373,7 @@ def test_where_there_is_no_room_for_noise_it_goes_on_without(monkeypatch: pytest
 
     monkeypatch.setattr(recorded_choice.RecordedChoice, "__init__", short)
     assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist()), **options))
-    assert state_of(model).recorded_choice is None
+    assert choice_of(model) is None
 
 
 def test_the_noise_of_a_call_is_its_own() -> None:
@@ -375,7 +385,7 @@ def test_the_noise_of_a_call_is_its_own() -> None:
     processors = PureProcessors([TemperatureLogitsWarper(0.8)])
     drafts = Guesses(plain[0].tolist())
     assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts, **options))
-    known = state_of(model).recorded_choice
+    known = choice_of(model)
     assert known.lend(other), "the call before has ended"
     assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts, **options)), "and draws elsewhere"
     # More steps than the buffer has room for: what is known goes elsewhere.
@@ -571,7 +581,9 @@ def test_the_cache_comes_back_as_plain_decoding_leaves_it(family: str) -> None:
     options = {"return_dict_in_generate": True}
     plain: Any = plain_text(model, 30, **options)
     drafted: Any = plain_text(model, 30, self_speculative=Guesses(plain.sequences[0].tolist()), **options)
-    mine = {buffer.untyped_storage()._cdata for buffer in (*state_of(model).arena.keys, *state_of(model).arena.values)}
+    mine = {
+        buffer.untyped_storage()._cdata for buffer in (*graphs_of(model).arena.keys, *graphs_of(model).arena.values)
+    }
     for one, other in zip(plain[CACHE].layers, drafted[CACHE].layers, strict=True):
         assert type(one) is type(other) and one.get_seq_length() == other.get_seq_length()
         torch.testing.assert_close(one.keys, other.keys)
@@ -654,8 +666,8 @@ def test_a_cache_that_is_lent_to_one_is_not_lent_to_another() -> None:
 def test_costs_are_measured_of_what_is_replayed_and_give_the_arena_back() -> None:
     model = enable_self_speculative(tiny_model())
     costs = measure_costs(model, SelfSpeculativeConfig(SkipConfig(attention=[1])))
-    assert costs.plain_step > 0 and state_of(model).replayed[None].is_checked
-    assert Runs.replays > 20 and state_of(model).replayed[SkipConfig(attention=[1]), None]._passes
+    assert costs.plain_step > 0 and graphs_of(model).replayed[None].is_checked
+    assert Runs.replays > 20 and graphs_of(model).replayed[SkipConfig(attention=[1]), None]._passes
     plain, drafted = texts(model, NOTHING, 20)
     assert torch.equal(plain, drafted) and model.last_speculation.replayed_passes == 19
 
@@ -701,16 +713,16 @@ def test_weights_that_change_where_they_lie_are_followed() -> None:
 def test_weights_in_another_place_are_recorded_anew() -> None:
     model = enable_self_speculative(tiny_model())
     plain_text(model, 20, self_speculative=NOTHING)
-    old = state_of(model).replayed[None]
+    old = graphs_of(model).replayed[None]
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight = torch.nn.Parameter(module.weight + 0.05 * torch.randn(module.weight.shape))
     plain, drafted = texts(model, NOTHING, 40)
-    assert torch.equal(plain, drafted) and state_of(model).replayed[None] is not old
+    assert torch.equal(plain, drafted) and graphs_of(model).replayed[None] is not old
     model.to(torch.float64)
     plain, drafted = texts(model, NOTHING, 40)
-    assert torch.equal(plain, drafted) and state_of(model).arena.keys[0].dtype is torch.float64
+    assert torch.equal(plain, drafted) and graphs_of(model).arena.keys[0].dtype is torch.float64
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
@@ -731,7 +743,7 @@ def test_where_recording_fails_the_models_own_code_goes_on(
     model = enable_self_speculative(tiny_model())
     plain = plain_text(model, 60)
     assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist(), lengths=(3, 1))))
-    passes = state_of(model).replayed[None]
+    passes = graphs_of(model).replayed[None]
     assert "out of memory" in passes.refusal and not passes._passes and passes.arena.bytes == 0
     assert "not replayed any more" in caplog.text
     assert "out of memory" in str(model.last_speculation.replay_refusal)
@@ -747,7 +759,7 @@ def test_a_wrong_pass_never_decides_a_token(monkeypatch: pytest.MonkeyPatch) -> 
     model = enable_self_speculative(tiny_model())
     plain, drafted = texts(model, NOTHING, 40)
     assert torch.equal(plain, drafted)
-    passes = state_of(model).replayed[None]
+    passes = graphs_of(model).replayed[None]
     assert not passes.is_checked and "other logits" in passes.refusal
 
 
@@ -755,7 +767,7 @@ def test_what_is_not_a_number_in_one_text_does_not_come_into_the_next() -> None:
     model = enable_self_speculative(tiny_model())
     plain = plain_text(model, 40)
     plain_text(model, 20, self_speculative=NOTHING)
-    arena = state_of(model).arena
+    arena = graphs_of(model).arena
     for buffer in (*arena.keys, *arena.values):
         buffer.fill_(torch.nan)
     assert torch.equal(plain, plain_text(model, 40, self_speculative=NOTHING))
@@ -790,7 +802,7 @@ def test_where_replaying_does_not_pay_the_models_own_code_goes_on(
     model = enable_self_speculative(tiny_model())
     plain, drafted = texts(model, NOTHING, 40)
     assert torch.equal(plain, drafted)
-    passes = state_of(model).replayed[None]
+    passes = graphs_of(model).replayed[None]
     assert passes.refusal == (None if replays < own else "they take 20000.0 ms where the model's own take 4000.0")
 
 
@@ -810,7 +822,7 @@ def test_without_a_way_to_replay_nothing_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(replay.KINDS, "cpu")
     model = enable_self_speculative(tiny_model())
     plain, drafted = texts(model, NOTHING, 20)
-    assert torch.equal(plain, drafted) and not state_of(model).replayed and replayed_target(model) is None
+    assert torch.equal(plain, drafted) and not graphs_of(model).replayed and replayed_target(model) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -881,26 +893,26 @@ def test_passes_are_compiled_beside_and_stay_if_they_are_faster(outcome: str, mo
     try:
         plain = plain_text(model, 60)
         drafts = Guesses(plain[0].tolist())
-        while state_of(model).fusing is None:
+        while graphs_of(model).fusing is None:
             assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts))
-            assert state_of(model).replayed[None].fuses is None
+            assert graphs_of(model).replayed[None].fuses is None
             # So long has it decoded.
-            assert (Runs.replays < 100) or state_of(model).fusing is not None
-        before = state_of(model).replayed[None]
-        state_of(model).fusing._thread.join()
+            assert (Runs.replays < 100) or graphs_of(model).fusing is not None
+        before = graphs_of(model).replayed[None]
+        graphs_of(model).fusing._thread.join()
         assert set(compiled) == {False}, "nothing waits"
         for _ in range(3):
             assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts))
             assert model.last_speculation.replayed_passes > 5
-        passes = state_of(model).replayed[None]
+        passes = graphs_of(model).replayed[None]
         assert (passes is not before) == (outcome == "faster")
         if outcome == "faster":
             assert passes.fuses == "rows" and passes.rival is None and not before._passes and True in compiled
         elif outcome == "no compiler":
-            assert "working compiler" in state_of(model).fusing.refusal
+            assert "working compiler" in graphs_of(model).fusing.refusal
         else:
             words = {"slower": "without compiled operations take 100.0", "wrong": "other logits than the model"}
-            assert words[outcome] in state_of(model).fusing.passes.refusal and passes.refusal is None
+            assert words[outcome] in graphs_of(model).fusing.passes.refusal and passes.refusal is None
     finally:
         fused.fused_rows.cache_clear()
 

@@ -22,8 +22,8 @@ from ssd_generation import (
 )
 from ssd_generation.decoding.choice import IMPOSSIBLE, SampledChoice
 from ssd_generation.decoding.refusals import CannotDraft
-from ssd_generation.generation import refinement_of
 from ssd_generation.support.versions import CACHE
+from ssd_generation.tuning.call_drafter import refinement_of
 from test_sampling import Favours
 from tiny_models import left_padded, prompt, tiny_model
 

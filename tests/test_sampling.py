@@ -16,12 +16,12 @@ from ssd_generation import (
     SelfSpeculativeConfig,
     SkipConfig,
     enable_self_speculative,
-    generation,
 )
-from ssd_generation.decoding import loop, verification
+from ssd_generation.decoding import verification
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.processors import PureProcessors
 from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
+from ssd_generation.tuning import call_drafter
 from tiny_models import tiny_model
 
 VOCAB, TOKENS, ROWS, CALLS = 5, 4, 2000, 4
@@ -146,7 +146,7 @@ def test_the_joint_distribution_is_the_targets(
 
 
 def test_the_joint_distribution_with_prompt_lookup(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "_policy_of", lambda *args, **kwargs: Chained())
+    monkeypatch.setattr(call_drafter, "policy_of", lambda *args, **kwargs: Chained())
     assert not differs(model, LOOKUP, SETTINGS["custom"])
     statistics = model.last_speculation
     assert 0 < statistics.accepted_looked_up_tokens < statistics.looked_up_tokens
@@ -164,7 +164,7 @@ def test_it_sees_drafts_accepted_unseen(model: PreTrainedModel, monkeypatch: pyt
         _, following = original(drafted, lengths, choices)
         return torch.tensor(lengths), following
 
-    monkeypatch.setattr(loop, "accept", trusting)
+    monkeypatch.setattr(verification, "accept", trusting)
     assert differs(model, FIXED, SETTINGS["plain"])
 
 

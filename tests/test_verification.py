@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ssd_generation import Draft
 from ssd_generation.decoding.choice import IMPOSSIBLE
-from ssd_generation.decoding.verification import accept
+from ssd_generation.decoding.verification import accept, accept_known
 from ssd_generation.support.tensors import argmax
 
 
@@ -71,3 +71,14 @@ def test_the_largest_score_is_torchs(dtype: torch.dtype) -> None:
     scores[2, 2, [30, 40]] = math.nan
     assert torch.equal(argmax(scores), scores.argmax(dim=-1))
     assert torch.equal(argmax(scores[:, 1]), scores[:, 1].argmax(dim=-1))  # not contiguous
+
+
+@given(
+    drafted=st.lists(st.integers(0, 2), max_size=6),
+    choices=st.lists(st.sampled_from([0, 1, 2, IMPOSSIBLE]), min_size=7, max_size=7),
+)
+def test_lists_and_tensors_have_one_rule(drafted: list[int], choices: list[int]) -> None:
+    choices = choices[: len(drafted) + 1]
+    kept, following = accept(torch.tensor([drafted], dtype=torch.long), [len(drafted)], torch.tensor([choices]))
+    found = accept_known(drafted, choices)
+    assert found == int(kept) and choices[found] == int(following)

@@ -33,7 +33,7 @@ from ..decoding.loop import DecodingLoop
 from ..forward import replayed
 from ..forward.recorded_pass import Tokens
 from ..forward.replay import replays_on
-from ..forward.replayed import ReplayedPasses
+from ..forward.replayed import GraphPart, ReplayedPasses
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import locate_sublayers
 from ..generation import enable_self_speculative
@@ -388,7 +388,7 @@ def main() -> None:
     calls = None
     if tokenizer is not None:
         calls = measure_calls(model, tokenizer, Clock(arguments.seconds * 0.7, clock.missing), arguments.new_tokens)
-    state = state_of(model)
+    state = state_of(model).get(GraphPart)
     target = state.replayed.get(None)
     report = {
         "machine": describe_machine(model),

@@ -32,11 +32,13 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..forward.low_bit import CopiesPart
 from ..forward.offloaded import sources_of, streamed_bytes
 from ..forward.resident import FOLDER
 from ..generation import enable_self_speculative
 from ..support.machine import cpu_name
 from ..support.model_state import state_of
+from ..tuning.learnt import LearntPart
 from .tables import PACKAGE
 
 __all__ = ["memory_group", "run"]
@@ -190,8 +192,8 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
             extra = {"self_speculative": "auto"} if method == "drafted" else {}
             texts[method] = call(method, inputs, options.tokens, **how, **extra)
         same.append(texts["plain"] == texts["drafted"])
-    draft = state_of(model).resident
-    costs = next(iter(state_of(model).policies)).costs
+    draft = state_of(model).get(CopiesPart).resident
+    costs = next(iter(state_of(model).get(LearntPart).policies)).costs
     return {
         **about,
         "calls": calls,

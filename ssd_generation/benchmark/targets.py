@@ -28,7 +28,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from ..config import Costs, DraftingConfig, SelfSpeculativeConfig, SkipConfig
-from ..forward.row_by_row import row_by_row
+from ..forward.row_by_row import RowByRowPart, row_by_row
 from ..generation import enable_self_speculative, why_no_drafts
 from ..support.files import write_whole
 from ..support.machine import cpu_name
@@ -347,7 +347,7 @@ def _try_state(caller: Any, row: Row, prompts: Sequence[dict[str, torch.Tensor]]
 
         row.cells[column], row.drafted[column] = judged(model, plain, decode)
     why_no_drafts(caller)  # the last check was of a batch
-    row.alone = state_of(model).row_by_row.get(False)
+    row.alone = state_of(model).get(RowByRowPart).row_by_row.get(False)
     row.apart = _apart(model)
 
 
@@ -382,7 +382,7 @@ def _apart(model: Any, width: int = 8, tokens: int = 40) -> tuple[float, float]:
 @contextlib.contextmanager
 def _as_is(model: Any) -> Iterator[None]:
     """Without anything done for each token by itself."""
-    known = state_of(model).row_by_row
+    known = state_of(model).get(RowByRowPart).row_by_row
     before = dict(known)
     known.clear()
     try:

@@ -231,7 +231,8 @@ def choose_draft(
     """
     from ..config import SelfSpeculativeConfig
     from ..config.values import BITWISE
-    from ..generation import refinement_of, why_no_drafts
+    from ..generation import why_no_drafts
+    from ..tuning.call_drafter import refinement_of
 
     draft, length = request.draft, request.length
     config, policy, adapt = request.config, length.policy, draft.adapt

@@ -12,52 +12,17 @@ from ..cache.layers import add_buffers
 from ..config import SelfSpeculativeConfig
 from ..drafting.draft_length import DraftPolicy
 from ..drafting.drafter import Draft
-from ..drafting.policies import make_policy
-from ..drafting.self_drafter import SelfDrafter
+from ..drafting.self_drafter import self_drafter
 from ..forward.forward import Context, Forward
+from ..forward.plan import EAGER
 from ..forward.positions import most_positions
-from ..forward.sublayers import layout_of
 from ..support.tensors import argmax
 from ..support.versions import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SelfSpeculativeCandidateGenerator", "self_drafter"]
-
-
-def self_drafter(
-    forward: Forward,
-    config: SelfSpeculativeConfig,
-    generation_config: GenerationConfig,
-    policy: DraftPolicy | None = None,
-    batch: int = 1,
-    keeps_scores: bool = False,
-) -> SelfDrafter:
-    """The drafter of a config, for a call.
-
-    Args:
-        forward: the model's passes.
-        config: what to draft with and how far.
-        generation_config: the prepared generation config of the call.
-        policy: draft-length policy; by default a new one.
-        batch: rows, B.
-        keeps_scores: as in `SelfDrafter`.
-
-    Raises:
-        ValueError: as `SelfSpeculativeCandidateGenerator`.
-    """
-    model = forward.model
-    config.validate_for(
-        num_layers=len(layout_of(model)), model_type=model.config.get_text_config(decoder=True).model_type
-    )
-    if policy is None:
-        policy = make_policy(
-            config.drafting, config.costs, self_drafts=config.drafts_itself, lookup=config.lookup is not None
-        )
-    eos = getattr(generation_config, "_eos_token_tensor", None)
-    ends = frozenset(eos.tolist()) if eos is not None else frozenset()
-    return SelfDrafter(forward, config, policy, ends, batch, keeps_scores)
+__all__ = ["SelfSpeculativeCandidateGenerator"]
 
 
 class SelfSpeculativeCandidateGenerator(CandidateGenerator):
@@ -109,7 +74,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         self.model = model
         self._samples = bool(generation_config.do_sample)
         self.drafter = self_drafter(
-            Forward(model, plays_back=False), config, generation_config, policy, keeps_scores=self._samples
+            Forward(model, plan=EAGER), config, generation_config, policy, keeps_scores=self._samples
         )
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
         self.max_length = int(generation_config.max_length)

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..forward.replay import Replays
+from ..forward.replayed import GraphPart
 from ..support.forks import ForkSafeRLock
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from .choice import SampledChoice, winners
 from .processors import PureProcessors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RecordedChoice", "recorded_choice"]
+__all__ = ["ChoicePart", "RecordedChoice", "recorded_choice"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class RecordedChoice:
 
     def __init__(self, replays: Replays, vocabulary: int, dtype: torch.dtype) -> None:
         device = replays.device
-        self._replays, self.vocabulary, self.dtype = replays, vocabulary, dtype
+        self.replays, self.vocabulary, self.dtype = replays, vocabulary, dtype
         with torch.inference_mode(False):  # written in any mode
             self._logits = torch.zeros((1, _ROWS[-1], vocabulary), dtype=dtype, device=device)
             self.noise = torch.ones((_STEPS, vocabulary), device=device)
@@ -103,7 +104,7 @@ class RecordedChoice:
             return None
 
     def _record(self, processors: PureProcessors, rows: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-        device = self._replays.device
+        device = self.replays.device
         with torch.inference_mode(False):
             no_text = torch.zeros((rows, 1), dtype=torch.long, device=device)
             places = torch.arange(rows, device=device)
@@ -115,7 +116,17 @@ class RecordedChoice:
                 race /= self.noise.index_select(0, (places + self._first) % _STEPS)
                 return (winners(race),)
 
-        return self._replays.record(compute)
+        return self.replays.record(compute)
+
+
+class ChoicePart(Part):
+    """Of a model: sampling from its logits, as it is run again."""
+
+    def __init__(self) -> None:
+        self.recorded_choice: RecordedChoice | None = None
+
+    def drop(self) -> None:
+        self.recorded_choice = None
 
 
 def recorded_choice(
@@ -128,13 +139,14 @@ def recorded_choice(
         processors, choice: of the call, which is of a single text.
         logits (`torch.FloatTensor` of shape `(1, n, V)`): such as there will be.
     """
-    state = state_of(model)
-    if processors.setting is None or state.replays is None:
+    replays, state = state_of(model).get(GraphPart).replays, state_of(model).get(ChoicePart)
+    if processors.setting is None or replays is None:
         return None
-    known: RecordedChoice | None = state.recorded_choice
-    if known is None or (known.vocabulary, known.dtype) != (logits.shape[-1], logits.dtype):
+    known = state.recorded_choice
+    kind = replays, logits.shape[-1], logits.dtype
+    if known is None or (known.replays, known.vocabulary, known.dtype) != kind:
         try:
-            known = state.recorded_choice = RecordedChoice(state.replays, logits.shape[-1], logits.dtype)
+            known = state.recorded_choice = RecordedChoice(*kind)
         except torch.OutOfMemoryError:
             return None
     return known if known.lend(choice) else None

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ..config.values import BITWISE, NUMERIC
+
+if TYPE_CHECKING:
+    from ..forward.forward import Forward
 
 __all__ = ["SpeculationStatistics"]
 
@@ -75,6 +80,21 @@ class SpeculationStatistics:
     replay_refusal: str | None = None
 
     @classmethod
+    def of_batch(cls, batch: int, prompt_tokens: int) -> SpeculationStatistics:
+        """Statistics of a call that begins.
+
+        Args:
+            batch: rows, B.
+            prompt_tokens: of each row, padding included.
+        """
+        return cls(
+            batch_size=batch,
+            prompt_tokens=prompt_tokens,
+            round_accepted=[[] for _ in range(batch)],
+            new_tokens=[0] * batch,
+        )
+
+    @classmethod
     def of_plain(
         cls, texts: Sequence[Sequence[int]], prompt: int, ends: frozenset[int], refusal: str, seconds: float = 0.0
     ) -> SpeculationStatistics:
@@ -100,6 +120,17 @@ class SpeculationStatistics:
             total_seconds=seconds,
             refusal=refusal,
         )
+
+    def note_passes(self, forward: Forward, reason: str | None) -> None:
+        """Note how the passes of a call were run, and whether the bits of its text may depend on what was drafted.
+
+        Args:
+            forward: the passes.
+            reason: why bits may, as `PassPlan` has it.
+        """
+        self.exactness = BITWISE if forward.is_bitwise else NUMERIC
+        self.exactness_reason = None if forward.is_bitwise else reason or "a pass was run by the model's own code"
+        self.replayed_passes, self.replay_refusal = forward.replayed_passes, forward.replay_refusal
 
     def record_round(
         self,

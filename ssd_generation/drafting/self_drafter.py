@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config import SelfSpeculativeConfig
 from ..forward.forward import Forward
+from ..forward.sublayers import layout_of
 from ..support.devices import sent
 from .draft_length import NO_MATCH, DraftPolicy, Match
 from .drafter import Draft, Drafter, Texts
 from .lookup import NGramIndex
+from .policies import make_policy
 
-__all__ = ["SelfDrafter"]
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+__all__ = ["SelfDrafter", "self_drafter"]
 
 _LEAD = 8
 """A row of a batch that is so many tokens ahead of the slowest one waits: nobody is waiting for it."""
@@ -213,3 +219,37 @@ def _new_index(config: SelfSpeculativeConfig) -> NGramIndex:
     lookup = config.lookup
     assert lookup is not None
     return NGramIndex(max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram, max_tokens=lookup.max_tokens)
+
+
+def self_drafter(
+    forward: Forward,
+    config: SelfSpeculativeConfig,
+    generation_config: GenerationConfig,
+    policy: DraftPolicy | None = None,
+    batch: int = 1,
+    keeps_scores: bool = False,
+) -> SelfDrafter:
+    """Build the drafter of a config, for a call.
+
+    Args:
+        forward: the model's passes.
+        config: what to draft with and how far.
+        generation_config: the prepared generation config of the call.
+        policy: draft-length policy; by default a new one.
+        batch: rows, B.
+        keeps_scores: as in `SelfDrafter`.
+
+    Raises:
+        ValueError: as `SelfSpeculativeCandidateGenerator`.
+    """
+    model = forward.model
+    config.validate_for(
+        num_layers=len(layout_of(model)), model_type=model.config.get_text_config(decoder=True).model_type
+    )
+    if policy is None:
+        policy = make_policy(
+            config.drafting, config.costs, self_drafts=config.drafts_itself, lookup=config.lookup is not None
+        )
+    eos = getattr(generation_config, "_eos_token_tensor", None)
+    ends = frozenset(eos.tolist()) if eos is not None else frozenset()
+    return SelfDrafter(forward, config, policy, ends, batch, keeps_scores)

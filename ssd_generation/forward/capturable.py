@@ -1,4 +1,4 @@
-"""Whether passes of a model may be captured, and whether it is still the model that was captured."""
+"""Whether passes of a model may be captured."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import torch
 from torch.nn.modules import module as global_hooks
 
 from ..cache.recurrent import has_states
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from ..support.once import looked_at_once
 from ..support.structure import modules_of
-from ..support.tensors import place_of
 from .dropout import active_dropout
 from .linears import is_plain
-from .replay import KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["does_something", "fingerprint", "forbid_capture", "why_not_captured", "why_not_replayed"]
+__all__ = ["ConditionsPart", "does_something", "forbid_capture", "why_not_captured", "why_not_on"]
+
+
+class ConditionsPart(Part):
+    """Of a model: why none of its passes may be captured, as its check found."""
+
+    def __init__(self) -> None:
+        self.capture_refusal: str | None = None
 
 
 def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
@@ -30,7 +35,7 @@ def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
         model: the target model.
         reason: what its captured passes were found to do wrong; `None`: they may be captured again.
     """
-    state_of(model).capture_refusal = reason
+    state_of(model).get(ConditionsPart).capture_refusal = reason
 
 
 def why_not_captured(
@@ -43,21 +48,13 @@ def why_not_captured(
         even_forbidden: do not count what `forbid_capture` said.
         replaced: ids of modules that something else stands for in the passes, so that their make does not matter.
     """
-    if not even_forbidden and (refusal := state_of(model).capture_refusal) is not None:
+    if not even_forbidden and (refusal := state_of(model).get(ConditionsPart).capture_refusal) is not None:
         return refusal
-    return _why_not(model, torch.device("cpu"), "it is not on the CPU", frozenset(replaced))
-
-
-def why_not_replayed(model: PreTrainedModel) -> str | None:
-    """Why passes of this model are not replayed at fixed addresses (replay.py); `None` where they may be."""
-    device = model.get_input_embeddings().weight.device
-    if device.type not in KINDS:
-        return f"nothing is replayed on {device.type}"
-    return _why_not(model, device, "it is spread over several devices")
+    return why_not_on(model, torch.device("cpu"), "it is not on the CPU", frozenset(replaced))
 
 
 @looked_at_once
-def _why_not(
+def why_not_on(
     model: PreTrainedModel, device: torch.device, elsewhere: str, replaced: Collection[int] = frozenset()
 ) -> str | None:
     """Why passes are not captured on a device; `elsewhere` where a weight is not on it."""
@@ -97,26 +94,3 @@ def does_something(hook: Any) -> bool:
     That one does nothing until the next such call, whose passes are not played back.
     """
     return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
-
-
-_SCALARS = frozenset({bool, int, float, str})
-_OF_CALLS = "_previous_max_cache_length"
-"""What a call with a static cache leaves on a model: no pass depends on it."""
-
-
-@looked_at_once
-def fingerprint(model: PreTrainedModel) -> tuple[list[Any], ...]:
-    """Changes when what was captured from a model is no longer the model."""
-    modules: list[Any] = []
-    tensors: list[Any] = []
-    for module in modules_of(model):
-        # Numbers such as an attention's scale are written into the graph.
-        numbers = [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k != _OF_CALLS]
-        modules.append((id(module), type(module).forward, numbers))
-        # Of tensors only their place: what is written there is read anew in each pass.
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                tensors.append((id(tensor), place_of(tensor)))
-    # Numbers that a forward takes from the config are written into it as well.
-    config = [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS]
-    return modules, config, tensors

@@ -17,6 +17,7 @@ from ..support.model_state import state_of
 from ..support.versions import cache_argument
 from .context import NOT_FOR_DRAFTS, Context
 from .few_rows import few_rows
+from .low_bit import CopiesPart
 from .module_states import mode_of_states
 from .passes import CapturedPasses, draft_of
 from .recorded_pass import Tokens
@@ -194,7 +195,7 @@ class DraftForward:
         self._skip_mode, self._captured = draft_of(model, config)
         self._replayed: ReplayedPasses | None = None
         if target is not None and config.drafts_itself:
-            copies = state_of(model).low_bit_drafts.get((config.skip, config.precision))
+            copies = state_of(model).get(CopiesPart).low_bit_drafts.get((config.skip, config.precision))
             self._replayed = replayed_draft(model, (config.skip, config.precision), self._skip_mode, copies)
         if self._replayed is not None:
             self._captured = None

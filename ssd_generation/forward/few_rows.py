@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..config import SkipConfig
 from ..native.compiler import why_not
 from ..native.linear import NativeLinear, native_linear
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from ..support.structure import modules_of
 from ..support.tensors import place_of
 from .linears import has_foreign, is_plain_linear
@@ -27,7 +27,7 @@ from .skip_mode import SkipMode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MOST_ROWS", "few_rows"]
+__all__ = ["MOST_ROWS", "FewRowsPart", "few_rows"]
 
 MOST_ROWS = 64
 _MOST_HALF = 32
@@ -35,6 +35,18 @@ _MOST_HALF = 32
 
 _SMALL = 2**16
 """Weights of fewer elements are left to torch: a call takes longer than their arithmetic."""
+
+
+class FewRowsPart(Part):
+    """Of a model: its linear layers, and what replaces their `forward` in passes over few rows."""
+
+    def __init__(self) -> None:
+        self.few_rows: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+
+    def drop(self) -> None:
+        self.few_rows = {}
+
+    drop_captures = drop
 
 
 def few_rows(model: PreTrainedModel) -> SkipMode | None:
@@ -59,7 +71,7 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
     modules = modules_of(model)
     if any(map(_is_compiled, modules)) or has_foreign(model):
         return []
-    before: dict[nn.Module, tuple[Any, Callable[..., Any]]] = state_of(model).few_rows
+    before: dict[nn.Module, tuple[Any, Callable[..., Any]]] = state_of(model).get(FewRowsPart).few_rows
     found = {}
     for module in modules:
         if (
@@ -73,7 +85,7 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
             forward = known[1] if known is not None and known[0] == place else _forward(module, place)
             if forward is not None:
                 found[module] = place, forward
-    state_of(model).few_rows = found
+    state_of(model).get(FewRowsPart).few_rows = found
     return [(module, forward) for module, (_, forward) in found.items()]
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..native import linear as native
 from ..native.compiler import why_not
 from ..support.devices import is_asynchronous
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from ..support.parallel import mesh_of
 from ..support.structure import follows_from_structure
 from .gpu_int4 import linear_int4, pack_int4, why_not_int4
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..config import PrecisionConfig, SkipConfig
+    from .resident import ResidentDraft
 
 __all__ = [
+    "CopiesPart",
     "LowBitCopies",
     "LowBitCopy",
     "check_precision",
@@ -404,7 +406,7 @@ def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:
             return None
         name = str(dtype).removeprefix("torch.")
         return f"copies are made of float32, bfloat16 and float16 weights, but these are {name}"
-    known = state_of(model).unread
+    known = state_of(model).get(CopiesPart).unread
     kind = (type(module), type(getattr(module, "weight", None)))
     if kind not in known:
         try:
@@ -454,7 +456,7 @@ class LowBitCopies:
         self.passes: Any = None
         self._stand_ins: dict[int, torch.Tensor] = {}
         places, self.left = _places(model, skip, precision)
-        store = state_of(model).low_bit_copies
+        store = state_of(model).get(CopiesPart).low_bit_copies
         for group in _groups(places, precision.group_size):
             key = (tuple(identity(p.module) for p in group), group[0].precision, precision.group_size)
             rows, columns = sum(p.shape[0] for p in group), group[0].shape[1]
@@ -546,21 +548,46 @@ def _groups(places: list[_Place], group_size: int) -> list[list[_Place]]:
     return groups
 
 
+class CopiesPart(Part):
+    """Of a model: the low-bit copies of its weights.
+
+    Attributes:
+        low_bit_copies: copies, by weights and precision.
+        low_bit_drafts: the copies that a draft computes from, by skip set and precision.
+        resident: the draft of a model with offloaded weights, which has all of its own in memory.
+        unread: of classes of linear layers, why their weights cannot be had, or `None`.
+    """
+
+    def __init__(self) -> None:
+        self.low_bit_copies: dict[Any, LowBitCopy] = {}
+        self.low_bit_drafts: dict[tuple[SkipConfig, PrecisionConfig | None], LowBitCopies] = {}
+        self.resident: ResidentDraft | None = None
+        self.unread: dict[tuple[type, type], str | None] = {}
+
+    def drop_copies(self) -> None:
+        self.low_bit_copies, self.low_bit_drafts, self.resident, self.unread = {}, {}, None, {}
+
+    drop = drop_copies
+
+    def drop_captures(self) -> None:
+        self.low_bit_drafts = {}  # copies of layers that are still there are found again
+
+
 def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> LowBitCopies:
     """The low-bit copies of a model, made once and shared by all configs that want the same.
 
     Raises:
         ValueError: see `check_precision`.
     """
-    state = state_of(model)
-    copies: LowBitCopies | None = state.low_bit_drafts.get((skip, precision))
+    state, part = state_of(model), state_of(model).get(CopiesPart)
+    copies: LowBitCopies | None = part.low_bit_drafts.get((skip, precision))
     if copies is not None and not copies.is_current(model):
         state.drop_copies()  # of weights that are no more
         copies = None
     if copies is None:
         _drop_of_others(model)
         copies = LowBitCopies(model, skip, precision)
-    known = state.low_bit_drafts
+    known = part.low_bit_drafts
     known.pop((skip, precision), None)
     known[skip, precision] = copies  # the last that was used
     while len(known) > _MOST_DRAFTS:
@@ -570,7 +597,7 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
 
 def _drop_of_others(model: nn.Module) -> None:
     """Free copies of layers that the model no longer has, or of weights that these no longer have."""
-    store = state_of(model).low_bit_copies
+    store = state_of(model).get(CopiesPart).low_bit_copies
     now = {identity(module) for module in linears_of(model)} if store else set()
     for key in [key for key in store if not now.issuperset(key[0])]:
         del store[key]
@@ -578,9 +605,9 @@ def _drop_of_others(model: nn.Module) -> None:
 
 def copy_bytes(model: nn.Module) -> int:
     """Bytes of all low-bit copies kept for a model; where its weights are offloaded, of all that its draft keeps."""
-    state = state_of(model)
-    kept: int = sum(copy.num_bytes() for copy in state.low_bit_copies.values())
-    return kept if state.resident is None else kept + int(state.resident.num_bytes())
+    part = state_of(model).get(CopiesPart)
+    kept: int = sum(copy.num_bytes() for copy in part.low_bit_copies.values())
+    return kept if part.resident is None else kept + int(part.resident.num_bytes())
 
 
 def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:
@@ -589,10 +616,10 @@ def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:
         drop_copies(model)
         return
     wanted = {id(copy) for copy, _ in copies.by_weight.values()}
-    store = state_of(model).low_bit_copies
+    store = state_of(model).get(CopiesPart).low_bit_copies
     for key in [key for key, copy in store.items() if id(copy) not in wanted]:
         del store[key]
-    known = state_of(model).low_bit_drafts
+    known = state_of(model).get(CopiesPart).low_bit_drafts
     for key in [key for key, other in known.items() if other is not copies]:
         del known[key]
 

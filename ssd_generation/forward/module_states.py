@@ -16,7 +16,7 @@ from torch import nn
 
 from ..cache.recurrent import layers_of_states
 from ..config import SkipConfig
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from ..support.versions import cache_given
 from .skip_mode import SkipMode, forward_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-__all__ = ["Holder", "ModuleStates", "holders", "module_states"]
+__all__ = ["Holder", "ModuleStates", "ModuleStatesPart", "holders", "mode_of_states", "module_states"]
 
 _NAMES = ("_state", "_states")
 
@@ -156,14 +156,34 @@ def _take(holder: Holder, kept: dict[Any, Any]) -> None:
         kept[key] = getattr(part, name)
 
 
+class ModuleStatesPart(Part):
+    """Of a model: the states that its modules keep, or `None`, in a tuple once that is known."""
+
+    def __init__(self) -> None:
+        self.module_states: tuple[ModuleStates | None, ...] = ()
+
+    def drop(self) -> None:
+        self.module_states = ()
+
+
 def module_states(model: PreTrainedModel) -> ModuleStates | None:
     """Of a model that keeps states on its modules; `None` of any other.
 
     Args:
         model: the target model.
     """
-    state = state_of(model)
+    state = state_of(model).get(ModuleStatesPart)
     if state.module_states is None:
         held = holders(model)
         state.module_states = (ModuleStates(held) if held else None,)
     return state.module_states[0]  # type: ignore[no-any-return]
+
+
+def mode_of_states(model: PreTrainedModel) -> SkipMode | None:
+    """Return what makes states that modules keep those of a pass's cache; `None` where they keep none.
+
+    Args:
+        model: the target model.
+    """
+    states = module_states(model)
+    return None if states is None else states.mode(model)

@@ -21,11 +21,11 @@ from ..cache.layers import BufferedLayer, add_buffers, append_written
 from ..config import SkipConfig
 from ..native.compiler import why_not
 from ..native.kernels import NAMES
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from ..support.versions import CACHE
 from .any_length import LONGEST, PassCapture
 from .cache_attention import CacheAttention, live_layers
-from .capturable import fingerprint, why_not_captured
+from .capturable import why_not_captured
 from .capture import CannotCapture
 from .captured import CapturedPass, Program, compile_pass
 from .invariant import LINEARS, NATIVE, Invariant, RowAttention, live_layers_of_any_window, uneven
@@ -46,6 +46,7 @@ from .rewrites import (
 from .sequences import use_kernel_lists
 from .skip_mode import SkipMode
 from .sublayers import layout_of
+from .weights import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
 
 __all__ = [
+    "CapturedPart",
     "CapturedPasses",
     "agree",
     "captured_draft",
@@ -406,6 +408,24 @@ def _try_out(model: PreTrainedModel, program: Program) -> None:
         program.run(ids, torch.arange(behind, behind + program.length, device="cpu")[None], Nothing())
 
 
+class CapturedPart(Part):
+    """Of a model: its captured passes.
+
+    Attributes:
+        captured_targets: of the whole model, by the kernel that keeps their bits the same.
+        captured_drafts: of its drafts, by skip set.
+    """
+
+    def __init__(self) -> None:
+        self.captured_targets: dict[str | None, CapturedPasses] = {}
+        self.captured_drafts: dict[SkipConfig, CapturedPasses] = {}
+
+    def drop(self) -> None:
+        self.captured_targets, self.captured_drafts = {}, {}
+
+    drop_captures = drop
+
+
 def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:
     """A draft's passes, or `None` where they may not be captured; made once, and anew when the model changed."""
     replaced = set() if copies is None else {id(m) for module in copies.modules for m in module.modules()}
@@ -416,7 +436,7 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
         replaced.update(id(m) for sub in skipped if sub is not None for top in sub.modules for m in top.modules())
     if why_not_captured(model, replaced=replaced) is not None:
         return None
-    known: dict[SkipConfig, CapturedPasses] = state_of(model).captured_drafts
+    known: dict[SkipConfig, CapturedPasses] = state_of(model).get(CapturedPart).captured_drafts
     passes: CapturedPasses | None = known.pop(skip, None) if copies is None else copies.passes
     if passes is None or not passes.is_current(model):
         others = () if copies is None else (*copies.others, *copies.stand_ins())
@@ -459,7 +479,7 @@ def captured_target(model: PreTrainedModel, invariant: Invariant | None = None) 
     """
     if why_not_captured(model) is not None:
         return None
-    known: dict[str | None, CapturedPasses] = state_of(model).captured_targets
+    known: dict[str | None, CapturedPasses] = state_of(model).get(CapturedPart).captured_targets
     kind = None if invariant is None else invariant.linear
     passes = known.get(kind)
     if passes is None or not passes.is_current(model):

@@ -24,22 +24,23 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..cache.arena import BUCKETS, Arena, bucket_of
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from .any_length import PassCapture, windows_of
-from .capturable import fingerprint, why_not_replayed
+from .capturable import why_not_on
 from .captured import CapturedPass, Program, compile_pass
 from .fixed_attention import FixedAttention
 from .fused import fused_rows
 from .fusing import Fusing
 from .recorded_pass import LONGEST_CHAIN, ChainInputs, Inputs, RecordedPass, Tokens
-from .replay import Replays, Results, replays_on
+from .replay import KINDS, Replays, Results, replays_on
 from .rewrites import share_results, use_rows
 from .skip_mode import SkipMode
+from .weights import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ReplayedPasses", "replayed_draft", "replayed_target"]
+__all__ = ["GraphPart", "ReplayedPasses", "replayed_draft", "replayed_target", "why_not_replayed"]
 
 logger = logging.getLogger(__name__)
 
@@ -463,6 +464,29 @@ def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+class GraphPart(Part):
+    """Of a model: its passes as CUDA graphs.
+
+    Attributes:
+        replayed: by skip set and precision, `None` for the whole model.
+        replays: how they are run again.
+        arena: the keys and values that they read and write.
+        fusing: what compiles them.
+    """
+
+    def __init__(self) -> None:
+        self.replayed: dict[Hashable, ReplayedPasses] = {}
+        self.replays: Replays | None = None
+        self.arena: Arena | None = None
+        self.fusing: Fusing[ReplayedPasses] | None = None
+
+    def drop(self) -> None:
+        self.replayed, self.replays, self.arena, self.fusing = {}, None, None, None
+
+    def drop_copies(self) -> None:
+        self.replayed = {kind: passes for kind, passes in self.replayed.items() if passes.copies is None}
+
+
 def replayed_target(model: PreTrainedModel) -> ReplayedPasses | None:
     """The whole model's passes, or `None` where they may not be replayed; recorded anew when the model changed."""
     return _known(model, None, lambda arena, replays: ReplayedPasses(model, arena, replays, widths=WIDTHS))
@@ -490,7 +514,7 @@ def replayed_draft(
 
 def _fused_or_not(model: PreTrainedModel, passes: ReplayedPasses) -> ReplayedPasses:
     """The passes to go on with: those that were compiled meanwhile, as long as they are not known to be slower."""
-    state = state_of(model)
+    state = state_of(model).get(GraphPart)
     if passes.rival is not None:
         return passes.in_use
     fusing: Fusing[ReplayedPasses] | None = state.fusing
@@ -507,15 +531,23 @@ def _known(
 ) -> ReplayedPasses | None:
     if why_not_replayed(model) is not None:
         return None
-    state = state_of(model)
+    state = state_of(model).get(GraphPart)
     passes: ReplayedPasses | None = state.replayed.get(kind)
     if kind is None and passes is not None:
         passes = state.replayed[None] = _fused_or_not(model, passes)
     if passes is None or not passes.is_current(model) or passes.copies is not copies:
         device = model.get_input_embeddings().weight.device
-        if state.replays is None or state.replays.device != device:
-            state.replays, state.arena, state.recorded_choice = replays_on(device), Arena(), None
+        if state.replays is None or state.arena is None or state.replays.device != device:
+            state.replays, state.arena = replays_on(device), Arena()
         if kind is None:
             state.fusing = None
         passes = state.replayed[kind] = make(state.arena, state.replays)
     return passes
+
+
+def why_not_replayed(model: PreTrainedModel) -> str | None:
+    """Why passes of this model are not replayed at fixed addresses (replay.py); `None` where they may be."""
+    device = model.get_input_embeddings().weight.device
+    if device.type not in KINDS:
+        return f"nothing is replayed on {device.type}"
+    return why_not_on(model, device, "it is spread over several devices")

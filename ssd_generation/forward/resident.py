@@ -34,7 +34,7 @@ from ..support.messages import clipped
 from ..support.model_state import state_of
 from ..support.tensors import fingerprint_of
 from ..support.trusted import UntrustedFolderError, check_folder, name_of_open, opened, storing
-from .low_bit import LowBitCopies, LowBitCopy, check_precision, estimated_bytes, packing
+from .low_bit import CopiesPart, LowBitCopies, LowBitCopy, check_precision, estimated_bytes, packing
 from .offloaded import (
     CannotStandIn,
     Source,
@@ -44,7 +44,7 @@ from .offloaded import (
     sources_of,
     why_unreadable,
 )
-from .sublayers import input_device, layout_of
+from .sublayers import LayoutPart, input_device, layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,7 +128,7 @@ def why_not_resident(model: PreTrainedModel) -> str | None:
 
 def resident_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:
     """About how many bytes the draft of a model with offloaded weights takes, before it is made."""
-    draft = state_of(model).resident
+    draft = state_of(model).get(CopiesPart).resident
     if draft is not None and draft.is_of(model, skip, precision):
         return int(draft.num_bytes())
     embedding = model.get_input_embeddings()
@@ -144,7 +144,7 @@ def resident_bytes(model: PreTrainedModel, skip: SkipConfig, precision: Precisio
 
 def check_memory(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> str | None:
     """Why the draft does not fit into memory beside the largest layer of a pass; `None` where it does."""
-    draft = state_of(model).resident
+    draft = state_of(model).get(CopiesPart).resident
     if draft is not None and draft.is_of(model, skip, precision):
         return None
     available = available_bytes()
@@ -157,7 +157,7 @@ def check_memory(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionC
 
 
 def _resident(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> ResidentDraft:
-    state = state_of(model)
+    state = state_of(model).get(CopiesPart)
     unreadable = why_unreadable(model)
     if unreadable is not None:
         raise ValueError(unreadable)
@@ -207,7 +207,7 @@ class ResidentDraft:
         # Values of no layer that has a copy are ever read: shape and type of all are there at once, and no memory.
         offloaded = _replace_offloaded(self.model, self._sources)
         layout = layout_of(model)
-        state_of(self.model).layout = dataclasses.replace(
+        state_of(self.model).get(LayoutPart).layout = dataclasses.replace(
             layout, layers=tuple(layer.of_modules(modules) for layer in layout.layers)
         )
         linears = [m for m in self.model.modules() if type(m) is nn.Linear]
@@ -220,7 +220,7 @@ class ResidentDraft:
             self._bar = bar
             copies = LowBitCopies(self.model, skip, precision, make=self._copy)
             del self._bar
-        state_of(self.model).low_bit_drafts[skip, precision] = copies
+        state_of(self.model).get(CopiesPart).low_bit_drafts[skip, precision] = copies
         # A copy has its biases, too. It is known by the module's tensors: none may be another one from here on.
         covered = {id(tensor) for module in copies.modules for tensor in module.parameters()}
         self._resident: int = 0
@@ -248,7 +248,7 @@ class ResidentDraft:
 
     def num_bytes(self) -> int:
         """Memory of all that the draft has for itself."""
-        copies: dict[Any, LowBitCopy] = state_of(self.model).low_bit_copies
+        copies: dict[Any, LowBitCopy] = state_of(self.model).get(CopiesPart).low_bit_copies
         return self._resident + sum(copy.num_bytes() for copy in copies.values())
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..config import SkipConfig
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from .capture import own_attention
 from .linears import features, is_foreign, linears, mixes_rows, rounds_activations
 from .skip_mode import SkipMode, forward_of
@@ -34,6 +34,7 @@ __all__ = [
     "ATTENTION",
     "EVERYTHING",
     "STATES",
+    "RowByRowPart",
     "has_scans_of_its_own",
     "least_needed",
     "row_by_row",
@@ -48,6 +49,22 @@ _NUMBERS = 2**17
 """Numbers of a linear layer's output that are looked at: in half precision one of 20,000 may be rounded otherwise."""
 
 
+class RowByRowPart(Part):
+    """Of a model: what is done for each token by itself in passes of its own code, as its check found it to be needed.
+
+    Attributes:
+        state_layers: its layers of states, where these may have to be run token by token.
+        row_by_row: one of `ways`, for a batch (`True`) and for a single text.
+    """
+
+    def __init__(self) -> None:
+        self.state_layers: list[StateLayer] | None = None
+        self.row_by_row: dict[bool, str | None] = {}
+
+    def drop(self) -> None:
+        self.state_layers = None
+
+
 def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> None:
     """Have passes of a model's own code over several tokens run like this from now on.
 
@@ -56,7 +73,7 @@ def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> 
         is_batch: those of several texts, or those of a single one.
         what: one of `ways(model)`.
     """
-    state_of(model).row_by_row[is_batch] = what
+    state_of(model).get(RowByRowPart).row_by_row[is_batch] = what
 
 
 def ways(model: PreTrainedModel, least: str | None) -> list[str | None]:
@@ -71,7 +88,7 @@ def ways(model: PreTrainedModel, least: str | None) -> list[str | None]:
 
 
 def _state_layers(model: PreTrainedModel) -> list[StateLayer]:
-    state = state_of(model)
+    state = state_of(model).get(RowByRowPart)
     if state.state_layers is None:
         state.state_layers = state_layers(model)
     return state.state_layers  # type: ignore[no-any-return]
@@ -127,13 +144,13 @@ def _hangs_on_width(module: nn.Module, dtype: torch.dtype) -> bool:
 
 def has_scans_of_its_own(model: PreTrainedModel, texts: int) -> bool:
     """Whether the model's own code over several tokens of so many texts was found to be another function of states."""
-    return state_of(model).row_by_row.get(texts > 1) == STATES
+    return state_of(model).get(RowByRowPart).row_by_row.get(texts > 1) == STATES
 
 
 @contextmanager
 def row_by_row(model: PreTrainedModel, texts: int) -> Iterator[None]:
     """For a pass over several tokens of each of so many texts: what was found to be needed, token by token."""
-    what = state_of(model).row_by_row.get(texts > 1)
+    what = state_of(model).get(RowByRowPart).row_by_row.get(texts > 1)
     if what is None:
         yield
         return

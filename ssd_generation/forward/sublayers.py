@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..cache.recurrent import layers_without_keys
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from .offloaded import CannotStandIn, is_offloaded, stand_in
 
 if TYPE_CHECKING:
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
     from ..config import SkipConfig
 
-__all__ = ["DecoderLayout", "LayerLayout", "SubLayer", "input_device", "layout_of", "locate_sublayers"]
+__all__ = [
+    "DecoderLayout",
+    "LayerLayout",
+    "LayoutPart",
+    "SubLayer",
+    "input_device",
+    "layout_of",
+    "locate_sublayers",
+]
 
 Kind = Literal["attention", "mlp"]
 Stub = Callable[..., Any]
@@ -247,6 +255,16 @@ def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
     return layout
 
 
+class LayoutPart(Part):
+    """Of a model: its attention and MLP sub-layers."""
+
+    def __init__(self) -> None:
+        self.layout: DecoderLayout | None = None
+
+    def drop(self) -> None:
+        self.layout = None
+
+
 def layout_of(model: PreTrainedModel) -> DecoderLayout:
     """Find the attention and MLP sub-layers of a causal language model, or why none can be skipped.
 
@@ -262,7 +280,7 @@ def layout_of(model: PreTrainedModel) -> DecoderLayout:
     Raises:
         ValueError: it is an encoder-decoder model.
     """
-    state = state_of(model)
+    state = state_of(model).get(LayoutPart)
     layout: DecoderLayout | None = state.layout
     if layout is None or not layout.is_current():
         layout = state.layout = _locate(model)

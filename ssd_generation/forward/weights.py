@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
+from ..support.once import looked_at_once
 from ..support.structure import modules_of
 from ..support.tensors import place_of, version_of
 from .adapters import AdapterWatch
-from .capturable import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["WeightWatch", "forget_stale"]
+__all__ = ["WeightWatch", "WeightsPart", "fingerprint", "forget_stale"]
 
 _DYNAMIC = "rope_type"
 """Attribute of rotary embeddings, whose buffers some models change themselves as a text grows."""
@@ -110,10 +110,43 @@ def _memory_of(tensor: torch.Tensor) -> Any:
         return tensor
 
 
+class WeightsPart(Part):
+    """Of a model: the fingerprint of the modules and weights that captures were made of."""
+
+    def __init__(self) -> None:
+        self.made_of: tuple[list[Any], ...] | None = None
+
+    def drop(self) -> None:
+        self.made_of = None
+
+
 def forget_stale(model: PreTrainedModel) -> None:
     """Let go of what was made of weights or modules that the model no longer has."""
-    state = state_of(model)
+    state, part = state_of(model), state_of(model).get(WeightsPart)
     now = fingerprint(model)
-    if state.made_of is not None and state.made_of != now:
+    if part.made_of is not None and part.made_of != now:
         state.drop_captures()
-    state.made_of = now
+    part.made_of = now
+
+
+_SCALARS = frozenset({bool, int, float, str})
+_OF_CALLS = "_previous_max_cache_length"
+"""What a call with a static cache leaves on a model: no pass depends on it."""
+
+
+@looked_at_once
+def fingerprint(model: PreTrainedModel) -> tuple[list[Any], ...]:
+    """Changes when what was captured from a model is no longer the model."""
+    modules: list[Any] = []
+    tensors: list[Any] = []
+    for module in modules_of(model):
+        # Numbers such as an attention's scale are written into the graph.
+        numbers = [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k != _OF_CALLS]
+        modules.append((id(module), type(module).forward, numbers))
+        # Of tensors only their place: what is written there is read anew in each pass.
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensors.append((id(tensor), place_of(tensor)))
+    # Numbers that a forward takes from the config are written into it as well.
+    config = [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS]
+    return modules, config, tensors

@@ -32,6 +32,7 @@ from ..support.once import looking_once
 from ..support.versions import cache_argument
 from ..support.warn import warn_once
 from ..tuning.call_drafter import BetweenRounds, call_drafter
+from ..tuning.learnt import LearntPart
 from ..tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_model
 from ..tuning.plan import plan_passes
 from .loan import Loan
@@ -237,7 +238,7 @@ def prepare(request: Request, generate: Callable[..., Any]) -> Call:
             request.resolve()
         if request.is_short:
             return Call(model, generate, request, refusal=TOO_SHORT)
-        state_of(model).learn_of(weights_in_use(model))
+        state_of(model).get(LearntPart).learn_of(weights_in_use(model))
         tokenizer = request.kwargs.get("tokenizer")
         refusal = check(model, generate, tokenizer=tokenizer, exactness=request.exactness).refusal
         if request.is_auto and refusal is None:

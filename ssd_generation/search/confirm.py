@@ -16,7 +16,7 @@ from ..generation import enable_self_speculative
 from ..harness.interleaved import Timings, interleaved, timed
 from ..harness.methods import PLAIN
 from ..tuning.acceptance import Acceptance
-from ..tuning.exactness import invariant_of
+from ..tuning.plan import plan_passes
 from .calibration import generate_greedily
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def confirm(
 def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
     """Capture the verification passes of all lengths now: a capture takes as long as several tokens of a short text."""
     for config in configs:
-        invariant, _ = invariant_of(model, config.exactness)
+        invariant = plan_passes(model, exactness=config.exactness).invariant
         passes = captured_target(model, invariant)
         for length in range(1, config.longest_draft + 2) if passes is not None else ():
             width = length if invariant is None else invariant.width(length)

@@ -34,8 +34,8 @@ from ..support.files import write_whole
 from ..support.messages import shown
 from ..support.reading import PROFILE, read_json
 from ..tuning.costs import LONGEST_VERIFIED, Passes
-from ..tuning.exactness import invariant_of
 from ..tuning.measuring import describe_machine, time_in_turns
+from ..tuning.plan import plan_passes
 from .space import KEEP
 
 if TYPE_CHECKING:
@@ -371,8 +371,7 @@ class _Profiler:
     def measure(self) -> CostProfile:
         with torch.no_grad():
             # The passes by which a call without further wishes decodes.
-            invariant, _ = invariant_of(self.model, None)
-            self.whole = Passes(self.model, None, self.contexts[0], invariant=invariant)
+            self.whole = Passes(self.model, None, self.contexts[0], plan=plan_passes(self.model))
             profile = self._measure()
         return _in_seconds(profile, statistics.median(self.plain))
 

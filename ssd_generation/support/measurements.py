@@ -15,17 +15,32 @@ from torch import nn
 
 from .files import default_cache_dir
 from .messages import clipped
-from .model_state import state_of
+from .model_state import Part, state_of
 from .parallel import broadcast
 from .reading import MEASUREMENT, read_json
 from .trusted import UntrustedFolderError, say_not_stored, store
 
-__all__ = ["NoisyMeasurement", "cached_measurement", "flag_if_noisy", "value_of", "was_noisy"]
+__all__ = [
+    "MeasurementsPart",
+    "NoisyMeasurement",
+    "cached_measurement",
+    "flag_if_noisy",
+    "value_of",
+    "was_noisy",
+]
 
 logger = logging.getLogger(__name__)
 
 _STEADY = 1.25
 """Median / minimum of repeated times above which the machine is too busy for the measurement to be stored."""
+
+
+class MeasurementsPart(Part):
+    """Of a model: what was measured, by a fingerprint, and whether some of that was while the machine was busy."""
+
+    def __init__(self) -> None:
+        self.measurements: dict[str, Any] = {}
+        self.has_noisy_measurements = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ def value_of(measured: Any) -> Any:
 
 def was_noisy(model: nn.Module) -> bool:
     """Whether a measurement for this model was noisy."""
-    return state_of(model).has_noisy_measurements
+    return state_of(model).get(MeasurementsPart).has_noisy_measurements
 
 
 def cached_measurement(
@@ -72,7 +87,7 @@ def cached_measurement(
         again: measure again in any case.
         use: checks a result from disk by using it; where it raises, the result is measured again.
     """
-    memory = state_of(model).measurements
+    memory = state_of(model).get(MeasurementsPart).measurements
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:24]
     if not again and key in memory:
         return memory[key]
@@ -81,7 +96,7 @@ def cached_measurement(
         measured = measure()
         result, is_noisy = broadcast(model, (value_of(measured), isinstance(measured, NoisyMeasurement)))
         if is_noisy:
-            state_of(model).has_noisy_measurements = True
+            state_of(model).get(MeasurementsPart).has_noisy_measurements = True
             logger.info("The machine is busy: what was measured holds for this process only.")
         else:
             _write(key, {"described": described, "result": result})

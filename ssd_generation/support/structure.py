@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .model_state import state_of
+from .model_state import Part, state_of
 from .once import is_looking_once, looked_at_once
 
-__all__ = ["follows_from_structure", "modules_of"]
+__all__ = ["StructurePart", "follows_from_structure", "modules_of"]
 
 T = TypeVar("T")
 
@@ -55,9 +55,19 @@ class Structure:
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
 
 
+class StructurePart(Part):
+    """Of a model: its structure when it was last looked at."""
+
+    def __init__(self) -> None:
+        self.structure: Structure | None = None
+
+    def drop(self) -> None:
+        self.structure = None
+
+
 @looked_at_once
 def _structure_of(model: nn.Module) -> Structure:
-    state, now = state_of(model), Structure(model)
+    state, now = state_of(model).get(StructurePart), Structure(model)
     if state.structure is None or state.structure.key != now.key:
         state.structure = now
     found: Structure = state.structure

@@ -7,12 +7,22 @@ import warnings
 
 from torch import nn
 
-from .model_state import state_of
+from .model_state import Part, state_of
 
-__all__ = ["warn_once", "warn_user"]
+__all__ = ["WarningsPart", "warn_once", "warn_user"]
 
 _PASSED_THROUGH = (__package__.partition(".")[0], "transformers", "torch", "contextlib")
 """Packages whose code stands between the user's call and a warning."""
+
+
+class WarningsPart(Part):
+    """Of a model: warnings that were given once."""
+
+    def __init__(self) -> None:
+        self.warnings: set[str] = set()
+
+    def drop(self) -> None:
+        self.warnings = set()
 
 
 def warn_user(message: str) -> None:
@@ -34,7 +44,7 @@ def warn_once(model: nn.Module, message: str) -> None:
         model: the target model.
         message: as in `warn_user`.
     """
-    given = state_of(model).warnings
+    given = state_of(model).get(WarningsPart).warnings
     if message not in given:
         given.add(message)
         warn_user(message)

@@ -36,7 +36,7 @@ from ..forward.positions import cut_to_table
 from ..forward.prompt_mode import prompt_mode
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from ..support.versions import CACHE
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Acceptance",
+    "JudgingPart",
     "agreements",
     "judge",
     "judge_all",
@@ -358,12 +359,19 @@ def judge_all(
     return total
 
 
+class JudgingPart(Part):
+    """Of a model: why drafts cannot be judged on a text, or `None`, in a tuple; empty while not tried."""
+
+    def __init__(self) -> None:
+        self.judging_refusal: tuple[str | None, ...] = ()
+
+
 def why_not_judged(model: PreTrainedModel) -> str | None:
     """Why drafts of this model cannot be judged in one pass; `None` where they can. Tried out once.
 
     The whole model, laid out in rounds like a draft, must say what it says in a row.
     """
-    state = state_of(model)
+    state = state_of(model).get(JudgingPart)
     if not state.judging_refusal:
         state.judging_refusal = (_try_out(model),)
     return state.judging_refusal[0]

@@ -24,7 +24,9 @@ from ..support.measurements import NoisyMeasurement, cached_measurement, was_noi
 from ..support.model_state import state_of
 from ..support.structure import follows_from_structure
 from ..support.tensors import stored_bytes
+from ..support.warn import WarningsPart
 from .costs import costs_of
+from .learnt import LearntPart
 from .measuring import describe_model
 from .speedup import theoretical_speedup
 
@@ -248,7 +250,7 @@ def _choice_of_offloaded(model: PreTrainedModel, draft_memory: float) -> Automat
             f"{type(model).__name__}, whose weights are offloaded, drafts by prompt lookup alone: no low-bit copies "
             "fit. " + " ".join(f"{name}: {why}." for name, why in ruled_out.items())
         )
-        if message not in (given := state_of(model).warnings):
+        if message not in (given := state_of(model).get(WarningsPart).warnings):
             given.add(message)
             warnings.warn(message, stacklevel=2)
     lookup = dataclasses.replace(_candidate(None, 0.0), adapt=False)
@@ -359,7 +361,7 @@ def _reconsidered(model: PreTrainedModel, choice: Any, config: SelfSpeculativeCo
     tried = choice["tried"].get(name)
     if tried is None:
         return choice
-    policy = state_of(model).policies.get(config)
+    policy = state_of(model).get(LearntPart).policies.get(config)
     if not isinstance(policy, CostAwarePolicy) or config.costs is None:
         return choice
     judged, right = policy.take_record(max(tried["of"], _LEAST_RECORD))

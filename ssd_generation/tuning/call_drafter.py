@@ -16,6 +16,7 @@ from ..support.display import visible
 from ..support.model_state import state_of
 from ..support.warn import warn_user
 from .costs import costs_of, rows_measured
+from .learnt import LearntPart
 from .measuring import describe_machine
 from .refinement import WINDOW, Refinement
 
@@ -60,7 +61,7 @@ def policy_of(model: PreTrainedModel, config: SelfSpeculativeConfig, batch: int)
     Warns:
         The costs in the config were measured elsewhere.
     """
-    policies, key, rows = state_of(model).policies, _key(config, batch), rows_measured(batch)
+    policies, key, rows = state_of(model).get(LearntPart).policies, _key(config, batch), rows_measured(batch)
     if key not in policies or config.drafting.carry_state is False:
         costs = config.costs
         if config.drafting.policy == "cost":
@@ -96,7 +97,7 @@ def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refi
         model: the target model.
         config: what the user asked to draft with.
     """
-    refinements: dict[SelfSpeculativeConfig, Refinement] = state_of(model).refinements
+    refinements: dict[SelfSpeculativeConfig, Refinement] = state_of(model).get(LearntPart).refinements
     if config not in refinements or config.drafting.carry_state is False:
         costs = config.costs if config.costs is not None else costs_of(model, config)
         refinements[config] = Refinement(model, config, costs)
@@ -137,7 +138,7 @@ class BetweenRounds:
         before = refinement.config
         if text is None or not refinement.learn(self._model, text):
             return
-        policies, key = state_of(self._model).policies, _key(before, self._batch)
+        policies, key = state_of(self._model).get(LearntPart).policies, _key(before, self._batch)
         policy = policy_of(self._model, refinement.config, self._batch)
         old = policies[key] if before == refinement.base else policies.pop(key)
         if isinstance(policy, CostAwarePolicy) and isinstance(old, CostAwarePolicy):

@@ -20,12 +20,13 @@ from ..cache.recurrent import Checkpoint, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
-from ..forward.invariant import Invariant
 from ..forward.low_bit import copies_of
 from ..forward.offloaded import is_offloaded, streamed_bytes
+from ..forward.plan import PassPlan
 from ..forward.positions import cut_to_table
-from ..forward.replayed import NARROWER, replayed_target
+from ..forward.replayed import NARROWER, GraphPart, replayed_target
 from ..forward.resident import drafting_model
+from ..forward.row_by_row import RowByRowPart
 from ..forward.skip_mode import SkipMode
 from ..forward.sublayers import input_device, layout_of
 from ..native.compiler import why_not
@@ -37,8 +38,8 @@ from ..support.parallel import broadcast
 from ..support.tensors import argmax
 from ..support.timing import Stopwatch
 from ..support.versions import cache_argument
-from .exactness import invariant_of, wants_own_kernels
 from .measuring import describe_machine, describe_model, time_in_turns
+from .plan import plan_passes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,12 +98,11 @@ def rows_measured(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def _invariant(model: PreTrainedModel, config: SelfSpeculativeConfig, rows: int) -> Invariant | None:
-    """How the passes are run whose costs are measured. Replayed ones are the same, exact or not."""
-    if rows > 1:
-        return None
-    invariant, _ = invariant_of(model, config.exactness)
-    return None if invariant is not None and invariant.is_replayed else invariant
+def _plan(model: PreTrainedModel, config: SelfSpeculativeConfig, rows: int) -> PassPlan:
+    """How the passes are run whose costs are measured. Replayed ones are the same, batch-invariant or not."""
+    plan = plan_passes(model, rows, config.exactness)
+    is_replayed = plan.invariant is not None and plan.invariant.is_replayed
+    return dataclasses.replace(plan, invariant=None) if is_replayed else plan
 
 
 def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True, rows: int = 1) -> Any:
@@ -150,9 +150,7 @@ def _measure(
             bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
         ) as bar,
     ):
-        own_kernels = wants_own_kernels(model, asked.exactness)
-        invariant = _invariant(model, asked, rows)
-        passes = Passes(model, config, invariant=invariant, own_kernels=own_kernels, rows=rows)
+        passes = Passes(model, config, plan=_plan(model, asked, rows), rows=rows)
         passes.settle()
         for length in (1, *lengths):
             passes.once(length)  # capture, first touch
@@ -180,7 +178,7 @@ class Passes:
         config: what the draft leaves out, and its precision; `None` for the whole model's passes alone.
         context: tokens in the cache, as far as the model has positions for these and a longest pass.
         cache: of other passes behind the same context, to share; `None`: one of their own.
-        invariant, own_kernels: as in `Forward`.
+        plan: how passes are run; `None`: as they are where nobody asks for their bits.
         rows: of a batch.
     """
 
@@ -190,8 +188,7 @@ class Passes:
         config: SelfSpeculativeConfig | None,
         context: int = _CONTEXT,
         cache: Cache | None = None,
-        invariant: Invariant | None = None,
-        own_kernels: bool = False,
+        plan: PassPlan | None = None,
         rows: int = 1,
     ) -> None:
         self.model = model
@@ -205,7 +202,7 @@ class Passes:
         )
         self.cache = _behind(model, prompt) if cache is None else cache
         self.checkpoint = Checkpoint.of(self.cache, context)
-        self.forward = Forward(model, config, plays_back=rows == 1, invariant=invariant, own_kernels=own_kernels)
+        self.forward = Forward(model, config, plan or PassPlan(captured=rows == 1, graph=rows == 1))
 
     def settle(self) -> None:
         """Make passes until those that are replayed have been recorded and found to be right, or given up."""
@@ -290,16 +287,18 @@ def costs_of(
         return _costs_of_streamed(model, config, again)
     if rows == 1 and not config.drafts_itself and (known := _costs_of_replayed(model)) is not None:
         return known
-    invariant = _invariant(model, config, rows)
+    plan = _plan(model, config, rows)
+    invariant = plan.invariant
     shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
-    if rows == 1 and (passes := state_of(model).replayed.get(None)) is not None and passes.narrower_saves:
+    passes = state_of(model).get(GraphPart).replayed.get(None)
+    if rows == 1 and passes is not None and passes.narrower_saves:
         shape["narrower"] = True
-    if (how := state_of(model).row_by_row.get(rows > 1)) is not None:
+    if (how := state_of(model).get(RowByRowPart).row_by_row.get(rows > 1)) is not None:
         shape["row by row"] = how
     if rows > 1:
         shape["rows"] = rows
     if invariant is None:
-        shape["own kernels"] = wants_own_kernels(model, config.exactness) or why_not() is not None
+        shape["own kernels"] = plan.own_kernels or why_not() is not None
 
     def put_together(verify: Any, ratio: Any) -> Costs:
         # From the disk, where anything may stand.

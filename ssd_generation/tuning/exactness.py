@@ -21,18 +21,19 @@ from transformers.utils import logging as hf_logging
 from ..cache.arena import BUCKETS
 from ..cache.layers import add_buffers
 from ..config.values import NUMERIC
-from ..forward.capturable import why_not_captured, why_not_replayed
+from ..forward.capturable import why_not_captured
 from ..forward.forward import Context, Forward
 from ..forward.invariant import LINEARS, NATIVE, REPLAYED, WIDTHS, Invariant
 from ..forward.passes import captured_target
+from ..forward.plan import PassPlan
 from ..forward.positions import cut_to_table
 from ..forward.recorded_pass import Tokens
-from ..forward.replayed import ReplayedPasses, replayed_target
+from ..forward.replayed import ReplayedPasses, replayed_target, why_not_replayed
 from ..forward.sublayers import input_device
 from ..native.compiler import why_not
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from ..support.parallel import broadcast
 from ..support.timing import Stopwatch
 from ..support.versions import CACHE
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
 __all__ = [
     "HOW_TO_ASK",
     "Certificate",
+    "ExactnessPart",
     "certificate_of",
     "cost_of",
     "invariant_of",
     "invariant_to_check",
     "is_free",
-    "wants_own_kernels",
 ]
 
 HOW_TO_ASK = 'exactness="bitwise" asks for them'
@@ -70,6 +71,13 @@ _TIMED = (1, 4, 8)
 
 _SECONDS = 3.0
 _RATIO = Number(1e-3, 1e3, "a ratio of times")
+
+
+class ExactnessPart(Part):
+    """Of a model: how passes are run that are exact to the bit, by what was asked for."""
+
+    def __init__(self) -> None:
+        self.exactness: dict[Any, tuple[Invariant | None, str | None]] = {}
 
 
 @dataclass(frozen=True)
@@ -118,22 +126,12 @@ def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invaria
     if refusal is not None:
         return None, f"its passes run by the model's own code: {refusal}"
     # Describing the model takes milliseconds: once is enough while nothing changes that the answer depends on.
-    known = state_of(model).exactness
+    known = state_of(model).get(ExactnessPart).exactness
     key = (exactness, model.dtype, torch.get_num_threads())
     if key not in known:
         known[key] = _decide(model, exactness)
     found: tuple[Invariant | None, str | None] = known[key]
     return found
-
-
-def wants_own_kernels(model: PreTrainedModel, exactness: str | None) -> bool:
-    """Whether the model's own code is to run by its own kernels: plain's very text is asked for in half precision.
-
-    Args:
-        model: the target model.
-        exactness: what was asked for.
-    """
-    return exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
 
 
 def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | None, str | None]:
@@ -379,7 +377,7 @@ def _cost(model: PreTrainedModel) -> Any:
         text = _Text(model)
 
         def passes(invariant: Invariant | None) -> Callable[[int], float]:
-            forward, context = Forward(model, invariant=invariant), text.context()
+            forward, context = Forward(model, plan=PassPlan(invariant=invariant)), text.context()
 
             def once(count: int) -> float:
                 watch = Stopwatch(text.ids.device)

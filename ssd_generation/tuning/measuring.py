@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from ..forward.capturable import why_not_captured, why_not_replayed
+from ..forward.capturable import why_not_captured
 from ..forward.linears import is_plain
+from ..forward.replayed import why_not_replayed
 from ..forward.sublayers import input_device
 from ..support.devices import is_asynchronous
 from ..support.machine import cpu_name

@@ -41,7 +41,7 @@ from ..forward.passes import moved_embeddings
 from ..forward.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
-from ..support.model_state import state_of
+from ..support.model_state import Part, state_of
 from ..support.structure import modules_of
 from ..support.versions import CACHE
 from .measuring import describe_adapters, describe_model
@@ -49,7 +49,7 @@ from .measuring import describe_adapters, describe_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ForcedText", "ModelCheck", "ScriptedDrafts", "check_model"]
+__all__ = ["ChecksPart", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_model"]
 
 _PROMPT = 5
 _NEW = 8
@@ -91,6 +91,13 @@ class ModelCheck:
     capture_refusal: str | None = None
     uneven_refusal: str | None = None
     row_by_row: str | None = None
+
+
+class ChecksPart(Part):
+    """Of a model: what its check found, by layout and by all that tells the model from others."""
+
+    def __init__(self) -> None:
+        self.checks: dict[Any, ModelCheck] = {}
 
 
 @dataclass
@@ -216,7 +223,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
         # Layers round to fewer bits than the model has, and otherwise in passes of another width: near-ties fall.
         return ModelCheck(refusal="autocast is on, under which passes over several tokens round differently")
     fingerprint, installed = _seen(model)
-    memory: dict[Any, ModelCheck] = state_of(model).checks
+    memory: dict[Any, ModelCheck] = state_of(model).get(ChecksPart).checks
     seen = (is_batch, exactness, installed, fingerprint)
     found = memory.get(seen)
     if found is None:

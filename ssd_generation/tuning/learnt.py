@@ -1,0 +1,53 @@
+"""What draft-length policies and refinements have learnt of a model's weights, from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+from ..drafting.draft_length import DraftPolicy
+from ..support.model_state import Part
+
+if TYPE_CHECKING:
+    from ..config import SelfSpeculativeConfig
+    from .refinement import Refinement
+
+__all__ = ["LearntPart"]
+
+_MOST_WEIGHTS = 16
+"""Sets of weights, as adapters are switched, of which what was learnt is retained."""
+
+
+class LearntPart(Part):
+    """Of a model: what was learnt of the weights in use.
+
+    Attributes:
+        policies: draft-length policies, by config, and for a batch by about how many rows it has.
+        refinements: drafts that improve themselves, by config.
+    """
+
+    def __init__(self) -> None:
+        self.policies: dict[Any, DraftPolicy] = {}
+        self.refinements: dict[SelfSpeculativeConfig, Refinement] = {}
+        self._of: tuple[Hashable, ...] = ()  # the weights in use; empty before the first call
+        self._of_others: dict[Hashable, tuple[dict[Any, DraftPolicy], dict[SelfSpeculativeConfig, Refinement]]] = {}
+
+    def drop(self) -> None:
+        self.policies, self.refinements, self._of, self._of_others = {}, {}, (), {}
+
+    def learn_of(self, weights: Hashable) -> None:
+        """Continue with what was learnt of these weights (with the adapters in use); of new ones nothing was.
+
+        Args:
+            weights: what tells them apart.
+        """
+        if self._of == (weights,):
+            return
+        found = self.policies, self.refinements
+        if self._of:
+            self._of_others[self._of[0]] = found
+            found = self._of_others.pop(weights, ({}, {}))
+            while len(self._of_others) >= _MOST_WEIGHTS:
+                del self._of_others[next(iter(self._of_others))]
+        self.policies, self.refinements = found
+        self._of = (weights,)
