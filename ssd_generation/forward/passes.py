@@ -43,6 +43,7 @@ from .rewrites import (
     use_bfloat16,
     use_native_rows,
 )
+from .rounding import agree, moved_embeddings
 from .sequences import use_kernel_lists
 from .skip_mode import SkipMode
 from .sublayers import layout_of
@@ -53,16 +54,7 @@ if TYPE_CHECKING:
 
     from ..config import SelfSpeculativeConfig
 
-__all__ = [
-    "CapturedPart",
-    "CapturedPasses",
-    "agree",
-    "captured_draft",
-    "captured_target",
-    "draft_of",
-    "moved_embeddings",
-    "skip_mode_of",
-]
+__all__ = ["CapturedPart", "CapturedPasses", "captured_draft", "captured_target", "draft_of", "skip_mode_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -328,18 +320,6 @@ class CapturedPasses:
             return bool(difference.norm() <= min(other, _MOST * spread * expected.numel() ** 0.5))
 
 
-def agree(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether logits `(1, n, V)` of two ways to run a pass differ by rounding at the most.
-
-    Args:
-        one, other: the logits.
-        dtype: that they were computed in; by default their own.
-    """
-    most = 1e-3 if (dtype or other.dtype) == torch.float32 else 0.1
-    one, other = one.float(), other.float()
-    return one.shape == other.shape and bool((one - other).abs().max() <= most * other.std())
-
-
 def _sensitivity(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, expected: torch.Tensor
 ) -> torch.Tensor:
@@ -347,14 +327,6 @@ def _sensitivity(
     moved = moved_embeddings(model, ids)
     logits = model(inputs_embeds=moved, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
     return (logits.float() - expected).norm()  # type: ignore[no-any-return]
-
-
-def moved_embeddings(model: PreTrainedModel, ids: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Embeddings of tokens `(B, n)`, rounded otherwise: by a unit in the last place at the most."""
-    embedded: torch.Tensor = model.get_input_embeddings()(ids)
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    noise = torch.rand(embedded.shape, generator=generator, device="cpu").to(embedded.device) * 2 - 1
-    return (embedded * (1 + torch.finfo(model.dtype).eps * noise).to(torch.float32)).to(model.dtype)
 
 
 def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:

@@ -34,6 +34,7 @@ from .fusing import Fusing
 from .recorded_pass import LONGEST_CHAIN, ChainInputs, Inputs, RecordedPass, Tokens
 from .replay import KINDS, Replays, Results, replays_on
 from .rewrites import share_results, use_rows
+from .rounding import agree_on_average
 from .skip_mode import SkipMode
 from .weights import fingerprint
 
@@ -72,10 +73,6 @@ _AHEAD = 2048
 
 _HALF = 0.5
 """Of the time that the rest of a text takes by the model's own code, what replaying saves at the least."""
-
-_TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.15
-"""Root mean square of the logits' difference over their standard deviation, at the most: a wrong mask or position comes
-to 1, rounding stays far below."""
 
 
 class ReplayedPasses:
@@ -413,7 +410,7 @@ class ReplayedPasses:
             layer.write(layer.end - count, *states)
         if found is None:
             return
-        self._tries.append(_agree(found[0], logits[:, -count:]))
+        self._tries.append(agree_on_average(found[0], logits[:, -count:]))
         if self._tries.count(False) > 1:
             self._give_up("they give other logits than the model")
         elif self.is_checked and self.replays.seconds:
@@ -450,15 +447,6 @@ def _simplify(model: PreTrainedModel, captured: CapturedPass) -> None:
 def _fuse(model: PreTrainedModel, captured: CapturedPass) -> None:
     share_results(captured)
     use_rows(captured, fused_rows())
-
-
-def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits are the same but for rounding."""
-    tolerance = _TOLERANCE if expected.dtype == torch.float32 else _TOLERANCE_HALF
-    got, expected = got.float(), expected.float()
-    if not bool(expected.isfinite().all()):
-        return torch.equal(got.isfinite(), expected.isfinite())
-    return bool((got - expected).square().mean().sqrt() <= tolerance * expected.std())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from ..forward import linears, row_by_row, state_layers
 from ..forward.capturable import does_something, forbid_capture, why_not_captured
 from ..forward.dropout import active_dropout
 from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
-from ..forward.passes import moved_embeddings
+from ..forward.rounding import distances, moved_embeddings
 from ..forward.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.sublayers import input_device
 from ..support.measurements import cached_measurement
@@ -352,17 +352,17 @@ def _difference(
     if len(drafted) != len(plain):
         return f"its passes over several tokens gave {len(drafted)} tokens instead of {len(plain)}"
     if model.dtype not in (torch.bfloat16, torch.float16):
-        return _too_far(model, _distances(plain, drafted).max(), _TOLERANCE)
+        return _too_far(model, distances(plain, drafted).max(), _TOLERANCE)
     # Rounding alone takes long texts apart here, in passes of another width. Of one width, it is no way out: a token's
     # logits hang on none behind it (but that there may be more of them for one expert).
-    others = _distances(drafted, decode(text.with_other_drafts(), True, in_step).logits).max()
+    others = distances(drafted, decode(text.with_other_drafts(), True, in_step).logits).max()
     # Where rounding decides between two experts, single tokens may lie apart.
-    apart = _distances(plain, drafted).median(dim=0).values.max()
+    apart = distances(plain, drafted).median(dim=0).values.max()
     if others <= _TOLERANCE and apart <= _TOLERANCE_HALF:
         return None
-    if not _distances(plain, decode(text, False, False).logits).max() <= _TOLERANCE:
+    if not distances(plain, decode(text, False, False).logits).max() <= _TOLERANCE:
         return "the same passes over the same tokens give other logits from call to call"
-    rounding = _distances(plain, [step[::2] for step in decode(text.beside_itself(), False, False).logits])
+    rounding = distances(plain, [step[::2] for step in decode(text.beside_itself(), False, False).logits])
 
     def allowed(least: float, rounding: torch.Tensor) -> float:
         return min(max(_TIMES_ROUNDING * float(rounding), least), _MOST_HALF)
@@ -376,7 +376,7 @@ def _difference(
     # On some processors torch rounds a single row by itself otherwise than rows beside each other, whatever these are.
     # Then passes of this library's own over one token are the ones to compare with.
     alone = decode(text.without_drafts(), True, in_step).logits
-    by_width = _distances(alone, drafted).median(dim=0).values.max()
+    by_width = distances(alone, drafted).median(dim=0).values.max()
     return None if by_width <= _TOLERANCE_HALF else reason
 
 
@@ -392,7 +392,7 @@ def _moved_by_rounding(model: PreTrainedModel, text: ForcedText) -> torch.Tensor
     except Exception:  # such as of a model that wants ids as well
         return torch.zeros((new, len(ids)), device="cpu")
     one, other = (list(logits.unbind(1))[:new] for logits in found)
-    return _distances(one, other).to("cpu", torch.float64)
+    return distances(one, other).to("cpu", torch.float64)
 
 
 def _too_far(model: nn.Module, apart: torch.Tensor, allowed: float) -> str | None:
@@ -401,21 +401,6 @@ def _too_far(model: nn.Module, apart: torch.Tensor, allowed: float) -> str | Non
         return None
     reason = "its pass over several tokens behind a cache gives other logits than passes over one"
     return f"{_quantised_by_pass(model)}{reason} (they lie {float(apart):.2g} standard deviations apart)"
-
-
-def _distances(plain: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Per step and row, how far the logits `(B, V)` of two runs lie apart, in standard deviations.
-
-    Infinite where one has numbers and the other has none.
-    """
-    distances = []
-    for one, two in zip(plain, other, strict=True):
-        finite = one.isfinite()
-        same = (finite == two.isfinite()).all(dim=-1)
-        a, b = (torch.where(finite, logits, 0.0).double() for logits in (one, two))
-        distance = (a - b).square().mean(dim=-1).sqrt() / a.std(dim=-1).clamp(min=1e-6)
-        distances.append(torch.where(same, distance.nan_to_num(torch.inf), torch.inf))
-    return torch.stack(distances)
 
 
 def _quantised_by_pass(model: nn.Module) -> str:
