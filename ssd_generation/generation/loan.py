@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from ..cache.layers import add_buffers, drop_buffers
-from ..cache.own_lists import hold_lists, release_lists
+from ..cache.own_lists import class_of, hold_lists, release_lists
 from ..cache.recurrent import REACH, keeps_states
 from ..cache.static import fill_static
+from ..decoding.loop_request import LoopRequest
 from ..decoding.outputs import SelfSpeculativeOutput
+from ..decoding.refusals import refuse_cache, why_not_in
 from ..forward.forward import Forward
 from ..forward.module_states import module_states
+from ..forward.offloaded import is_offloaded
+from ..forward.weights import WeightWatch, forget_stale
 from ..support.versions import CACHE
 
-__all__ = ["Loan"]
+__all__ = ["Loan", "suited_cache"]
 
 _HISTORY = 160
 """Tokens by which a row of a batch may lead when a sliding window's cache is to be rolled back (decoding/rows.py)."""
@@ -33,6 +37,7 @@ class Loan:
     Args:
         model: the target model.
         cache: the cache of the call.
+        request: of the call.
         batch: rows, B.
         is_returned: whether the caller sees the cache afterwards.
         static: the static cache that the caller sees in its place, where one was asked for.
@@ -40,11 +45,20 @@ class Loan:
     Attributes:
         forward: the passes of the call, once there are any.
         has_states: whether the cache keeps recurrent states.
+        watch: of the model's weights.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: Cache, batch: int, is_returned: bool, static: StaticCache | None
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        request: LoopRequest,
+        batch: int,
+        is_returned: bool,
+        static: StaticCache | None,
     ) -> None:
+        # Weights that are offloaded change all along.
+        self.watch = WeightWatch(model, looks=request.has_code_of_the_users and not is_offloaded(model))
         self.forward: Forward | None = None
         self.has_states = False
         self._model, self._cache, self._batch = model, cache, batch
@@ -63,6 +77,10 @@ class Loan:
             self._end()
             raise
         return self
+
+    def forget_stale(self) -> None:
+        """Free what was made of weights or modules that the model no longer has."""
+        forget_stale(self._model)
 
     def restore_states(self) -> None:
         """Put back the states that modules held at first: passes that measure something leave others."""
@@ -97,3 +115,30 @@ class Loan:
             self.forward.end(cache, keeps=self._is_returned)
         if self._is_returned:
             drop_buffers(cache)
+
+
+def suited_cache(model: PreTrainedModel, cache: Any, is_users: bool) -> tuple[Any, StaticCache | None, str | None]:
+    """Exchange a cache that rejected tokens cannot be taken out of, where it is not the user's.
+
+    Args:
+        model: the target model.
+        cache: that transformers has prepared; `None` where the model makes one in its first pass.
+        is_users: whether the user passed it in.
+
+    Returns:
+        The cache to decode with; the static one that the caller is to get in its place, if one was asked for; and why
+        nothing can be drafted with it, or `None`.
+
+    Raises:
+        ValueError: it is a cache that `self_speculative` cannot be combined with.
+    """
+    static, kind = None, class_of(model)
+    if cache is None and kind is not None:
+        cache = kind()  # as the model itself makes one in its first pass
+    if not is_users and isinstance(cache, StaticCache) and not cache.offloading:
+        # Nothing has been allocated for it yet. Passes stand behind a cache of this library's own.
+        static, cache = cache, DynamicCache(config=model.config.get_text_config(decoder=True))
+    refusal = why_not_in(cache, kind)
+    if refusal is None:
+        refuse_cache(model, cache)
+    return cache, static, refusal

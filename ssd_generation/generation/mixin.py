@@ -13,12 +13,15 @@ from ..decoding.outputs import SelfSpeculativeOutput
 from ..decoding.refusals import CannotDraft, refuse_what_cannot_be
 from ..decoding.statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
 from ..support.versions import cache_argument
-from ..tuning.model_check import ModelCheck
-from .call import Call, check, current_call, prepare, under_way
+from .current import current_call, under_way
+from .prepare import check, prepare
 from .request import Request, SelfSpeculativeRequest, refuse_without_drafts, warn_if_nothing_drafts
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
+
+    from ..tuning.model_check import ModelCheck
+    from .call import Call
 
 __all__ = ["SelfSpeculativeMixin", "enabled_class", "original_class"]
 

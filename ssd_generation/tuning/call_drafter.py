@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..drafting.cost_aware import CostAwarePolicy
 from ..drafting.draft_length import DraftPolicy
+from ..drafting.drafter import CheckedDrafter, Drafter
 from ..drafting.policies import make_policy
-from ..drafting.self_drafter import SelfDrafter, self_drafter
+from ..drafting.self_drafter import self_drafter
 from ..forward.forward import Forward
 from ..forward.offloaded import is_offloaded
 from ..forward.sublayers import input_device
@@ -30,17 +31,20 @@ __all__ = ["BetweenRounds", "call_drafter", "policy_of", "refinement_of"]
 
 
 def call_drafter(
-    forward: Forward, config: SelfSpeculativeConfig, generation_config: GenerationConfig, batch: int
-) -> tuple[SelfDrafter, BetweenRounds | None]:
-    """Build the drafter of a call and, if `config.adapt`, its online refinement.
+    forward: Forward, draft_by: SelfSpeculativeConfig | Drafter, generation_config: GenerationConfig, batch: int
+) -> tuple[Drafter, BetweenRounds | None]:
+    """Build the drafter of a call and, if its config says `adapt`, its online refinement.
 
     Args:
         forward: the model's passes.
-        config: what to draft with and how far.
+        draft_by: what to draft with and how far; or a drafter of the user's own.
         generation_config: the prepared generation config of the call.
         batch: rows, B.
     """
     model = forward.model
+    if isinstance(draft_by, Drafter):
+        return CheckedDrafter(draft_by, int(model.get_input_embeddings().weight.shape[0])), None
+    config = draft_by
     # Each judgement would read all offloaded weights, where the draft reads none.
     adapts = config.adapt and not (config.precision and is_offloaded(model))
     refinement = refinement_of(model, config) if adapts else None

@@ -1,0 +1,30 @@
+"""Which self-speculative call is under way on this thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .call import Call
+
+__all__ = ["current_call", "under_way"]
+
+_CALL: ContextVar[Call | None] = ContextVar("ssd_generation_call", default=None)
+
+
+def current_call() -> Call | None:
+    """The call under way on this thread."""
+    return _CALL.get()
+
+
+@contextmanager
+def under_way(call: Call | None) -> Iterator[None]:
+    """Have a call under way; `None`: a plain call, maybe from inside of another, such as from a logits processor."""
+    token = _CALL.set(call)
+    try:
+        yield
+    finally:
+        _CALL.reset(token)

@@ -1,0 +1,53 @@
+"""Calls that decode without drafts, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..decoding.ends import end_tokens
+from ..decoding.loop_request import LoopRequest
+from ..decoding.statistics import SpeculationStatistics
+from ..support.warn import warn_once
+
+__all__ = ["TOO_SHORT", "decode_plainly"]
+
+TOO_SHORT = "it asks for so few tokens that none of them can be drafted"
+
+
+def decode_plainly(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    request: LoopRequest,
+    sample: Callable[[], Any],
+    refusal: str,
+) -> Any:
+    """Decode as transformers does, and note why.
+
+    Args:
+        model: the target model.
+        input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts.
+        request: what transformers' loop is asked for.
+        sample: transformers' own loop.
+        refusal: why nothing is drafted.
+
+    Returns:
+        What transformers' loop returns.
+
+    Warns:
+        Once per model and reason, unless the call was too short for a draft anyway.
+    """
+    if refusal != TOO_SHORT:
+        warn_once(model, f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.")
+    started, prompt = time.perf_counter(), input_ids.shape[1]
+    output = sample()
+    seconds = time.perf_counter() - started
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    model.last_speculation = SpeculationStatistics.of_plain(  # type: ignore[assignment]
+        sequences[:, prompt:].tolist(), prompt, end_tokens(request.criteria), refusal, seconds
+    )
+    return output

@@ -1,0 +1,91 @@
+"""How a call begins: what it drafts with, and whether its model can draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from ..forward.adapters import weights_in_use
+from ..support.model_state import state_of
+from ..support.once import looking_once
+from ..tuning.learnt import LearntPart
+from ..tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_model
+from .call import Call
+from .current import under_way
+from .plain import TOO_SHORT
+from .request import Request
+
+__all__ = ["check", "prepare"]
+
+
+def prepare(request: Request, generate: Callable[..., Any]) -> Call:
+    """Find out what a call drafts with, and whether its model can draft.
+
+    Args:
+        request: what was asked for.
+        generate: the `generate` of the model's own class.
+
+    Raises:
+        ValueError, TypeError: as `Request.resolve`.
+    """
+    model, tokenizer = request.model, request.kwargs.get("tokenizer")
+    call = Call(model, request, check_batch=partial(check, model, generate, is_batch=True))
+    # What is measured or checked here is no part of a call that is under way.
+    with under_way(None), looking_once():
+        if not request.is_auto:
+            request.resolve()
+        if request.is_short:
+            call.refusal = TOO_SHORT
+            return call
+        state_of(model).get(LearntPart).learn_of(weights_in_use(model))
+        call.refusal = check(model, generate, tokenizer=tokenizer, exactness=request.exactness).refusal
+        if request.is_auto and call.refusal is None:
+            request.resolve()
+    return call
+
+
+def check(
+    model: PreTrainedModel,
+    generate: Callable[..., Any],
+    is_batch: bool = False,
+    tokenizer: Any = None,
+    exactness: str | None = None,
+) -> ModelCheck:
+    """Find out whether tokens of a model can be verified several at a time (tuning/model_check.py).
+
+    Args:
+        model: the target model.
+        generate: the `generate` of its own class.
+        is_batch: more than one row.
+        tokenizer: of the call, for models whose `generate` wants one.
+        exactness: that was asked for.
+    """
+
+    def decode(tried: PreTrainedModel, text: ForcedText, is_drafted: bool, in_step: bool) -> Any:
+        script = ScriptedDrafts(text) if is_drafted else None
+        call = Call(tried, script=script, exactness=exactness, in_step=in_step)
+        with under_way(call if is_drafted else None):
+            # Whatever the model's own generation config says.
+            return generate(
+                **text.arguments(),
+                max_new_tokens=text.most_tokens,
+                do_sample=False,
+                num_beams=1,
+                num_return_sequences=1,
+                guidance_scale=1.0,
+                use_cache=True,
+                prefill_chunk_size=None,
+                output_attentions=False,
+                output_hidden_states=False,
+                output_scores=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                logits_processor=LogitsProcessorList([text.processor()]),
+                stopping_criteria=StoppingCriteriaList([text.ends]),
+                tokenizer=tokenizer,
+            )
+
+    return check_model(model, is_batch, decode, exactness)
