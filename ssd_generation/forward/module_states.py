@@ -173,10 +173,10 @@ def module_states(model: PreTrainedModel) -> ModuleStates | None:
         model: the target model.
     """
     state = state_of(model).get(ModuleStatesPart)
-    if state.module_states is None:
+    if not state.module_states:
         held = holders(model)
         state.module_states = (ModuleStates(held) if held else None,)
-    return state.module_states[0]  # type: ignore[no-any-return]
+    return state.module_states[0]
 
 
 def mode_of_states(model: PreTrainedModel) -> SkipMode | None:
