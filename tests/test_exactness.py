@@ -17,8 +17,8 @@ from ssd_generation.forward import passes
 from ssd_generation.forward.cache_attention import CacheAttention
 from ssd_generation.forward.forward import Forward
 from ssd_generation.forward.invariant import WIDTHS, Invariant
+from ssd_generation.forward.pass_plan import PassPlan
 from ssd_generation.forward.passes import CapturedPasses
-from ssd_generation.forward.plan import PassPlan
 from ssd_generation.native.compiler import why_not
 from ssd_generation.support.timing import Stopwatch
 from ssd_generation.tuning import exactness

@@ -1,4 +1,4 @@
-"""How passes are run: one plan for each call (tuning/plan.py)."""
+"""How passes are run: one plan for each call (tuning/plan_passes.py)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from ssd_generation import SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.invariant import WIDTHS, Invariant
-from ssd_generation.forward.plan import EAGER, PassPlan
+from ssd_generation.forward.pass_plan import EAGER, PassPlan
 from ssd_generation.tuning import plan
-from ssd_generation.tuning.plan import plan_passes
+from ssd_generation.tuning.plan_passes import plan_passes
 from tiny_models import prompt, tiny_model
 
 INVARIANT = Invariant("linear", WIDTHS)

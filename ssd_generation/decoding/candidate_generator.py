@@ -14,7 +14,7 @@ from ..drafting.draft_length import DraftPolicy
 from ..drafting.drafter import Draft
 from ..drafting.self_drafter import self_drafter
 from ..forward.forward import Context, Forward
-from ..forward.plan import EAGER
+from ..forward.pass_plan import EAGER
 from ..forward.positions import most_positions
 from ..support.tensors import argmax
 from ..support.versions import cache_argument

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from ..config import SelfSpeculativeConfig
 from .context import Context
 from .draft_passes import DraftForward, DraftPasses
-from .plan import PassPlan
+from .pass_plan import PassPlan
 from .recorded_pass import Tokens
 from .runners import CapturedRunner, EagerRunner, GraphRunner, WholeText
 from .sublayers import input_device

@@ -20,8 +20,8 @@ from ..support.versions import cache_argument
 from .context import Context
 from .few_rows import MOST_ROWS, few_rows
 from .module_states import mode_of_states
+from .pass_plan import PassPlan
 from .passes import CapturedPasses, captured_target
-from .plan import PassPlan
 from .recorded_pass import Tokens
 from .replayed import ReplayedPasses, replayed_target
 from .rounding import agree

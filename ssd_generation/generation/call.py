@@ -18,7 +18,7 @@ from ..forward.forward import Forward
 from ..support.once import looking_once
 from ..support.versions import cache_argument
 from ..tuning.call_drafter import call_drafter
-from ..tuning.plan import plan_passes
+from ..tuning.plan_passes import plan_passes
 from .loan import Loan, suited_cache
 from .plain import decode_plainly
 from .request import Request

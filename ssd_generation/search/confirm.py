@@ -16,7 +16,7 @@ from ..generation import enable_self_speculative
 from ..harness.interleaved import Timings, interleaved, timed
 from ..harness.methods import PLAIN
 from ..tuning.acceptance import Acceptance
-from ..tuning.plan import plan_passes
+from ..tuning.plan_passes import plan_passes
 from .calibration import generate_greedily
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from ..support.messages import shown
 from ..support.reading import PROFILE, read_json
 from ..tuning.costs import LONGEST_VERIFIED, Passes
 from ..tuning.measuring import describe_machine, time_in_turns
-from ..tuning.plan import plan_passes
+from ..tuning.plan_passes import plan_passes
 from .space import KEEP
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ..config.values import SECONDS
 from ..forward.forward import Context, Forward
 from ..forward.low_bit import copies_of
 from ..forward.offloaded import is_offloaded, streamed_bytes
-from ..forward.plan import PassPlan
+from ..forward.pass_plan import PassPlan
 from ..forward.positions import cut_to_table
 from ..forward.replayed import NARROWER, GraphPart, replayed_target
 from ..forward.resident import drafting_model
@@ -39,7 +39,7 @@ from ..support.tensors import argmax
 from ..support.timing import Stopwatch
 from ..support.versions import cache_argument
 from .measuring import describe_machine, describe_model, time_in_turns
-from .plan import plan_passes
+from .plan_passes import plan_passes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -24,8 +24,8 @@ from ..config.values import NUMERIC
 from ..forward.capturable import why_not_captured
 from ..forward.forward import Context, Forward
 from ..forward.invariant import LINEARS, NATIVE, REPLAYED, WIDTHS, Invariant
+from ..forward.pass_plan import PassPlan
 from ..forward.passes import captured_target
-from ..forward.plan import PassPlan
 from ..forward.positions import cut_to_table
 from ..forward.recorded_pass import Tokens
 from ..forward.replayed import ReplayedPasses, replayed_target, why_not_replayed

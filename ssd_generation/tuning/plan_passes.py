@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config.values import BITWISE, NUMERIC
-from ..forward.plan import PassPlan
+from ..forward.pass_plan import PassPlan
 from ..support.warn import warn_once
 from .exactness import invariant_of, invariant_to_check
 
