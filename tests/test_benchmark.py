@@ -12,12 +12,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from lab import batches, kernels, overhead
+from lab.batches import measure_batches
+from lab.kernels import measure_kernels
+from lab.memory import measure_memory
+from lab.overhead import measure_overhead
 from ssd_generation import SkipConfig, enable_self_speculative
-from ssd_generation.benchmark import batches, kernels, overhead
-from ssd_generation.benchmark.batches import measure_batches
-from ssd_generation.benchmark.kernels import measure_kernels
-from ssd_generation.benchmark.memory import measure_memory
-from ssd_generation.benchmark.overhead import measure_overhead
 from ssd_generation.harness.prompts import Prompt
 from ssd_generation.native.sequence import KernelList
 from tiny_models import tiny_model

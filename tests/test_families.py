@@ -12,9 +12,9 @@ import torch
 import transformers
 from packaging.version import Version
 
+from lab import families
+from lab.families import COLUMNS, Row, build, known_families, page, tiny_config, try_family
 from ssd_generation import enable_self_speculative
-from ssd_generation.benchmark import families
-from ssd_generation.benchmark.families import COLUMNS, Row, build, known_families, page, tiny_config, try_family
 
 # Found lossless with transformers 5.23. A family leaves this list only with transformers.
 _LOSSLESS = """

@@ -1,4 +1,4 @@
-"""Quantised models and adapters in every form of `benchmark.targets`, as tiny models: the same text, however drafted.
+"""Quantised models and adapters in every form of `lab.targets`, as tiny models: the same text, however drafted.
 
 What needs a library that is not installed is left out.
 """
@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
+from lab import targets
+from lab.targets import COLUMNS, TARGETS, Row, Target, page, try_target
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
-from ssd_generation.benchmark import targets
-from ssd_generation.benchmark.targets import COLUMNS, TARGETS, Row, Target, page, try_target
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.automatic import DRAFT_MEMORY_OF_QUANTISED, usual_budget, weight_bytes
 from test_models import write_gguf

@@ -576,7 +576,7 @@ def test_texts_of_tests_are_the_models_own() -> None:
 
 
 def test_estimators_are_compared_with_generation() -> None:
-    from ssd_generation.search.estimators import ESTIMATORS, compare_estimators, random_skips
+    from lab.estimators import ESTIMATORS, compare_estimators, random_skips
 
     model = model_of()
     texts = calibrate(model, TOKENIZER, [Prompt("a", "x", "the rain"), Prompt("b", "x", "a river")], new_tokens=24)

@@ -1,6 +1,6 @@
 """Several texts at once, which go through the model's own code together: this library's ways beside plain `generate`.
 
-    python -m ssd_generation.benchmark.batches [--model FOLDER] [--dtype bfloat16] [--rows 1 2 4 8] [--new-tokens 48]
+    python -m tests.lab.batches [--model FOLDER] [--dtype bfloat16] [--rows 1 2 4 8] [--new-tokens 48]
                                                [--repeats 3] [--json]
 
 Prompts of the package of at most 128 tokens, padded at the left, the categories in turn; methods take turns, too.
@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from ..config import DraftingConfig, SelfSpeculativeConfig
-from ..generation import enable_self_speculative
-from ..harness.interleaved import Timings, greedy_options, interleaved, spread, timed
-from ..harness.prompts import encode_prompt, load_prompts
-from ..models import load_model
-from ..support.machine import cpu_name
+from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.interleaved import Timings, greedy_options, interleaved, spread, timed
+from ssd_generation.harness.prompts import encode_prompt, load_prompts
+from ssd_generation.models import load_model
+from ssd_generation.support.machine import cpu_name
+
 from .tables import versions
 
 __all__ = ["METHODS", "measure_batches"]
@@ -109,7 +110,7 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command line; `None` for that of the process.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.batches",
+        prog="python -m tests.lab.batches",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Which of the model families that the installed transformers knows can be decoded, and in which ways.
 
-    python -m ssd_generation.benchmark.families [--only NAME ...] [--json] [--rows FOLDER] [-o docs/models.md]
+    python -m tests.lab.families [--only NAME ...] [--json] [--rows FOLDER] [-o docs/models.md]
 
 Each family is built as a tiny random model from its config class, and its text with `self_speculative=` is held against
 that of plain `generate`. What is tried are a family's layers, cache and masks, not trained weights, and nothing is
@@ -38,12 +38,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from ..config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
-from ..forward.sublayers import layout_of
-from ..generation import enable_self_speculative
-from ..support.display import for_markdown
-from ..support.files import write_whole
-from ..support.messages import clipped
+from ssd_generation.config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.support.display import for_markdown
+from ssd_generation.support.files import write_whole
+from ssd_generation.support.messages import clipped
+
 from .pictures import Picture, find_picture
 from .tables import CRASHED, WRONG, YES, Notes, counted, is_refusal, judged, kept_rows, kind_of, short, versions
 
@@ -658,7 +659,7 @@ text with `self_speculative=` that of plain `generate`? This page is written by 
 another version of this library may give another one:
 
 ```bash
-python -m ssd_generation.benchmark.families -o docs/models.md
+python -m tests.lab.families -o docs/models.md
 ```
 
 A family is built from its config class with {layers} layers and sizes of a few dozen, in float32 on a CPU. That tries
@@ -797,7 +798,7 @@ def main(words: Sequence[str] | None = None) -> None:
         SystemExit: of status 1 where a text is another one, so that nobody overlooks it.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.families",
+        prog="python -m tests.lab.families",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """One model in every form in which its weights may be held, quantised or with adapters, and in which ways each drafts.
 
-    python -m ssd_generation.benchmark.targets --model FOLDER [--gguf FILE] [--only NAME ...]
+    python -m tests.lab.targets --model FOLDER [--gguf FILE] [--only NAME ...]
                                                [--rows FOLDER] [-o docs/quantised.md]
 
 Each form's text with `self_speculative=` is held against that of the same form without. A form whose library is not
@@ -27,13 +27,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from ..config import Costs, DraftingConfig, SelfSpeculativeConfig, SkipConfig
-from ..forward.row_by_row import row_by_row
-from ..generation import enable_self_speculative, why_no_drafts
-from ..support.files import write_whole
-from ..support.machine import cpu_name
-from ..support.model_state import state_of
-from ..support.versions import CACHE
+from ssd_generation.config import Costs, DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.forward.row_by_row import row_by_row
+from ssd_generation.generation import enable_self_speculative, why_no_drafts
+from ssd_generation.support.files import write_whole
+from ssd_generation.support.machine import cpu_name
+from ssd_generation.support.model_state import state_of
+from ssd_generation.support.versions import CACHE
+
 from .tables import WRONG, Notes, counted, judged, kept_rows, kind_of, short, versions
 
 __all__ = ["COLUMNS", "TARGETS", "Row", "page", "try_target"]
@@ -400,7 +401,7 @@ One model in every form in which its weights may be held: is its text with `self
 without? This page is written by a command; another machine or other versions may give another one:
 
 ```bash
-python -m ssd_generation.benchmark.targets --model FOLDER --gguf FILE -o docs/quantised.md
+python -m tests.lab.targets --model FOLDER --gguf FILE -o docs/quantised.md
 ```
 
 The columns, {tokens} new tokens each. Low-bit copies are made of what a form's layers compute with, whatever they are
@@ -469,7 +470,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     names = [target.name for target in TARGETS]
     parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.targets",
+        prog="python -m tests.lab.targets",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 import transformers
 
-from ..config import SkipConfig
-from ..harness.run_folder import RunFolder
-from ..support.display import for_markdown
-from ..support.messages import clipped
+from ssd_generation.harness.run_folder import RunFolder
+from ssd_generation.support.display import for_markdown
+from ssd_generation.support.messages import clipped
 
 __all__ = [
     "CRASHED",
     "KINDS",
-    "PACKAGE",
     "WRONG",
     "YES",
     "Notes",
@@ -35,9 +33,6 @@ __all__ = [
     "short",
     "versions",
 ]
-
-# The name of a module is another one where it is run by `python -m`.
-PACKAGE = SkipConfig.__module__.partition(".")[0]
 
 YES, WRONG = "yes", "WRONG"
 CRASHED = "crashed: "
@@ -63,7 +58,7 @@ def is_refusal(error: BaseException) -> bool:
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
     module = "" if frames is None else frames.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError) and module.partition(".")[0] == PACKAGE
+    return isinstance(error, ValueError) and module.partition(".")[0] == "ssd_generation"
 
 
 def judged(model: Any, plain: torch.Tensor, decode: Callable[[], torch.Tensor]) -> tuple[str, int]:

@@ -1,7 +1,7 @@
 """Search methods side by side: what each finds, and how many forward passes of the model it takes.
 
-    python -m ssd_generation.search.methods [--model demo] -o FOLDER [--methods default,paper,…] [--trials 120]
-    python -m ssd_generation.search.methods --beside FOLDER… -o FOLDER
+    python -m tests.lab.search_methods [--model demo] -o FOLDER [--methods default,paper,…] [--trials 120]
+    python -m tests.lab.search_methods --beside FOLDER… -o FOLDER
 
 All methods use the same texts and the same costs. The best draft of each is judged on held-out texts, and timed in
 generation, all of them in turns with plain decoding. Each method is a study in one SQLite file of the folder, so that
@@ -21,22 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from ..forward.low_bit import drop_copies
-from ..models import load_model
-from ..support.display import for_markdown, visible
-from ..support.files import replacing, write_whole
-from ..support.reading import RESULT, read_json
-from ..tuning.acceptance import judge_all
-from ..tuning.automatic import DRAFT_MEMORY
-from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
-from .confirm import confirm
-from .plots import plot_methods
-from .profile import CostProfile, measure_profile
-from .settings import CalibrationSettings, SearchSettings, check_sampler
-from .space import Space, space_of
-from .storage import storage_of, storage_to_read
-from .study import Search, explain_unreadable, found_config, open_study, tried_in
-from .trials import Found, Tried, acceptance_rate, mean_acceptance, predicted_speedup
+from ssd_generation.forward.low_bit import drop_copies
+from ssd_generation.models import load_model
+from ssd_generation.search.calibration import Calibration, calibrate, calibration_prompts, describe_weights
+from ssd_generation.search.confirm import confirm
+from ssd_generation.search.plots import plot_methods
+from ssd_generation.search.profile import CostProfile, measure_profile
+from ssd_generation.search.settings import CalibrationSettings, SearchSettings, check_sampler
+from ssd_generation.search.space import Space, space_of
+from ssd_generation.search.storage import storage_of, storage_to_read
+from ssd_generation.search.study import Search, explain_unreadable, found_config, open_study, tried_in
+from ssd_generation.search.trials import Found, Tried, acceptance_rate, mean_acceptance, predicted_speedup
+from ssd_generation.support.display import for_markdown, visible
+from ssd_generation.support.files import replacing, write_whole
+from ssd_generation.support.reading import RESULT, read_json
+from ssd_generation.tuning.acceptance import judge_all
+from ssd_generation.tuning.automatic import DRAFT_MEMORY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -277,7 +277,7 @@ def _methods_named(named: str | None) -> list[str]:
 
 def main() -> None:
     """Search by all methods, and write the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m ssd_generation.search.methods", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.lab.search_methods", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("-o", "--output", required=True, type=Path)

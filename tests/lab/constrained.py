@@ -1,6 +1,6 @@
 """What drafting gains in text that a grammar constrains: JSON by a schema, with xgrammar and outlines.
 
-    python -m ssd_generation.benchmark.constrained [--model FOLDER] [--dtype bfloat16] [--new-tokens 96] [--repeats 2]
+    python -m tests.lab.constrained [--model FOLDER] [--dtype bfloat16] [--new-tokens 96] [--repeats 2]
                                                    [--json]
 
 Three requests of the package's own, each with each library; methods are interleaved. A matcher follows one text, so
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from ..generation import enable_self_speculative
-from ..harness.interleaved import Timings, greedy_options, interleaved, spread, timed
-from ..harness.prompts import encode_prompt
-from ..models import load_model
-from ..support.machine import cpu_name
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.interleaved import Timings, greedy_options, interleaved, spread, timed
+from ssd_generation.harness.prompts import encode_prompt
+from ssd_generation.models import load_model
+from ssd_generation.support.machine import cpu_name
+
 from .batches import METHODS
 from .tables import versions
 
@@ -165,7 +166,7 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command line; `None` for that of the process.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.constrained",
+        prog="python -m tests.lab.constrained",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

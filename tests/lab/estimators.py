@@ -1,6 +1,6 @@
 """How well acceptance rates that are estimated in one forward pass predict those of real generation.
 
-    python -m ssd_generation.search.estimators [--model demo] [--sets 30] [--texts 6] [--new-tokens 32]
+    python -m tests.lab.estimators [--model demo] [--sets 30] [--texts 6] [--new-tokens 32]
 
 Random skip sets of one to eight sub-layers (not those at either end of the model, whose drafts are never accepted) are
 judged by several estimators, and measured in generation with a fixed draft length on the same prompts.
@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..config import SelfSpeculativeConfig, SkipConfig
-from ..decoding.verified_text import VerifiedText
-from ..forward.sublayers import locate_sublayers
-from ..models import load_model
-from ..tuning.acceptance import Acceptance, judge, judge_rounds
-from ..tuning.measuring import describe_machine
-from ..tuning.speedup import expected_tokens
-from .calibration import Calibration, calibrate, calibration_prompts
-from .confirm import generated_acceptance
+from ssd_generation.config import SelfSpeculativeConfig, SkipConfig
+from ssd_generation.decoding.verified_text import VerifiedText
+from ssd_generation.forward.sublayers import locate_sublayers
+from ssd_generation.models import load_model
+from ssd_generation.search.calibration import Calibration, calibrate, calibration_prompts
+from ssd_generation.search.confirm import generated_acceptance
+from ssd_generation.tuning.acceptance import Acceptance, judge, judge_rounds
+from ssd_generation.tuning.measuring import describe_machine
+from ssd_generation.tuning.speedup import expected_tokens
 
 __all__ = ["ESTIMATORS", "compare_estimators", "random_skips"]
 
@@ -142,7 +142,7 @@ def _tokens(acceptance: Acceptance, draft_length: int) -> float:
 
 def main() -> None:
     """Print the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m ssd_generation.search.estimators", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.lab.estimators", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--sets", type=int, default=30)
     parser.add_argument("--texts", type=int, default=6)

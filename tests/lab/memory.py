@@ -1,6 +1,6 @@
 """Peak memory of a self-speculative call beside a plain one.
 
-    python -m ssd_generation.benchmark.memory [--model demo] [--context 2000] [--new-tokens 64] [--draft-length 5]
+    python -m tests.lab.memory [--model demo] [--context 2000] [--new-tokens 64] [--draft-length 5]
 
 Counts the bytes of all tensors alive at the same time, minus those that were alive before the call.
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
-from ..generation import enable_self_speculative
-from ..harness.memory import peak_bytes
-from ..models import load_model
-from ..support.versions import CACHE
-from ..tuning.automatic import weight_bytes
+from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.memory import peak_bytes
+from ssd_generation.models import load_model
+from ssd_generation.support.versions import CACHE
+from ssd_generation.tuning.automatic import weight_bytes
 
 __all__ = ["measure_memory"]
 
@@ -74,7 +74,7 @@ def measure_memory(
 def main() -> None:
     """The command of the module's docstring."""
     parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.memory",
+        prog="python -m tests.lab.memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

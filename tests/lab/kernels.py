@@ -1,6 +1,6 @@
 """Where the milliseconds of a pass go, and how fast its kernels read the weights, beside memory and torch's kernels.
 
-    python -m ssd_generation.benchmark.kernels [--model demo] [--dtype float32] [--rows 1 2 4 8] [--repeats 7] [--json]
+    python -m tests.lab.kernels [--model demo] [--dtype float32] [--rows 1 2 4 8] [--repeats 7] [--json]
 
 Passes of the whole model and of drafts in int8 and int4 (LM head too), over so many tokens behind 64. Each is timed as
 it is and then in parts: the kernels of one kind one after the other, without the others. What is left of a pass is
@@ -22,16 +22,16 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..config import PrecisionConfig, SelfSpeculativeConfig
-from ..forward.invariant import WIDTHS, Invariant
-from ..forward.passes import CapturedPasses, captured_target, draft_of
-from ..generation import enable_self_speculative
-from ..models import load_model
-from ..native.compiler import why_not
-from ..native.linear import NativeLinear
-from ..native.sequence import KernelList
-from ..tuning.costs import Passes
-from ..tuning.measuring import describe_machine
+from ssd_generation.config import PrecisionConfig, SelfSpeculativeConfig
+from ssd_generation.forward.invariant import WIDTHS, Invariant
+from ssd_generation.forward.passes import CapturedPasses, captured_target, draft_of
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.models import load_model
+from ssd_generation.native.compiler import why_not
+from ssd_generation.native.linear import NativeLinear
+from ssd_generation.native.sequence import KernelList
+from ssd_generation.tuning.costs import Passes
+from ssd_generation.tuning.measuring import describe_machine
 
 __all__ = ["measure_kernels"]
 
@@ -238,7 +238,7 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     """The command of the module's docstring."""
     parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.kernels",
+        prog="python -m tests.lab.kernels",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

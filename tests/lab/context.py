@@ -1,6 +1,6 @@
 """The cost of a draft step and of a round as the context grows, relative to a plain step.
 
-    python -m ssd_generation.benchmark.context [--model demo] [--contexts 128 512 2048 8000] [--draft-length 2]
+    python -m tests.lab.context [--model demo] [--contexts 128 512 2048 8000] [--draft-length 2]
 
 All passes are timed in turns, after one prefix of random tokens; times are medians in milliseconds. "transformers" is a
 step of its own plain decoding (its cache copies all keys and values for each token), "plain step" one of this library's
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from ..generation import enable_self_speculative
-from ..harness.interleaved import interleaved
-from ..models import load_model
-from ..support.versions import CACHE
-from ..tuning.costs import Passes
-from ..tuning.measuring import describe_machine
+from ssd_generation.config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.interleaved import interleaved
+from ssd_generation.models import load_model
+from ssd_generation.support.versions import CACHE
+from ssd_generation.tuning.costs import Passes
+from ssd_generation.tuning.measuring import describe_machine
 
 __all__ = ["measure_contexts"]
 

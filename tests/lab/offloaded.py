@@ -1,6 +1,6 @@
 """A model whose weights are on the disk, with memory for less than them: plain decoding and this library's, in turns.
 
-    python -m ssd_generation.benchmark.offloaded --model FOLDER [--memory 3.3] [--tokens 48] [--json]
+    python -m tests.lab.offloaded --model FOLDER [--memory 3.3] [--tokens 48] [--json]
 
 Prompts take turns, plain decoding and `self_speculative="auto"` of each, and the texts are compared. The memory is held
 back by a control group (version 1 or 2, Linux, root), in which the page cache counts: otherwise the disk would be
@@ -32,12 +32,11 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..forward.offloaded import sources_of, streamed_bytes
-from ..forward.resident import FOLDER
-from ..generation import enable_self_speculative
-from ..support.machine import cpu_name
-from ..support.model_state import state_of
-from .tables import PACKAGE
+from ssd_generation.forward.offloaded import sources_of, streamed_bytes
+from ssd_generation.forward.resident import FOLDER
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.support.machine import cpu_name
+from ssd_generation.support.model_state import state_of
 
 __all__ = ["memory_group", "run"]
 
@@ -213,7 +212,7 @@ def _copy(options: argparse.Namespace) -> None:
 
 
 def _child(options: argparse.Namespace, group: Path | None, what: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", f"{PACKAGE}.benchmark.offloaded", "--model", options.model]
+    arguments = [sys.executable, "-m", "tests.lab.offloaded", "--model", options.model]
     arguments += ["--child", what, "--folder", options.folder, "--dtype", options.dtype]
     for name in ("tokens", "prompts", "threads"):
         arguments += [f"--{name}", str(getattr(options, name))]

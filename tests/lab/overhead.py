@@ -1,6 +1,6 @@
 """What the loops cost beside the model's own passes: this library's and transformers' assisted decoding, in one run.
 
-    python -m ssd_generation.benchmark.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5]
+    python -m tests.lab.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5]
     [--json]
 
 The draft skips nothing (an empty skip set here, the model as its own `assistant_model` there), so both accept all
@@ -23,11 +23,11 @@ import torch
 import transformers
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
-from ..drafting.self_drafter import SelfDrafter
-from ..generation import enable_self_speculative
-from ..harness.interleaved import greedy_options, interleaved
-from ..models import load_model
+from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.drafting.self_drafter import SelfDrafter
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.interleaved import greedy_options, interleaved
+from ssd_generation.models import load_model
 
 __all__ = ["measure_overhead"]
 
@@ -225,7 +225,7 @@ def measure_overhead(
 def main() -> None:
     """The command of the module's docstring."""
     parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.overhead",
+        prog="python -m tests.lab.overhead",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
