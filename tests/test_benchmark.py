@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lab import batches, kernels, overhead
+from lab import batches, kernels, overhead, side_by_side
 from lab.batches import measure_batches
 from lab.kernels import measure_kernels
 from lab.memory import measure_memory
@@ -52,7 +52,8 @@ def test_batches_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     model = tiny_model()
     texts = ["a prompt", "one that is too long " * 10, "another one", "and a third"]
     monkeypatch.setattr(batches, "load_prompts", lambda: [Prompt(text, "some", text) for text in texts])
-    monkeypatch.setattr(batches, "METHODS", {name: batches.METHODS[name] for name in ("plain", "nothing", "lookup")})
+    methods = {name: side_by_side.METHODS[name] for name in ("plain", "nothing", "lookup")}
+    monkeypatch.setattr(side_by_side, "METHODS", methods)
     monkeypatch.setattr(batches, "load_model", lambda name, dtype: (model, tokenizer))
     padded = batches._batch(tokenizer, 2)
     assert padded["attention_mask"].tolist() == [[0, 0, 0, *[1] * 8], [1] * 11]

@@ -8,7 +8,6 @@ Prompts of the package of at most 128 tokens, padded at the left, the categories
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -16,25 +15,16 @@ from typing import Any
 
 import torch
 
-from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig
 from ssd_generation.generation import enable_self_speculative
-from ssd_generation.harness.interleaved import Timings, greedy_options, interleaved, spread, timed
+from ssd_generation.harness.interleaved import spread
 from ssd_generation.harness.prompts import encode_prompt, load_prompts
 from ssd_generation.models import load_model
-from ssd_generation.support.machine import cpu_name
 
-from .tables import versions
+from .program import Program, conditions
+from .side_by_side import compare, drafting_methods, greedy_options, with_range
+from .tables import as_markdown
 
-__all__ = ["METHODS", "measure_batches"]
-
-METHODS: dict[str, Any] = {
-    "plain": None,
-    "nothing": SelfSpeculativeConfig(drafting=DraftingConfig(policy="none")),
-    "lookup": SelfSpeculativeConfig(lookup=True),
-    "auto": "auto",
-}
-"""What each is called, and what is given as `self_speculative=`."""
-
+__all__ = ["measure_batches"]
 
 LONGEST = 128
 """Tokens of a prompt: one long prompt would make a long one of every row."""
@@ -78,26 +68,15 @@ def measure_batches(
     options = greedy_options(new_tokens)
     found = []
     for count, batch in [(count, _batch(tokenizer, count)) for count in rows]:
-        inputs = {name: value.to(model.device) for name, value in batch.items()}
-        timings = Timings(METHODS, "plain")
-        texts: dict[str, torch.Tensor] = {}
-        rates: dict[str, float | None] = {}
-        for turn in interleaved(list(METHODS), repeats):
-            request = METHODS[turn.method]
-            asked = {} if request is None else {"self_speculative": request}
-            output, seconds = timed(model.device, model.generate, **inputs, **options, **asked)
-            texts[turn.method] = output
-            if request is not None:
-                rates[turn.method] = model.last_speculation.acceptance_rate
-            if not turn.is_warm_up:
-                timings.add(turn.method, count * new_tokens, seconds)
+        compared = compare(model, batch, options, repeats)
+        timings, texts = compared.timings, compared.texts
         plain = statistics.median(timing.tokens_per_second for timing in timings.by_method["plain"])
         row: dict[str, Any] = {"rows": count, "plain_tokens_per_second": plain}
-        for method in rates:
+        for method in drafting_methods():
             row[method] = {
                 "speedup": spread(timings.ratios(method)),
                 "same_texts": int((texts[method] == texts["plain"]).all(dim=1).sum()),
-                "acceptance_rate": rates[method],
+                "acceptance_rate": compared.statistics[method][-1].acceptance_rate,
             }
         found.append(row)
     return found
@@ -109,38 +88,32 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: the command line; `None` for that of the process.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lab.batches",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="demo", help="Hub id, folder, GGUF file or 'demo' (SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="texts in a batch")
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    arguments = parser.parse_args(words)
-    for name, given in (("--new-tokens", arguments.new_tokens), ("--repeats", arguments.repeats)):
-        if given < 1:
-            parser.error(f"{name} should be at least 1, but got {given}")
+    program = Program("batches", __doc__)
+    program.add_model()
+    program.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="texts in a batch")
+    program.add_counts(new_tokens=48, repeats=3)
+    program.add_json()
+    arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     try:
         found = measure_batches(model, tokenizer, arguments.rows, arguments.new_tokens, arguments.repeats)
     except ValueError as error:
-        parser.error(str(error))
+        program.error(str(error))
     if arguments.json:
         print(json.dumps(found, indent=2))
         return
-    print(f"{versions()}; {arguments.model}, {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads.\n")
-    methods = [method for method in METHODS if method != "plain"]
-    print(f"| rows | plain, tokens/s | {' | '.join(methods)} | texts plain's |")
-    print("|---|---|" + "---|" * (len(methods) + 1))
+    print(f"{conditions(arguments)}\n")
+    print("\n".join(_table(found)))
+
+
+def _table(found: Sequence[dict[str, Any]]) -> list[str]:
+    methods = drafting_methods()
+    lines = []
     for row in found:
-        speedups = [row[method]["speedup"] for method in methods]
-        shown = " | ".join(f"{each['median']:.2f} ({each['min']:.2f} to {each['max']:.2f})" for each in speedups)
         same = ", ".join(str(row[method]["same_texts"]) for method in methods)
-        print(f"| {row['rows']} | {row['plain_tokens_per_second']:.1f} | {shown} | {same} |")
+        speedups = [with_range(row[method]["speedup"]) for method in methods]
+        lines.append([str(row["rows"]), f"{row['plain_tokens_per_second']:.1f}", *speedups, same])
+    return as_markdown(["rows", "plain, tokens/s", *methods, "texts plain's"], lines)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ loop.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from ssd_generation.models import load_model
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.costs import Passes
 from ssd_generation.tuning.measuring import describe_machine
+
+from .program import Program
 
 __all__ = ["measure_contexts"]
 
@@ -108,16 +109,19 @@ def _upstream_step(model: Any, context: int) -> Callable[[], float]:
     return once
 
 
-def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048, 8000])
-    parser.add_argument("--draft-length", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    model, _ = load_model(arguments.model)
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("context", __doc__)
+    program.add_model(dtype="auto")
+    program.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048, 8000])
+    program.add_counts(draft_length=2, repeats=9)
+    program.add_json()
+    arguments = program.parsed(words)
+    model, _ = load_model(arguments.model, dtype=arguments.dtype)
     model = enable_self_speculative(model.eval())
     results = measure_contexts(model, arguments.contexts, arguments.draft_length, arguments.repeats)
     if arguments.json:

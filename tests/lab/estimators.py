@@ -8,13 +8,12 @@ judged by several estimators, and measured in generation with a fixed draft leng
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ssd_generation.config import SelfSpeculativeConfig, SkipConfig
@@ -26,6 +25,8 @@ from ssd_generation.search.confirm import generated_acceptance
 from ssd_generation.tuning.acceptance import Acceptance, judge, judge_rounds
 from ssd_generation.tuning.measuring import describe_machine
 from ssd_generation.tuning.speedup import expected_tokens
+
+from .program import Program
 
 __all__ = ["ESTIMATORS", "compare_estimators", "random_skips"]
 
@@ -140,17 +141,18 @@ def _tokens(acceptance: Acceptance, draft_length: int) -> float:
     return expected_tokens(acceptance.by_depth(1.0), draft_length) - 1.0
 
 
-def main() -> None:
-    """Print the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m tests.lab.estimators", description=__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--sets", type=int, default=30)
-    parser.add_argument("--texts", type=int, default=6)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--draft-length", type=int, default=4)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    model, tokenizer = load_model(arguments.model, dtype="float32")
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("estimators", __doc__)
+    program.add_model()
+    program.add_counts(sets=30, texts=6, new_tokens=32, draft_length=4)
+    program.add_json()
+    arguments = program.parsed(words)
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     texts = calibrate(model, tokenizer, calibration_prompts(None, arguments.texts), arguments.new_tokens)
     result = compare_estimators(
         model,
@@ -163,22 +165,21 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"machine": describe_machine(model), **result}))
         return
-    print(
-        f"{describe_machine(model)}; {result['drafts']} skip sets, {result['tokens']} tokens of {result['texts']} texts"
-    )
-    print(f"accepted tokens of a round of {result['draft_length']}, predicted against measured in generation")
-    print(f"{'':24}{'correlation':>12}{'bias':>8}{'|error|':>9}{'passes':>8}{'inputs':>8}{'seconds':>9}")
+    print("\n".join([describe_machine(model), *_table(result)]))
+
+
+def _table(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['drafts']} skip sets, {result['tokens']} tokens of {result['texts']} texts"
+    yield f"accepted tokens of a round of {result['draft_length']}, predicted against measured in generation"
+    yield f"{'':24}{'correlation':>12}{'bias':>8}{'|error|':>9}{'passes':>8}{'inputs':>8}{'seconds':>9}"
     for name in ("measured", *ESTIMATORS):
         spent = result["per_draft"][name]
         tail = f"{spent['passes']:>8.0f}{spent['inputs']:>8.0f}{spent['seconds']:>9.2f}"
-        figures = result["estimators"].get(name)
-        head = (
-            " " * 29
-            if figures is None
-            else f"{figures['correlation']:>12.3f}{figures['mean_difference']:>+8.3f}"
-            f"{figures['mean_absolute_difference']:>9.3f}"
-        )
-        print(f"{name:24}{head}{tail}")
+        head = " " * 29
+        if (figures := result["estimators"].get(name)) is not None:
+            head = f"{figures['correlation']:>12.3f}{figures['mean_difference']:>+8.3f}"
+            head += f"{figures['mean_absolute_difference']:>9.3f}"
+        yield f"{name:24}{head}{tail}"
 
 
 if __name__ == "__main__":

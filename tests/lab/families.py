@@ -9,7 +9,6 @@ timed. It takes minutes; each family is tried in a child process, so that one th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import inspect
 import itertools
@@ -46,6 +45,7 @@ from ssd_generation.support.files import write_whole
 from ssd_generation.support.messages import clipped
 
 from .pictures import Picture, find_picture
+from .program import Program
 from .tables import CRASHED, WRONG, YES, Notes, counted, is_refusal, judged, kept_rows, kind_of, short, versions
 
 __all__ = ["COLUMNS", "Row", "build", "known_families", "page", "prompts", "tiny_config", "try_families", "try_family"]
@@ -797,26 +797,22 @@ def main(words: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: of status 1 where a text is another one, so that nobody overlooks it.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lab.families",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these model types, instead of all")
-    parser.add_argument("--json", action="store_true", help="all rows with all reasons as JSON, instead of a page")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
-    parser.add_argument(
+    program = Program("families", __doc__)
+    program.add_argument("--only", nargs="+", metavar="NAME", help="these model types, instead of all")
+    program.add_json("all rows with all reasons as JSON, instead of a page")
+    program.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
+    program.add_argument(
         "--rows",
         type=Path,
         metavar="FOLDER",
         help="keep rows there; the same command goes on after an interruption",
     )
-    arguments = parser.parse_args(words)
+    arguments = program.parsed(words)
     families = [(family, kind) for kind in KINDS_OF_MODELS for family in known_families(kind)]
     if arguments.only is not None:
         known = {family for family, _ in families}
         if unknown := [family for family in dict.fromkeys(arguments.only) if family not in known]:
-            parser.error(f"transformers {transformers.__version__} has no model type {', '.join(unknown)}")
+            program.error(f"transformers {transformers.__version__} has no model type {', '.join(unknown)}")
         families = [(family, kind) for family, kind in families if family in arguments.only]
     rows = []
     with contextlib.ExitStack() as stack:
@@ -824,7 +820,7 @@ def main(words: Sequence[str] | None = None) -> None:
             what = {"benchmark": "families", "families": [list(each) for each in families]}
             found, keep = stack.enter_context(kept_rows(arguments.rows, what))
         except (OSError, ValueError) as error:
-            parser.error(str(error))
+            program.error(str(error))
         rows += [Row(**row) for row in found]
         done = {(row.family, row.kind) for row in rows}
         # The children read these: nothing is fetched, and what is measured of tiny models is forgotten.

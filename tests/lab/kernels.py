@@ -10,11 +10,10 @@ adds up a large tensor, measured between the passes: on a machine that others sh
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +31,8 @@ from ssd_generation.native.linear import NativeLinear
 from ssd_generation.native.sequence import KernelList
 from ssd_generation.tuning.costs import Passes
 from ssd_generation.tuning.measuring import describe_machine
+
+from .program import Program
 
 __all__ = ["measure_kernels"]
 
@@ -235,19 +236,18 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         yield f"{weights + ' ' + name:28}" + "".join(f"{by_rows.get(count, ''):>16}" for count in rows)
 
 
-def main() -> None:
-    """The command of the module's docstring."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lab.kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="demo", help="Hub id, folder, GGUF file or 'demo' (SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="tokens of the passes")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    arguments = parser.parse_args()
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("kernels", __doc__)
+    program.add_model()
+    program.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="tokens of the passes")
+    program.add_counts(repeats=7)
+    program.add_json()
+    arguments = program.parsed(words)
     model, _ = load_model(arguments.model, dtype=arguments.dtype)
     report = measure_kernels(enable_self_speculative(model.eval()), arguments.rows, arguments.repeats)
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(_tables(report)))

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +37,8 @@ from ssd_generation.forward.resident import FOLDER
 from ssd_generation.generation import enable_self_speculative
 from ssd_generation.support.machine import cpu_name
 from ssd_generation.support.model_state import state_of
+
+from .program import Program
 
 __all__ = ["memory_group", "run"]
 
@@ -276,24 +278,26 @@ def _said(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", required=True, help="a folder, or a Hub id")
-    parser.add_argument("--memory", type=float, default=3.3, help="GB (10^9 bytes) for the process and its page cache")
-    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each call")
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--sample", action="store_true", help="sample, by the same seed, instead of greedy search")
-    parser.add_argument(
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("offloaded", __doc__)
+    program.add_argument("--model", required=True, help="a folder, or a Hub id")
+    program.add_argument("--memory", type=float, default=3.3, help="GB (10^9 bytes) for the process and its page cache")
+    program.add_counts(tokens=48, prompts=2, threads=torch.get_num_threads())
+    program.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    program.add_argument("--sample", action="store_true", help="sample, by the same seed, instead of greedy search")
+    program.add_argument(
         "--folder",
         help="a folder on the disk to be measured, for the files of the run",
     )
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=("copy", "measure"), help=argparse.SUPPRESS)
-    parser.add_argument("--drops", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    program.add_json()
+    program.add_argument("--child", choices=("copy", "measure"), help=argparse.SUPPRESS)
+    program.add_argument("--drops", action="store_true", help=argparse.SUPPRESS)
+    options = program.parsed(words)
     if options.child == "copy":
         return _copy(options)
     if options.child == "measure":

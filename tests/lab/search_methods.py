@@ -11,7 +11,6 @@ plot.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,8 @@ from ssd_generation.support.files import replacing, write_whole
 from ssd_generation.support.reading import RESULT, read_json
 from ssd_generation.tuning.acceptance import judge_all
 from ssd_generation.tuning.automatic import DRAFT_MEMORY
+
+from .program import Program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -275,22 +276,27 @@ def _methods_named(named: str | None) -> list[str]:
     return methods
 
 
-def main() -> None:
-    """Search by all methods, and write the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m tests.lab.search_methods", description=__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("-o", "--output", required=True, type=Path)
-    parser.add_argument(
+def main(words: Sequence[str] | None = None) -> None:
+    """Search by all methods, and write the comparison.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("search_methods", __doc__)
+    program.add_model()
+    program.add_argument("-o", "--output", required=True, type=Path)
+    program.add_argument(
         "--methods", help=f"of {','.join(METHODS)} (default: all but paper, and gp only where scipy is installed)"
     )
-    parser.add_argument("--trials", type=int, default=ComparisonSettings.trials)
-    parser.add_argument("--num-prompts", type=int, default=CalibrationSettings.num_prompts)
-    parser.add_argument("--held-out", type=int, default=CalibrationSettings.held_out_prompts)
-    parser.add_argument("--new-tokens", type=int, default=CalibrationSettings.new_tokens)
-    parser.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
-    parser.add_argument("--beside", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
-    arguments = parser.parse_args()
+    program.add_counts(
+        trials=ComparisonSettings.trials,
+        num_prompts=CalibrationSettings.num_prompts,
+        held_out=CalibrationSettings.held_out_prompts,
+        new_tokens=CalibrationSettings.new_tokens,
+    )
+    program.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
+    program.add_argument("--beside", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
+    arguments = program.parsed(words)
 
     def progress(text: str) -> None:
         print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
@@ -303,12 +309,12 @@ def main() -> None:
         try:
             print(visible(put_together(arguments.beside, folder), keep="\n"))
         except (ImportError, ValueError) as error:
-            parser.error(visible(error))
+            program.error(visible(error))
         return
     try:
         methods = _methods_named(arguments.methods)
     except (ImportError, ValueError) as error:
-        parser.error(visible(error))
+        program.error(visible(error))
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     # The prompts after the first ones are held out.
     texts, held_out = (

@@ -6,7 +6,7 @@ And the folder that rows are kept in as they come, so that a run of them can go 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ __all__ = [
     "WRONG",
     "YES",
     "Notes",
+    "as_markdown",
     "counted",
     "is_refusal",
     "judged",
@@ -79,6 +80,17 @@ def judged(model: Any, plain: torch.Tensor, decode: Callable[[], torch.Tensor]) 
     return YES if statistics.refusal is None else short(statistics.refusal), statistics.drafted_tokens
 
 
+def as_markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table as lines of Markdown.
+
+    Args:
+        head: headings of the columns.
+        rows: cells, as many in each row.
+    """
+    heading = "|".join(f" {name} " if name else " " for name in head)
+    return [f"|{heading}|", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
 class Notes:
     """Reasons, numbered in the order in which they come up, with those that they hold for."""
 
@@ -118,11 +130,11 @@ def counted(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> li
         columns: headings by name.
         rows: cells by column.
     """
-    lines = [f"| | {' | '.join(columns.values())} |", "|---|" + "---|" * len(columns)]
+    rows_of_kinds = []
     for kind, heading in zip(KINDS, ("yes", "no (refused)", "WRONG", "crashed"), strict=True):
         numbers = [sum(kind_of(row[name]) == kind for row in rows if name in row) for name in columns]
-        lines.append(f"| {heading} | {' | '.join(map(str, numbers))} |")
-    return lines
+        rows_of_kinds.append([heading, *map(str, numbers)])
+    return as_markdown(["", *columns.values()], rows_of_kinds)
 
 
 def versions() -> str:

@@ -9,7 +9,6 @@ installed is left out, and the page says so. Nothing is timed. It takes minutes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -35,6 +34,7 @@ from ssd_generation.support.machine import cpu_name
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 
+from .program import Program
 from .tables import WRONG, Notes, counted, judged, kept_rows, kind_of, short, versions
 
 __all__ = ["COLUMNS", "TARGETS", "Row", "page", "try_target"]
@@ -469,24 +469,20 @@ def main(words: Sequence[str] | None = None) -> None:
         SystemExit: of status 1 where a text is another one, so that nobody overlooks it.
     """
     names = [target.name for target in TARGETS]
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lab.targets",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="a model in float32, as saved")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file of a model, for that form")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"these forms, instead of all: {'; '.join(names)}")
-    parser.add_argument("--json", action="store_true", help="all rows with all reasons as JSON, instead of a page")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
-    parser.add_argument(
+    program = Program("targets", __doc__)
+    program.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="a model in float32, as saved")
+    program.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file of a model, for that form")
+    program.add_argument("--only", nargs="+", metavar="NAME", help=f"these forms, instead of all: {'; '.join(names)}")
+    program.add_json("all rows with all reasons as JSON, instead of a page")
+    program.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
+    program.add_argument(
         "--rows", type=Path, metavar="FOLDER", help="keep rows there; the same command goes on after an interruption"
     )
-    arguments = parser.parse_args(words)
+    arguments = program.parsed(words)
     if not (arguments.model / "config.json").is_file():
-        parser.error(f"{arguments.model} is no folder with a model: it has no config.json")
+        program.error(f"{arguments.model} is no folder with a model: it has no config.json")
     if unknown := [name for name in arguments.only or () if name not in names]:
-        parser.error(f"there is no form {', '.join(unknown)}; there are: {'; '.join(names)}")
+        program.error(f"there is no form {', '.join(unknown)}; there are: {'; '.join(names)}")
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
@@ -506,7 +502,7 @@ def main(words: Sequence[str] | None = None) -> None:
             }
             found, keep = stack.enter_context(kept_rows(arguments.rows, what))
         except (OSError, ValueError) as error:
-            parser.error(str(error))
+            program.error(str(error))
         for target in targets:
             if target.reads_gguf and arguments.gguf is None:
                 rows.append(Row(target.name, untried="no file was given (--gguf)"))
