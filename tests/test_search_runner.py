@@ -301,7 +301,8 @@ def test_timed_generation_is_that_of_the_texts() -> None:
     assert confirmed.acceptance["nothing"] == 1.0
     assert len(told) == 3 * 3
     assert confirmed.to_dict()["skip"]["texts"] == 2
-    counted = generated_acceptance(model, configs["nothing"], texts, 3)
+    drafting = DraftingConfig(policy="fixed", max_draft_length=3)
+    counted = generated_acceptance(model, SelfSpeculativeConfig(drafting=drafting), texts)
     assert counted.by_depth() == [1.0, 1.0, 1.0]
 
 

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ssd_generation.config import SelfSpeculativeConfig, SkipConfig
+from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.decoding.verified_text import VerifiedText
 from ssd_generation.forward.sublayers import locate_sublayers
+from ssd_generation.generation import enable_self_speculative
 from ssd_generation.models import load_model
 from ssd_generation.search.calibration import Calibration, calibrate, calibration_prompts
 from ssd_generation.search.confirm import generated_acceptance
@@ -83,7 +84,7 @@ def compare_estimators(
     """Predicted against measured accepted tokens per round, by estimator.
 
     Args:
-        model: the target model.
+        model: the target model; it is enabled.
         calibration: the texts.
         skips: the drafts.
         draft_length: tokens drafted in a round.
@@ -93,12 +94,14 @@ def compare_estimators(
         By estimator: correlation with what was measured, mean difference and mean absolute difference in accepted
         tokens per round; passes, inputs and seconds per draft. And the points themselves.
     """
+    enable_self_speculative(model)
     points: dict[str, list[float]] = {name: [] for name in ("measured", *ESTIMATORS)}
     costs: dict[str, list[tuple[int, int, float]]] = {name: [] for name in points}
     for done, skip in enumerate(skips):
         config = SelfSpeculativeConfig(skip)
+        fixed = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=draft_length))
         started = time.perf_counter()
-        measured = generated_acceptance(model, config, calibration, draft_length)
+        measured = generated_acceptance(model, fixed, calibration)
         costs["measured"].append((measured.passes, measured.tokens, time.perf_counter() - started))
         points["measured"].append(_tokens(measured, draft_length))
         for name in ESTIMATORS:

@@ -24,14 +24,14 @@ from ssd_generation.forward.low_bit import drop_copies
 from ssd_generation.models import load_model
 from ssd_generation.search.calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from ssd_generation.search.confirm import confirm
-from ssd_generation.search.plots import plot_methods
+from ssd_generation.search.plots import plot_progress
 from ssd_generation.search.profile import CostProfile, measure_profile
 from ssd_generation.search.settings import CalibrationSettings, SearchSettings, check_sampler
 from ssd_generation.search.space import Space, space_of
 from ssd_generation.search.storage import storage_of, storage_to_read
 from ssd_generation.search.study import Search, explain_unreadable, found_config, open_study, tried_in
 from ssd_generation.search.trials import Found, Tried, acceptance_rate, mean_acceptance, predicted_speedup
-from ssd_generation.support.display import for_markdown, visible
+from ssd_generation.support.display import for_markdown, for_plot, visible
 from ssd_generation.support.files import replacing, write_whole
 from ssd_generation.support.reading import RESULT, read_json
 from ssd_generation.tuning.acceptance import judge_all
@@ -42,7 +42,7 @@ from .program import Program
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["METHODS", "ComparisonSettings", "SearchMethod", "compare_methods", "put_together", "table"]
+__all__ = ["METHODS", "ComparisonSettings", "SearchMethod", "compare_methods", "plot_methods", "put_together", "table"]
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,34 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
             f"| {row['held_out_speedup']:.2f} | {measured} | {row['draft_cost']:.2f} | {row['acceptance']:.3f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
+    """Plot the progress of several search methods, see `plot_progress`, a panel for each model.
+
+    Args:
+        founds: by model and method.
+        path: of the file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: pip install 'ssd_generation[plots]'") from error
+    several = len(founds) > 1
+    figure = Figure(figsize=(2 + 4.6 * len(founds), 5.6 if several else 4), layout="constrained")
+    names = list(dict.fromkeys(name for found in founds.values() for name in found))
+    for place, (model, found) in enumerate(founds.items()):
+        ax = figure.add_subplot(1, len(founds), place + 1)
+        plot_progress(found, ax=ax, names=names)
+        ax.set_title(for_plot(model), fontsize=12)
+        if several:  # below, where it covers no line
+            ax.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2, frameon=False)
+        if place > 0:
+            ax.set_ylabel("")
+    figure.savefig(path, dpi=130, format="png")
 
 
 def put_together(folders: Sequence[Path], output: Path) -> str:
