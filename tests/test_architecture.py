@@ -495,6 +495,6 @@ def test_no_modules_import_one_another() -> None:
     assert len(graph) > 90 and "forward.passes" in graph["forward.forward"]
     assert _circle(graph) == []
     of_lab = _imports_among_modules(LAB)
-    assert "tables" in of_lab["targets"]
+    assert "tables" in of_lab["targets.trial"]
     assert _circle(of_lab) == []
     assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]

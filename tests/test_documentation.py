@@ -134,6 +134,14 @@ def as_imported_here(name: str) -> str:
     return name.removeprefix("tests.")
 
 
+def program(name: str) -> Any:
+    """The module that `python -m` runs."""
+    spec = importlib.util.find_spec(as_imported_here(name))
+    assert spec is not None, f"there is no {name}"
+    within = "" if spec.submodule_search_locations is None else ".__main__"
+    return importlib.import_module(spec.name + within)
+
+
 def test_the_laboratory_says_what_each_module_is_for() -> None:
     told = set(spans((LAB / "README.md").read_text(encoding="utf-8")))
     assert {path.stem for path in LAB.iterdir() if path.suffix in (".py", "")} - {"__init__", "__pycache__"} <= told
@@ -158,7 +166,7 @@ def options_of(
                 if name in COMMANDS:
                     main([name, "--help"])
                 else:
-                    importlib.import_module(as_imported_here(name)).main()
+                    program(name).main()
             known[name] = capfd.readouterr().out
         return known[name]
 

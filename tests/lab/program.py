@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from ssd_generation.support.files import write_whole
 from ssd_generation.support.machine import cpu_name
 
-from .tables import versions
+from .tables import WRONG, kind_of, versions
 
-__all__ = ["Program", "conditions"]
+__all__ = ["Program", "conditions", "finish"]
+
+_ROWS = "keep rows there; the same command goes on after an interruption"
 
 
 class Program(argparse.ArgumentParser):
@@ -49,6 +56,17 @@ class Program(argparse.ArgumentParser):
         """Add `--json`."""
         self.add_argument("--json", action="store_true", help=help)
 
+    def add_page(self, only: str) -> None:
+        """Add the options of a program that writes a page from rows: `--only`, `--rows`, `--json` and `--output`.
+
+        Args:
+            only: what `--only` takes, for the help.
+        """
+        self.add_argument("--only", nargs="+", metavar="NAME", help=f"these {only}")
+        self.add_argument("--rows", type=Path, metavar="FOLDER", help=_ROWS)
+        self.add_json("all rows with all reasons as JSON, instead of a page")
+        self.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
+
     def parsed(self, words: Sequence[str] | None) -> argparse.Namespace:
         """Parse a command line, and end the program where a count is below 1.
 
@@ -66,3 +84,23 @@ def conditions(arguments: argparse.Namespace) -> str:
     """Versions, model, type, processor and threads of a run, in one line."""
     where = f"{arguments.model}, {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads"
     return f"{versions()}; {where}."
+
+
+def finish(arguments: argparse.Namespace, rows: Sequence[Any], page: Callable[[], str]) -> None:
+    """Write all rows, as a page or as JSON, where the command line wants them.
+
+    Args:
+        arguments: of `Program.add_page`.
+        rows: dataclasses with `cells`.
+        page: makes the page.
+
+    Raises:
+        SystemExit: of status 1 where a text is another one, so that nobody overlooks it.
+    """
+    text = json.dumps([asdict(row) for row in rows], indent=2) + "\n" if arguments.json else page()
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        write_whole(arguments.output, text)
+    if any(kind_of(cell) == WRONG for row in rows for cell in row.cells.values()):
+        raise SystemExit(1)
