@@ -1,9 +1,9 @@
-"""Several texts at once, which go through the model's own code together: this library's ways beside plain `generate`.
+"""Speed of batches, by the ways of this library and by plain `generate`.
 
     python -m tests.lab.batches [--model FOLDER] [--dtype bfloat16] [--rows 1 2 4 8] [--new-tokens 48]
                                                [--repeats 3] [--json]
 
-Prompts of the package of at most 128 tokens, padded at the left, the categories in turn; methods take turns, too.
+Prompts of the package of at most 128 tokens, padded at the left, of each category in turn; methods are interleaved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What drafting gains in text that a grammar constrains: JSON by a schema, with xgrammar and outlines.
+"""Speed-up of text that a grammar constrains: JSON by a schema, with xgrammar and outlines.
 
     python -m tests.lab.constrained [--model FOLDER] [--dtype bfloat16] [--new-tokens 96] [--repeats 2]
                                                    [--json]
@@ -101,10 +101,11 @@ def _outlines(tokenizer: Any, vocabulary: int, schema: str) -> Maker:
 
 
 LIBRARIES: dict[str, Callable[[Any, int, str], Maker]] = {"xgrammar": _xgrammar, "outlines": _outlines}
-"""By name: `(tokenizer, tokens that the model knows, schema)` → what makes processors."""
+"""Functions by name: `(tokenizer, size of the vocabulary, schema)` → `Maker`."""
 
 
 def _processor(make: Maker) -> dict[str, Any]:
+    """Return the option of `generate` with a new processor."""
     return {"logits_processor": LogitsProcessorList([make()])}
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.lab.context [--model demo] [--contexts 128 512 2048 8000] [--draft-length 2]
 
-All passes are timed in turns, after one prefix of random tokens; times are medians in milliseconds. "transformers" is a
+All passes are interleaved, after one prefix of random tokens; times are medians in milliseconds. "transformers" is a
 step of its own plain decoding (its cache copies all keys and values for each token), "plain step" one of this library's
 loop.
 """

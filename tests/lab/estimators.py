@@ -1,4 +1,4 @@
-"""How well acceptance rates that are estimated in one forward pass predict those of real generation.
+"""Accuracy of acceptance rates that are estimated in one forward pass, compared with those of generation.
 
     python -m tests.lab.estimators [--model demo] [--sets 30] [--texts 6] [--new-tokens 32]
 
@@ -51,7 +51,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
     "replayed, by 2": lambda model, config, text, depth: judge(model, config, text, depth, min(2, depth)),
     "replayed, exact": lambda model, config, text, depth: judge(model, config, text, depth, depth),
 }
-"""By name; the last argument is the draft length."""
+"""Estimators by name; the last argument is the draft length."""
 
 
 def random_skips(model: Any, count: int, seed: int = 0) -> list[SkipConfig]:
@@ -60,7 +60,7 @@ def random_skips(model: Any, count: int, seed: int = 0) -> list[SkipConfig]:
     generator = random.Random(seed)
     inner = range(2, len(layout) - 1) if len(layout) > 6 else range(len(layout))
     names = [("attention", i) for i in inner if layout.layers[i].attention and i not in layout.shares_kv]
-    names = names[1:]  # one is always kept
+    names = names[1:]  # one is never skipped
     names += [("mlp", i) for i in inner if layout.layers[i].mlp]
     skips = []
     for index in range(count):

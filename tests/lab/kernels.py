@@ -1,11 +1,11 @@
-"""Where the milliseconds of a pass go, and how fast its kernels read the weights, beside memory and torch's kernels.
+"""Milliseconds of a pass by kind of kernel, and the speed at which kernels read weights, compared with torch's.
 
     python -m tests.lab.kernels [--model demo] [--dtype float32] [--rows 1 2 4 8] [--repeats 7] [--json]
 
-Passes of the whole model and of drafts in int8 and int4 (LM head too), over so many tokens behind 64. Each is timed as
-it is and then in parts: the kernels of one kind one after the other, without the others. What is left of a pass is
+Passes of the target model and of drafts in int8 and int4 (LM head too), over so many tokens after 64. Each is timed as
+a whole and then in parts: the kernels of one kind one after the other, without the others. The rest of a pass is
 Python, and whatever torch computes between lists of kernels. Times are medians. "Memory" is the speed at which torch
-adds up a large tensor, measured between the passes: on a machine that others share it may change within minutes.
+adds up a large tensor, measured between the passes: on a shared machine it may change within minutes.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _by_part(kernels: KernelList) -> dict[str, list[int]]:
 
 
 def _about_linears(kernels: KernelList) -> dict[str, Any]:
-    """What linear layers of one shape read, and what torch takes for them; nothing for other kernels."""
+    """Return the bytes that linear layers of one shape read, and torch's seconds; nothing for other kernels."""
     layers = [step.held for step in kernels.steps if isinstance(step.held, NativeLinear)]
     if not layers:
         return {}

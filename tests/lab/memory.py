@@ -1,4 +1,4 @@
-"""Peak memory of a self-speculative call beside a plain one.
+"""Peak memory of a self-speculative call, compared with a plain one.
 
     python -m tests.lab.memory [--model demo] [--context 2000] [--new-tokens 64] [--draft-length 5]
 
@@ -29,7 +29,7 @@ __all__ = ["measure_memory"]
 def measure_memory(
     model: Any, skip: SkipConfig, context: int = 2000, new_tokens: int = 64, draft_length: int = 5
 ) -> dict[str, Any]:
-    """Peak memory of a plain and of a self-speculative call.
+    """Measure the peak memory of a plain and of a self-speculative call.
 
     Args:
         model: a transformers model; it is enabled.

@@ -1,4 +1,4 @@
-"""A model whose weights are on the disk, with memory for less than them: plain decoding and this library's, in turns.
+"""A model whose weights are on the disk, with memory for less: plain decoding and this library's, interleaved.
 
     python -m tests.lab.offloaded --model FOLDER [--memory 3.3] [--tokens 48] [--json]
 
@@ -7,7 +7,7 @@ back by a control group (version 1 or 2, Linux, root), in which the page cache c
 memory. The run has a copy of the model's files of its own, so that it does not read what another process has in the
 page cache. Where no group can be made, these files are dropped from the page cache before each pass of the model
 (`posix_fadvise`). Before the run, a process that makes the low-bit copies is killed in the middle (SIGKILL): what is
-measured begins with what it left behind.
+measured begins with what it left.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _KILLED_AT = 12
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[Path | None]:
-    """A control group with so many bytes of memory, page cache included; `None` where none can be made."""
+    """Make a control group with so many bytes of memory, page cache included; `None` where that is not possible."""
     root = Path("/sys/fs/cgroup")
     for controllers, top, name in (("memory", root / "memory", "memory.limit_in_bytes"), ("", root, "memory.max")):
         folder = None
@@ -98,7 +98,7 @@ def _drop_before_passes(model: Any) -> None:
 
 
 def _own_copy(model: str, folder: str) -> str:
-    """The model's files in a folder of the run's own, none of them in memory."""
+    """Copy the model's files to a folder of the run's own, and drop them from memory."""
     source = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
     copied = Path(shutil.copytree(source, Path(folder) / "model"))
     _drop(path for path in copied.iterdir() if path.is_file())
@@ -119,13 +119,13 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _read_bytes() -> int:
-    """Bytes that this process has had read from a disk so far."""
+    """Return the bytes that this process has read from a disk so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 
 class _Loads:
-    """Counts what accelerate loads: bytes."""
+    """Counter of the bytes that accelerate loads."""
 
     def __init__(self) -> None:
         from accelerate.utils import OffloadedWeightsLoader
@@ -142,7 +142,7 @@ class _Loads:
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    """The run itself."""
+    """Measure, in a process of its own."""
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
     loads = _Loads()
@@ -167,12 +167,12 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
             }
         )
         if extra.get("self_speculative") is not None:
-            said = model.last_speculation
+            statistics = model.last_speculation
             calls[-1] |= {
-                "refusal": said.refusal,
-                "drafted": said.drafted_tokens,
-                "accepted": said.accepted_tokens,
-                "rounds": said.target_passes,
+                "refusal": statistics.refusal,
+                "drafted": statistics.drafted_tokens,
+                "accepted": statistics.accepted_tokens,
+                "rounds": statistics.target_passes,
             }
         print(json.dumps(calls[-1]), file=sys.stderr, flush=True)
         return new
@@ -257,7 +257,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _said(found: dict[str, Any]) -> str:
+def _table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['machine']}; {found['dtype']}; " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()),
         f"A pass brings {found['streamed_bytes'] / 1e9:.2f} GB into memory; memory: {found['memory']}"
@@ -307,7 +307,7 @@ def main(words: Sequence[str] | None = None) -> None:
         options.folder = str(Path(folder) / "offloaded")
         options.model = _own_copy(options.model, folder)
         found = run(options)
-    print(json.dumps(found, indent=1) if options.json else _said(found))
+    print(json.dumps(found, indent=1) if options.json else _table(found))
 
 
 if __name__ == "__main__":

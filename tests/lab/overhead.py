@@ -1,4 +1,4 @@
-"""What the loops cost beside the model's own passes: this library's and transformers' assisted decoding, in one run.
+"""Time that loops take outside the model's passes: this library's and transformers' assisted decoding, interleaved.
 
     python -m tests.lab.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5]
     [--json]

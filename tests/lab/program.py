@@ -18,7 +18,7 @@ from .tables import WRONG, kind_of, versions
 
 __all__ = ["Program", "conditions", "finish"]
 
-_ROWS = "keep rows there; the same command goes on after an interruption"
+_ROWS = "store rows there; the same command continues after an interruption"
 
 
 class Program(argparse.ArgumentParser):
@@ -81,7 +81,7 @@ class Program(argparse.ArgumentParser):
 
 
 def conditions(arguments: argparse.Namespace) -> str:
-    """Versions, model, type, processor and threads of a run, in one line."""
+    """Return versions, model, type, processor and threads of a run, in one line."""
     where = f"{arguments.model}, {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads"
     return f"{versions()}; {where}."
 

@@ -4,7 +4,7 @@
     python -m tests.lab.search_methods --beside FOLDER… -o FOLDER
 
 All methods use the same texts and the same costs. The best draft of each is judged on held-out texts, and timed in
-generation, all of them in turns with plain decoding. Each method is a study in one SQLite file of the folder, so that
+generation, interleaved with plain decoding. Each method is a study in one SQLite file of the folder, so that
 the same command continues after an interruption. `--beside` puts such runs, of several models, on one page and into one
 plot.
 """
@@ -52,7 +52,7 @@ class SearchMethod:
     Attributes:
         what: description in a few words.
         settings: of the search.
-        skip_only: whether sub-layers are only kept or skipped, never in low bits.
+        skip_only: whether sub-layers are only skipped or not, never in low bits.
         share: number of trials relative to the one asked for; the paper's search takes many.
     """
 
@@ -86,7 +86,7 @@ METHODS: Mapping[str, SearchMethod] = {
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """How methods are compared.
+    """Settings of a comparison.
 
     Args:
         methods: names in `METHODS`.
@@ -190,7 +190,7 @@ def _check(methods: Sequence[str]) -> None:
 
 
 def _passes_until(found: Found, speedup: float) -> int | None:
-    """Forward passes until a draft had this theoretical speed-up; `None` where none has it."""
+    """Return the forward passes until a draft had this theoretical speed-up; `None` where none has it."""
     spent = 0
     for t, passes in zip(found.tried, found.passes, strict=True):
         spent += passes
@@ -200,7 +200,7 @@ def _passes_until(found: Found, speedup: float) -> int | None:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The methods as a Markdown table; with the paper's search among them, also the passes until each is as good."""
+    """Return the methods as a Markdown table; with the paper's search among them, also the passes to get as far."""
     paper = next((name for name in ("paper", "paper-judged") if name in rows), None)
     head = ["method", "drafts", "passes", *([f"until as good as {paper}"] if paper else []), "promised"]
     head += ["on texts held back", "measured", "draft step", "acceptance"]
@@ -250,7 +250,7 @@ def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
 
 
 def put_together(folders: Sequence[Path], output: Path) -> str:
-    """Runs for several models on one page (methods.md), and in one plot (methods.png).
+    """Put runs for several models on one page (methods.md), and in one plot (methods.png).
 
     Args:
         folders: that earlier runs have written.
@@ -290,7 +290,7 @@ def put_together(folders: Sequence[Path], output: Path) -> str:
 
 
 def _methods_named(named: str | None) -> list[str]:
-    """Those of the command line, or the default ones that can run here."""
+    """Return the methods of the command line, or the default ones that can run here."""
     if named is not None:
         methods = named.split(",")
         _check(methods)

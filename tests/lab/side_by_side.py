@@ -23,12 +23,12 @@ METHODS: dict[str, Any] = {
 
 
 def drafting_methods() -> list[str]:
-    """Names of the methods that are compared with plain `generate`."""
+    """Return the names of the methods that are compared with plain `generate`."""
     return [method for method in METHODS if method != "plain"]
 
 
 def greedy_options(new_tokens: int) -> dict[str, Any]:
-    """Options of `generate` for a greedy call that gives so many tokens, end of sequence off."""
+    """Return options of `generate` for a greedy call of so many new tokens, end of sequence off."""
     return {
         "max_new_tokens": new_tokens,
         "do_sample": False,
@@ -62,7 +62,7 @@ def compare(
     repeats: int,
     fresh: Callable[[], dict[str, Any]] = dict,
 ) -> Compared:
-    """Call `generate` by each method in turns, after one call of each to warm up.
+    """Call `generate` by each method, interleaved, after one call of each to warm up.
 
     Args:
         model: an enabled model.
@@ -89,5 +89,5 @@ def compare(
 
 
 def with_range(speedup: Mapping[str, float]) -> str:
-    """A median with the least and the greatest value, as `spread` gives them."""
+    """Return a median with the least and the greatest value, as `spread` gives them, as text."""
     return f"{speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})"

@@ -1,7 +1,4 @@
-"""Tables of what was tried: what is in a cell, what a text that is another one is called, notes below the table.
-
-And the folder that rows are kept in as they come, so that a run of them can go on.
-"""
+"""Tables of outcomes: their cells, the notes below them, and the folder that stores rows for an interrupted run."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ __all__ = [
     "counted",
     "is_refusal",
     "judged",
-    "kept_rows",
     "kind_of",
     "short",
+    "stored_rows",
     "versions",
 ]
 
@@ -42,19 +39,19 @@ KINDS = ("yes", "refused", "WRONG", "crashed")
 
 
 def kind_of(cell: str) -> str:
-    """Which of `KINDS` a cell is."""
+    """Return the kind of a cell, of `KINDS`."""
     if cell in (YES, WRONG):
         return cell
     return "crashed" if cell.startswith(CRASHED) else "refused"
 
 
 def short(error: BaseException | str) -> str:
-    """A message in one line, cut off where it is long."""
+    """Return a message in one line, cut off where it is long."""
     return clipped(" ".join(str(error).split()) or "no message", 500)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether this library says that it cannot: not a ValueError that a model raised on its way."""
+    """Return whether this library itself refuses: a ValueError that a model raised is none of its own."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
@@ -63,7 +60,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def judged(model: Any, plain: torch.Tensor, decode: Callable[[], torch.Tensor]) -> tuple[str, int]:
-    """What is said in a cell of a text that the library made, and the tokens that were drafted.
+    """Return the cell of a text that the library made, and the number of drafted tokens.
 
     Args:
         model: an enabled model.
@@ -98,12 +95,12 @@ class Notes:
         self._of: dict[str, list[str]] = {}
 
     def shown(self, cell: str, reason: str, who: str) -> str:
-        """What stands in the table for a cell.
+        """Return the text of a cell in the table, and note its reason.
 
         Args:
-            cell: what was found.
+            cell: the outcome.
             reason: the same without what differs from one to the next.
-            who: what it was found of.
+            who: the name of its row.
         """
         kind = kind_of(cell)
         if not cell or kind == YES:
@@ -146,14 +143,14 @@ def versions() -> str:
 
 
 @contextmanager
-def kept_rows(
+def stored_rows(
     folder: Path | None, run: Mapping[str, Any]
 ) -> Iterator[tuple[list[dict[str, Any]], Callable[[Mapping[str, Any]], None]]]:
-    """The rows that an earlier run has left in a folder, and what puts another one there, at once on the disk.
+    """Open the folder of a run: the rows of an earlier one, and a function that stores another one at once on the disk.
 
     Args:
-        folder: made where there is none; `None`: nothing is kept.
-        run: what is tried with what, as plain JSON types: rows of another run are not gone on with.
+        folder: made where there is none; `None`: nothing is stored.
+        run: what is tried with what, as plain JSON types: a run does not continue another one.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -162,5 +159,5 @@ def kept_rows(
     if folder is None:
         yield [], lambda row: None
         return
-    with RunFolder(folder, {**run, "versions": versions()}, "--rows") as kept:
-        yield list(kept.rows), kept.append
+    with RunFolder(folder, {**run, "versions": versions()}, "--rows") as opened:
+        yield list(opened.rows), opened.append

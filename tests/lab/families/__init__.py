@@ -1,1 +1,1 @@
-"""Whether text is plain `generate`'s, for a tiny model of each family of transformers: the page docs/models.md."""
+"""A tiny model of each family of transformers: is its text plain `generate`'s? For docs/models.md."""

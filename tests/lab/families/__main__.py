@@ -1,9 +1,9 @@
-"""Which of the model families that the installed transformers knows can be decoded, and in which ways.
+"""Write docs/models.md: which model families of the installed transformers can be decoded, and in which ways.
 
     python -m tests.lab.families [--only NAME ...] [--json] [--rows FOLDER] [-o docs/models.md]
 
-Each family is built as a tiny random model from its config class, and its text with `self_speculative=` is held against
-that of plain `generate`. What is tried are a family's layers, cache and masks, not trained weights, and nothing is
+Each family is built as a tiny random model from its config class, and its text with `self_speculative=` is compared
+with that of plain `generate`. What is tried are a family's layers, cache and masks, not trained weights, and nothing is
 timed. It takes minutes; each family is tried in a child process, so that one that crashes or hangs ends only its row.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import asdict
 import transformers
 
 from ..program import Program, finish
-from ..tables import WRONG, kept_rows, kind_of
+from ..tables import WRONG, kind_of, stored_rows
 from .children import try_families
 from .models import KINDS_OF_MODELS, known_families
 from .page import page
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         try:
             what = {"benchmark": "families", "families": [list(each) for each in families]}
-            found, keep = stack.enter_context(kept_rows(arguments.rows, what))
+            found, store = stack.enter_context(stored_rows(arguments.rows, what))
         except (OSError, ValueError) as error:
             program.error(str(error))
         rows = [Row(**row) for row in found]
@@ -58,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         os.environ.update(HF_HUB_OFFLINE="1", SSD_GENERATION_CACHE=folder, OMP_NUM_THREADS="1")
         for row in try_families([each for each in families if each not in done]):
-            keep(asdict(row))
+            store(asdict(row))
             rows.append(row)
             wrong = " ".join(f"{key}: {cell}" for key, cell in row.cells.items() if kind_of(cell) in (WRONG, "crashed"))
             print(f"{len(rows)}/{len(families)} {row.family} {wrong}".rstrip(), file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ SECONDS = 150.0
 
 
 def _work(pipe: Connection) -> None:
-    """What a child does: a row for each family that it is told, until it is killed."""
+    """Send a row for each family that arrives, until killed."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
     torch.set_num_threads(1)
@@ -35,7 +35,7 @@ def _work(pipe: Connection) -> None:
 
 
 class Child:
-    """A process that tries one family after the other; another takes its place when it dies or hangs."""
+    """A process that tries one family after the other; another replaces it when it dies or hangs."""
 
     def __init__(self) -> None:
         self.family: tuple[str, Kind] | None = None
@@ -54,7 +54,7 @@ class Child:
         self.pipe.send(self.family)
 
     def outcome(self) -> Row | None:
-        """The row of the family that it has, once there is one: what a child that died left unsaid, included."""
+        """Return the row of the family under way once there is one, also where the process died or hangs."""
         assert self.family is not None
         (family, kind), row = self.family, None
         problem = None

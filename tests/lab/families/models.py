@@ -34,12 +34,12 @@ _CLASSES = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "image-text": MODEL_FOR
 
 
 def known_families(kind: Kind = "causal") -> list[str]:
-    """The model types of which the installed transformers has a causal language model, or one of pictures and text."""
+    """Return the model types of which the installed transformers has a causal or an image-text model."""
     return sorted(_CLASSES[kind])
 
 
 def class_name(family: str, kind: Kind = "causal") -> str:
-    """Name of the class of a family's models."""
+    """Return the name of the class of a family's models."""
     return str(_CLASSES[kind][family])
 
 
@@ -86,7 +86,7 @@ def _all_kinds(config_class: type[Any], arguments: dict[str, Any]) -> dict[str, 
     lists: dict[str, Any] = {}
     try:
         full, few = config_class(), config_class(**arguments)
-    except Exception:  # told by whoever makes the config
+    except Exception:  # raised again where the config is made
         return lists
     for name in ("layer_types", "mlp_layer_types"):
         kinds = list(dict.fromkeys(getattr(full, name, None) or ()))
@@ -96,7 +96,7 @@ def _all_kinds(config_class: type[Any], arguments: dict[str, Any]) -> dict[str, 
 
 
 def tiny_config(family: str) -> Any:
-    """A config of the family for a model of a few layers and few parameters.
+    """Make a config of the family for a model of a few layers and few parameters.
 
     Args:
         family: a model type, such as "llama".
@@ -119,14 +119,14 @@ def tiny_config(family: str) -> Any:
 
 
 def on_meta(family: str, kind: Kind = "causal") -> Any:
-    """A tiny model of the family without memory for its weights."""
+    """Make a tiny model of the family without memory for its weights."""
     maker: Any = _MAKERS[kind]
     with torch.device("meta"):
         return maker.from_config(tiny_config(family))
 
 
 def build(family: str, kind: Kind = "causal") -> PreTrainedModel:
-    """A tiny model of the family with seeded random weights, on the CPU in float32.
+    """Build a tiny model of the family with seeded random weights, on the CPU in float32.
 
     Args:
         family: a model type, such as "llama".
@@ -163,7 +163,7 @@ def build(family: str, kind: Kind = "causal") -> PreTrainedModel:
 
 
 def prompts(picture: Picture | None = None, in_both: bool = False) -> dict[str, torch.Tensor]:
-    """Two random prompts of unlike lengths, the shorter one padded at the left.
+    """Return two random prompts of unlike lengths, the shorter one padded at the left.
 
     Args:
         picture: what the first one holds; `None`: text alone.

@@ -52,7 +52,7 @@ any other error.
 
 
 def _reason(row: Row, cell: str) -> str:
-    """What a cell says, without the names that differ from family to family."""
+    """Return the reason in a cell, without the names that differ from family to family."""
     text = cell.replace(row.name, "The model")
     text = re.split(r"\.? This model cannot be skipped in|: skipping it would not be safe", text)[0]
     text = re.sub(r" \([A-Z]\w+\)| \(they lie .* apart\)", "", text)
@@ -67,7 +67,7 @@ def _first_sentence(text: str) -> str:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """All that was found, as a page of Markdown.
+    """Return all outcomes as a page of Markdown.
 
     Args:
         rows: a row for each family, in any order.
@@ -138,7 +138,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], notes: Notes) -> list[str]:
-    """The lines of a table. Reasons are added to the notes, with the families that they hold for."""
+    """Return the lines of a table. Reasons are added to the notes, with the families that they hold for."""
     with_picture = any(row.kind == "image-text" for row in rows)
     headings = ["family", "class", *(["picture"] if with_picture else []), *COLUMNS.values()]
     lines = []

@@ -9,7 +9,7 @@ __all__ = ["DEPTHS", "EXCEPTIONS", "FIRST_RESERVED", "LAYERS", "SIZES", "SPECIAL
 VOCABULARY = 96
 LAYERS = 4
 FIRST_RESERVED = 72
-"""Tokens from here on may stand for pictures and the like, by a config: no prompt holds them beside a picture."""
+"""First token that may represent pictures and the like, by a config: prompts with a picture hold none from here on."""
 _SPECIAL = (
     "image_token_id image_token_index video_token_id video_token_index audio_token_id image_start_token_id "
     "image_end_token_id vision_start_token_id vision_end_token_id video_start_token_id video_end_token_id"
@@ -101,7 +101,7 @@ DEPTHS = frozenset(_DEPTHS.split())
 """Numbers of layers."""
 SIZES: dict[str, int] = {name: size for size, names in _NAMES for name in names.split()}
 
-# What a class needs beside these, or has under the name of something else.
+# Arguments that a class needs besides, or that it has under the name of something else.
 _HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _WINDOWED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _CONVOLVED = ["conv", "full_attention"] * (LAYERS // 2)

@@ -35,12 +35,12 @@ COLUMNS = {
     "batch": "batch",
     "sampling": "sampling",
 }
-"""What is tried with each family, and the heading of its column."""
+"""Ways to draft that each family is tried with, and the headings of their columns."""
 
 
 @dataclass
 class Row:
-    """What was found of one family.
+    """Outcome of one family.
 
     Attributes:
         family: its model type.
@@ -62,12 +62,12 @@ class Row:
     picture: str | None = None
 
     def count(self, kind: str) -> int:
-        """How many cells are of a kind: "yes", "refused", "WRONG" or "crashed"."""
+        """Count the cells of a kind: "yes", "refused", "WRONG" or "crashed"."""
         return sum(kind_of(cell) == kind for cell in self.cells.values())
 
 
 def _skipped(model: Any) -> SkipConfig:
-    """One attention (or what is in its place) and one MLP of a model; where there are none to skip, what is refused."""
+    """Return one attention (or what replaces it) and one MLP of a model; where none can be skipped, a refused one."""
     attentions, mlps = ([at % LAYERS for at in range(first, first + LAYERS)] for first in (1, 2))
     both = [SkipConfig(attention=[one], mlp=[other]) for one, other in itertools.product(attentions, mlps)]
     alone = [SkipConfig(**{kind: [one]}) for kind, ones in (("attention", attentions), ("mlp", mlps)) for one in ones]
@@ -79,13 +79,13 @@ def _skipped(model: Any) -> SkipConfig:
 
 
 def _requests(low_bits: bool, skip: SkipConfig) -> dict[str, tuple[SelfSpeculativeConfig, dict[str, Any]]]:
-    """By column: what is drafted, and what else the call is given. Costs are told, so that none are measured."""
+    """Return by column the request and other options of the call. Costs are given, so that none are measured."""
     costs = Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
     fixed = DraftingConfig(policy="fixed", max_draft_length=4)
     lookup = LookupConfig()
 
     def config(**fields: Any) -> SelfSpeculativeConfig:
-        # Exact bits are tried out at length where they are not declined. A text does not hang on them but at a tie.
+        # Bitwise exactness takes long to check and is declined here: a text depends on it at a tie only.
         return SelfSpeculativeConfig(**{"drafting": fixed, "costs": costs, "exactness": "numeric", **fields})
 
     greedy = {"do_sample": False}
@@ -102,7 +102,7 @@ def _requests(low_bits: bool, skip: SkipConfig) -> dict[str, tuple[SelfSpeculati
 
 
 def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind = "causal") -> Row:
-    """Build a family's tiny model and hold its self-speculative texts against its plain ones, in this process.
+    """Build a family's tiny model and compare its self-speculative texts with its plain ones, in this process.
 
     Args:
         family: a model type, such as "llama".
@@ -110,7 +110,7 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
         kind: which of its classes.
 
     Returns:
-        The row. What goes wrong is told in its cells; nothing is raised.
+        The row. Its cells say what goes wrong; nothing is raised.
     """
     row = Row(family, class_name(family, kind), kind=kind)
     options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
@@ -136,9 +136,9 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
         if not torch.equal(first.sequences, text("nothing", do_sample=False)):
             raise ValueError("plain `generate` does not give the same text twice")
     except Exception as error:
-        # What a validator was told is of interest, not its name.
-        said = re.sub(r"^.*ValueError: ", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
-        row.untried = f"{problem}: {short(said)}"
+        # The message of a validator is of interest, not its name.
+        message = re.sub(r"^.*ValueError: ", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
+        row.untried = f"{problem}: {short(message)}"
         return row
     skip = _skipped(model) if "skipping" in columns else SkipConfig()
     for column in columns:
@@ -158,7 +158,7 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
 
 
 def _refusal_of_class(family: str, kind: Kind) -> str | None:
-    """Why a class is refused whatever its sizes are, where it is an encoder-decoder; `None` for all others."""
+    """Return why an encoder-decoder is refused, whatever its sizes are; `None` for all others."""
     if not tiny_config(family).is_encoder_decoder:
         return None
     try:
@@ -170,7 +170,7 @@ def _refusal_of_class(family: str, kind: Kind) -> str | None:
 
 
 def _inputs(model: Any, row: Row) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What a single call and a batch are given. The row says whether there is a picture in it."""
+    """Return the inputs of a single call and of a batch. The row says whether there is a picture in them."""
     picture = None
     if row.kind == "image-text":
         try:

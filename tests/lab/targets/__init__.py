@@ -1,1 +1,1 @@
-"""Whether text is the same in every form of a model's weights: the page docs/quantised.md."""
+"""One model in every form of its weights, quantised or with adapters: is the text the same? For docs/quantised.md."""

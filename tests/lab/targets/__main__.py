@@ -1,9 +1,9 @@
-"""One model in every form in which its weights may be held, quantised or with adapters, and in which ways each drafts.
+"""Write docs/quantised.md: one model in every form of its weights, quantised or with adapters, and how each drafts.
 
     python -m tests.lab.targets --model FOLDER [--gguf FILE] [--only NAME ...]
                                                [--rows FOLDER] [-o docs/quantised.md]
 
-Each form's text with `self_speculative=` is held against that of the same form without. A form whose library is not
+Each form's text with `self_speculative=` is compared with that of the same form without. A form whose library is not
 installed is left out, and the page says so. Nothing is timed. It takes minutes.
 """
 
@@ -24,7 +24,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from ..program import Program, finish
-from ..tables import kept_rows, kind_of
+from ..tables import kind_of, stored_rows
 from .forms import TARGETS
 from .page import page
 from .trial import Row, try_target
@@ -68,24 +68,24 @@ def main(words: Sequence[str] | None = None) -> None:
                 "gguf": str(arguments.gguf.resolve()) if arguments.gguf else None,
                 "forms": [target.name for target in targets],
             }
-            found, keep = stack.enter_context(kept_rows(arguments.rows, what))
+            found, store = stack.enter_context(stored_rows(arguments.rows, what))
         except (OSError, ValueError) as error:
             program.error(str(error))
         for target in targets:
             if target.reads_gguf and arguments.gguf is None:
                 rows.append(Row(target.name, untried="no file was given (--gguf)"))
                 continue
-            kept = next((each["rows"] for each in found if each["form"] == target.name), None)
-            if kept is not None:
-                rows += [Row(**row) for row in kept]
+            stored = next((each["rows"] for each in found if each["form"] == target.name), None)
+            if stored is not None:
+                rows += [Row(**row) for row in stored]
                 continue
             source = arguments.gguf if target.reads_gguf else arguments.model
             of_form = []
             for row in try_target(target, str(source), prompts):
                 of_form.append(row)
-                told = row.untried or {column: cell for column, cell in row.cells.items() if kind_of(cell) != "yes"}
-                print(f"{row.name}: {told or 'yes'}", file=sys.stderr, flush=True)
-            keep({"form": target.name, "rows": [asdict(row) for row in of_form]})
+                other = row.untried or {column: cell for column, cell in row.cells.items() if kind_of(cell) != "yes"}
+                print(f"{row.name}: {other or 'yes'}", file=sys.stderr, flush=True)
+            store({"form": target.name, "rows": [asdict(row) for row in of_form]})
             rows += of_form
             gc.collect()
     needed = sorted({package for target in targets for package in target.needs})
@@ -101,7 +101,7 @@ def _hush() -> None:
 
 
 def _prompts(model: Path) -> list[dict[str, torch.Tensor]]:
-    """Arguments of `generate` with the prompt: of a single text, and of a batch."""
+    """Return the prompts as arguments of `generate`: a single text, and a batch."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return [dict(tokenizer(list(texts), return_tensors="pt", padding=True)) for texts in (_TEXTS[:1], _TEXTS)]

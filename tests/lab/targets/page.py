@@ -39,12 +39,12 @@ Linear layers take nearly as long as so many steps, so that drafting hardly pays
 
 
 def page(rows: Sequence[Row], model: str, needed: Sequence[str] = ()) -> str:
-    """All that was found, as a page of Markdown.
+    """Return all outcomes as a page of Markdown.
 
     Args:
         rows: of the forms and states.
         model: what the model is called.
-        needed: packages whose versions are told.
+        needed: packages whose versions are listed.
     """
     tried = [row for row in rows if row.untried is None]
     notes = Notes()

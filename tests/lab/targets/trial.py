@@ -32,14 +32,14 @@ COLUMNS = {
     "sampled batch": "sampled batch",
     "auto": '"auto"',
 }
-"""What is tried with each form, and the heading of its column."""
+"""Ways to draft that each form is tried with, and the headings of their columns."""
 
 NEW_TOKENS = 64
 
 
 @dataclass
 class Row:
-    """What was found of one form, in one state.
+    """Outcome of one form, in one state.
 
     Attributes:
         name: of the form, and of the state of its adapters.
@@ -60,7 +60,7 @@ class Row:
 
 
 def _requests(layers: int) -> dict[str, tuple[Any, dict[str, Any], bool]]:
-    """By column: what is drafted, what else the call is given, and whether it is a batch. Costs are told."""
+    """Return by column the request, other options of the call, and whether it is a batch. Costs are given."""
     costs = Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
     fixed = DraftingConfig(policy="fixed", max_draft_length=4)
 
@@ -83,7 +83,7 @@ def _requests(layers: int) -> dict[str, tuple[Any, dict[str, Any], bool]]:
 
 
 def try_target(target: Target, source: str, prompts: Sequence[dict[str, torch.Tensor]]) -> Iterator[Row]:
-    """Load a form and hold its self-speculative texts against its plain ones.
+    """Load a form and compare its self-speculative texts with its plain ones.
 
     Args:
         target: the form.
@@ -91,7 +91,7 @@ def try_target(target: Target, source: str, prompts: Sequence[dict[str, torch.Te
         prompts: arguments of `generate` with the prompt: of a single text, and of a batch.
 
     Yields:
-        A row for each state. What goes wrong is told in it; nothing is raised.
+        A row for each state. It says what goes wrong; nothing is raised.
     """
     for package in target.needs:
         try:
@@ -137,7 +137,7 @@ def _try_state(caller: Any, row: Row, prompts: Sequence[dict[str, torch.Tensor]]
 
 
 def _apart(model: Any, width: int = 8, tokens: int = 40) -> tuple[float, float]:
-    """See `Row.apart`."""
+    """Return `Row.apart` of a model."""
     ids = torch.arange(100, 100 + tokens, device="cpu")[None] % model.get_input_embeddings().weight.shape[0]
 
     def logits() -> torch.Tensor:
@@ -166,7 +166,7 @@ def _apart(model: Any, width: int = 8, tokens: int = 40) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _as_is(model: Any) -> Iterator[None]:
-    """Without anything done for each token by itself."""
+    """Do nothing for each token by itself meanwhile."""
     known = state_of(model).row_by_row
     before = dict(known)
     known.clear()
