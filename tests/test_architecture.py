@@ -26,6 +26,8 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ssd_generation"
+LAB = ROOT / "tests" / "lab"
+SOURCES = [*PACKAGE.rglob("*.py"), *LAB.rglob("*.py")]
 
 # --- Import directions ----------------------------------------------------------------------------
 # A room (a module or a sub-package of ssd_generation) may import the rooms named here and whatever those may
@@ -328,7 +330,7 @@ def _on_the_default_device(source: str) -> list[int]:
 
 
 def test_every_tensor_that_is_made_names_its_device() -> None:
-    found = {path: _on_the_default_device(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    found = {path: _on_the_default_device(path.read_text(encoding="utf-8")) for path in SOURCES}
     assert [f"{path.relative_to(ROOT)}:{line}" for path, lines in found.items() for line in lines] == []
 
 
@@ -413,7 +415,7 @@ def test_everything_that_is_imported_is_declared(project: dict[str, Any]) -> Non
     requirements = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
     declared = {canonicalize_name(Requirement(requirement).name) for requirement in requirements}
     undeclared = set()
-    for path in PACKAGE.rglob("*.py"):
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.Import):
@@ -492,4 +494,7 @@ def test_no_modules_import_one_another() -> None:
     graph = _imports_among_modules(PACKAGE)
     assert len(graph) > 90 and "forward.passes" in graph["forward.forward"]
     assert _circle(graph) == []
+    of_lab = _imports_among_modules(LAB)
+    assert "tables" in of_lab["targets.trial"]
+    assert _circle(of_lab) == []
     assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]

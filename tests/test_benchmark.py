@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
+from lab import batches, constrained, kernels, overhead, side_by_side
+from lab.batches import measure_batches
+from lab.kernels import measure_kernels
+from lab.memory import measure_memory
+from lab.overhead import measure_overhead
 from ssd_generation import SkipConfig, enable_self_speculative
-from ssd_generation.benchmark import batches, kernels, overhead
-from ssd_generation.benchmark.batches import measure_batches
-from ssd_generation.benchmark.kernels import measure_kernels
-from ssd_generation.benchmark.memory import measure_memory
-from ssd_generation.benchmark.overhead import measure_overhead
 from ssd_generation.harness.prompts import Prompt
 from ssd_generation.native.sequence import KernelList
 from tiny_models import tiny_model
@@ -52,7 +52,8 @@ def test_batches_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     model = tiny_model()
     texts = ["a prompt", "one that is too long " * 10, "another one", "and a third"]
     monkeypatch.setattr(batches, "load_prompts", lambda: [Prompt(text, "some", text) for text in texts])
-    monkeypatch.setattr(batches, "METHODS", {name: batches.METHODS[name] for name in ("plain", "nothing", "lookup")})
+    methods = {name: side_by_side.METHODS[name] for name in ("plain", "nothing", "lookup")}
+    monkeypatch.setattr(side_by_side, "METHODS", methods)
     monkeypatch.setattr(batches, "load_model", lambda name, dtype: (model, tokenizer))
     padded = batches._batch(tokenizer, 2)
     assert padded["attention_mask"].tolist() == [[0, 0, 0, *[1] * 8], [1] * 11]
@@ -70,6 +71,46 @@ def test_batches_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         with pytest.raises(SystemExit, match="2"):
             batches.main(wrong)
         assert said in capsys.readouterr().err
+
+
+def test_constrained_calls_have_a_processor_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Any] = []
+
+    class Even(LogitsProcessor):
+        """Follows one text: it forbids odd tokens, and counts its own."""
+
+        def __init__(self) -> None:
+            made.append(self)
+            self.lengths: list[int] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.lengths.append(input_ids.shape[1])
+            scores = scores.clone()
+            scores[:, 1::2] = -math.inf
+            return scores
+
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    model = tiny_model()
+    methods = {name: side_by_side.METHODS[name] for name in ("plain", "nothing", "lookup")}
+    for module in (side_by_side, constrained):
+        monkeypatch.setattr(module, "METHODS", methods)
+    monkeypatch.setattr(constrained, "LIBRARIES", {"even": lambda tokenizer, vocabulary, schema: Even})
+    monkeypatch.setattr(constrained, "REQUESTS", (("a prompt", {}), ("another one", {})))
+    monkeypatch.setattr(constrained, "load_model", lambda name, dtype: (model, tokenizer))
+    (row,) = constrained.measure_constrained(model, tokenizer, new_tokens=9, repeats=2)
+    assert row["library"] == "even" and row["texts"] == 2
+    for method in ("nothing", "lookup"):
+        assert row[method]["same_texts"] == 2 and row[method]["speedup"]["n"] == 4
+    assert row["plain"]["acceptance_rate"] is None
+    # Of each request and method, one call to warm up and two that count.
+    assert len(made) == 2 * 3 * 3 and all(len(one.lengths) >= 9 for one in made)
+    constrained.main(["--new-tokens", "5", "--repeats", "1"])
+    assert capsys.readouterr().out.splitlines()[2:4] == [
+        "| library | nothing | lookup | accepted | texts plain's |", "|---|---|---|---|---|"
+    ]  # fmt: skip
 
 
 def test_memory_is_counted_by_live_tensors() -> None:

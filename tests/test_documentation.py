@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ from tiny_models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ssd_generation"
+LAB = ROOT / "tests" / "lab"
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")]
-MARKDOWN = [*PAGES, *(path for path in OTHERS if path.exists())]
+FOR_MAINTAINERS = [ROOT / "CONTRIBUTING.md", LAB / "README.md"]
+MARKDOWN = [*PAGES, *FOR_MAINTAINERS, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 
 COMMANDS = ("generate", "benchmark", "evaluate", "report", "search", "profile", "inspect", "presets")
 
@@ -108,13 +111,13 @@ def test_links_lead_somewhere(path: Path) -> None:
 # --- Names ----------------------------------------------------------------------------------------
 
 
-@each([*PAGES, *NOTEBOOKS])
+@each([*PAGES, *FOR_MAINTAINERS, *NOTEBOOKS])
 def test_modules_and_files_that_are_named_exist(path: Path) -> None:
     lost = []
     for span in spans(prose(path)):
-        for name in re.findall(r"\bssd_generation(?:\.\w+)+", span):
+        for name in re.findall(r"\b(?:ssd_generation|tests\.lab)(?:\.\w+)+", span):
             try:
-                is_module = importlib.util.find_spec(name) is not None
+                is_module = importlib.util.find_spec(as_imported_here(name)) is not None
             except ModuleNotFoundError:  # of a package on the way
                 is_module = False
             if not is_module and not hasattr(ssd_generation, name.rpartition(".")[2]):
@@ -126,9 +129,27 @@ def test_modules_and_files_that_are_named_exist(path: Path) -> None:
     assert lost == []
 
 
+def as_imported_here(name: str) -> str:
+    """The folder of the tests is on the path, not the one above it."""
+    return name.removeprefix("tests.")
+
+
+def program(name: str) -> Any:
+    """The module that `python -m` runs."""
+    spec = importlib.util.find_spec(as_imported_here(name))
+    assert spec is not None, f"there is no {name}"
+    within = "" if spec.submodule_search_locations is None else ".__main__"
+    return importlib.import_module(spec.name + within)
+
+
+def test_the_laboratory_says_what_each_module_is_for() -> None:
+    told = set(spans((LAB / "README.md").read_text(encoding="utf-8")))
+    assert {path.stem for path in LAB.iterdir() if path.suffix in (".py", "")} - {"__init__", "__pycache__"} <= told
+
+
 @pytest.fixture(scope="module")
 def known() -> dict[str, str]:
-    """By command or program, the text that its options stand in, once it was asked for."""
+    """By command or program, its help, once it was asked for."""
     return {}
 
 
@@ -139,20 +160,20 @@ def options_of(
     monkeypatch.setenv("COLUMNS", "200")
 
     def options(name: str) -> str:
-        if name not in known and name in COMMANDS:
+        if name not in known:
+            monkeypatch.setattr(sys, "argv", [name, "--help"])
             with pytest.raises(SystemExit):
-                main([name, "--help"])
+                if name in COMMANDS:
+                    main([name, "--help"])
+                else:
+                    program(name).main()
             known[name] = capfd.readouterr().out
-        elif name not in known:  # a program: its options stand in its source
-            spec = importlib.util.find_spec(name)
-            assert spec is not None and spec.origin is not None, f"there is no {name}"
-            known[name] = Path(spec.origin).read_text(encoding="utf-8")
         return known[name]
 
     return options
 
 
-@each([*PAGES, *NOTEBOOKS])
+@each([*PAGES, *FOR_MAINTAINERS, *NOTEBOOKS])
 def test_commands_have_the_options_they_are_shown_with(path: Path, options_of: Callable[[str], str]) -> None:
     lost = []
     for words in commands(path):
@@ -173,12 +194,8 @@ def test_commands_have_the_options_they_are_shown_with(path: Path, options_of: C
 @each([*PAGES, *NOTEBOOKS])
 def test_options_that_are_named_exist(path: Path, options_of: Callable[[str], str]) -> None:
     names = {word for span in spans(prose(path)) if span.startswith("--") for word in span.split() if word[:2] == "--"}
-    measuring = (
-        f"benchmark.{name}"
-        for name in ("batches", "context", "families", "gpu", "kernels", "memory", "overhead", "targets")
-    )
-    programs = ("search.methods", "search.estimators", *measuring)
-    places = [*COMMANDS, *(f"ssd_generation.{program}" for program in programs)]
+    of_lab = re.findall(r"^\| `(\w+)` \|", (LAB / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    places = [*COMMANDS, "ssd_generation.benchmark.gpu", *(f"tests.lab.{program}" for program in of_lab)]
     told = "\n".join(map(options_of, places)) if names else ""
     assert {name for name in names if not re.search(rf"{name}\b", told)} == set()
 

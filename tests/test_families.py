@@ -12,9 +12,13 @@ import torch
 import transformers
 from packaging.version import Version
 
+from lab.families import __main__ as command
+from lab.families import children, models, trial
+from lab.families.models import Kind, build, known_families, tiny_config
+from lab.families.page import page
+from lab.families.sizes import LAYERS
+from lab.families.trial import COLUMNS, PICTURES, Row, try_family
 from ssd_generation import enable_self_speculative
-from ssd_generation.benchmark import families
-from ssd_generation.benchmark.families import COLUMNS, Row, build, known_families, page, tiny_config, try_family
 
 # Found lossless with transformers 5.23. A family leaves this list only with transformers.
 _LOSSLESS = """
@@ -84,12 +88,12 @@ def test_lookup_gives_plain_text_of_image_text_models(family: str) -> None:
     row = try_family(family, ["lookup"], "image-text")
     if family == "llama4" and row.untried is not None and "image_outputs" in row.untried:
         pytest.skip("transformers 5.24 cannot run it itself")
-    if (row.untried is not None or row.picture not in families.PICTURES) and OLDER:
+    if (row.untried is not None or row.picture not in PICTURES) and OLDER:
         pytest.skip(f"this transformers has another config of it ({row.untried or row.picture})")
     assert row.untried is None
     assert row.cells == {"lookup": "yes"}
     assert row.drafted["lookup"] > 0
-    assert (row.picture in families.PICTURES) == (family not in WITH_TEXT_ALONE)
+    assert (row.picture in PICTURES) == (family not in WITH_TEXT_ALONE)
 
 
 def test_the_list_does_not_shrink() -> None:
@@ -121,7 +125,7 @@ def test_low_bits_draft_where_a_layer_was_never_filled() -> None:
 def test_models_are_tiny_and_the_same_every_time() -> None:
     first, second = build("qwen2"), build("qwen2")
     assert sum(parameter.numel() for parameter in first.parameters()) < 100_000
-    assert len(first.model.layers) == families.LAYERS
+    assert len(first.model.layers) == LAYERS
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -132,7 +136,7 @@ def test_few_layers_have_each_kind() -> None:
 
 
 def test_what_is_not_small_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(models, "MOST_PARAMETERS", 1000)
     row = try_family("llama")
     assert row.untried is not None and "not small" in row.untried and row.cells == {}
 
@@ -150,7 +154,7 @@ def test_another_text_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         model.lm_head.weight.data.neg_()
         return enable_self_speculative(model)
 
-    monkeypatch.setattr(families, "enable_self_speculative", spoil)
+    monkeypatch.setattr(trial, "enable_self_speculative", spoil)
     assert try_family("llama", ["lookup"]).cells == {"lookup": "WRONG"}
 
 
@@ -159,7 +163,7 @@ def test_any_other_error_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         # A ValueError, but none of the library's.
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(families, "enable_self_speculative", fail)
+    monkeypatch.setattr(trial, "enable_self_speculative", fail)
     assert try_family("llama", ["lookup"]).cells == {"lookup": "crashed: ValueError: no such thing"}
 
 
@@ -197,16 +201,16 @@ def test_a_wrong_text_ends_the_command_with_an_error(
 ) -> None:
     for name in ("HF_HUB_OFFLINE", "SSD_GENERATION_CACHE", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # put back afterwards
-    monkeypatch.setattr(families, "try_families", lambda names: iter(rows()))
+    monkeypatch.setattr(command, "try_families", lambda names: iter(rows()))
     with pytest.raises(SystemExit, match="1"):
-        families.main(["--only", "llama", "-o", str(tmp_path / "models.md")])
+        command.main(["--only", "llama", "-o", str(tmp_path / "models.md")])
     assert "**WRONG**" in (tmp_path / "models.md").read_text(encoding="utf-8")
     assert "batch: WRONG" in capsys.readouterr().err
-    monkeypatch.setattr(families, "try_families", lambda names: iter(rows()[1:]))
-    families.main(["--json"])
+    monkeypatch.setattr(command, "try_families", lambda names: iter(rows()[1:]))
+    command.main(["--json"])
     assert [row["family"] for row in json.loads(capsys.readouterr().out)][:2] == ["another", "broken"]
     with pytest.raises(SystemExit, match="2"):
-        families.main(["--only", "llama", "no-such-model"])
+        command.main(["--only", "llama", "no-such-model"])
     assert "no model type no-such-model" in capsys.readouterr().err
 
 
@@ -218,37 +222,37 @@ def test_an_interrupted_command_goes_on(
     names = ["gpt2", "llama", "opt"]
     asked: list[str] = []
 
-    def interrupted(waiting: list[tuple[str, families.Kind]]) -> Iterator[Row]:
+    def interrupted(waiting: list[tuple[str, Kind]]) -> Iterator[Row]:
         for family, kind in waiting:
             if len(asked) == 2:
                 raise KeyboardInterrupt
             asked.append(family)
             yield Row(family, "Class", dict.fromkeys(COLUMNS, "yes"), kind=kind, drafted={"lookup": 3})
 
-    monkeypatch.setattr(families, "try_families", interrupted)
-    command = ["--only", *names, "--json", "--rows", str(tmp_path / "rows")]
+    monkeypatch.setattr(command, "try_families", interrupted)
+    asking = ["--only", *names, "--json", "--rows", str(tmp_path / "rows")]
     with pytest.raises(KeyboardInterrupt):
-        families.main(command)
+        command.main(asking)
     asked = ["the first two are not asked for again"]
-    families.main(command)
+    command.main(asking)
     assert asked[1:] == ["opt"]
     out, _ = capsys.readouterr()
     assert [row["family"] for row in json.loads(out)] == names
     assert all(row["drafted"] == {"lookup": 3} for row in json.loads(out))
     with pytest.raises(SystemExit, match="2"):
-        families.main(["--only", "llama", "--rows", str(tmp_path / "rows")])  # rows of another run
+        command.main(["--only", "llama", "--rows", str(tmp_path / "rows")])  # rows of another run
     assert "with --rows, or repeat the arguments" in capsys.readouterr().err
 
 
 def test_a_child_that_dies_or_hangs_costs_its_family_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = families._Child()
+    child = children.Child()
     try:
         child.give("llama")
         child.process.kill()
         child.process.join()
         row = child.outcome()
         assert row is not None and set(row.cells.values()) == {"crashed: its process ended with exit code -9"}
-        monkeypatch.setattr(families, "SECONDS", 0.0)
+        monkeypatch.setattr(children, "SECONDS", 0.0)
         child.give("llama")
         row = child.outcome()
         assert row is not None and set(row.cells.values()) == {"crashed: no end within 0 s"}
@@ -257,5 +261,5 @@ def test_a_child_that_dies_or_hangs_costs_its_family_alone(monkeypatch: pytest.M
 
 
 def test_families_are_tried_in_children() -> None:
-    (row,) = families.try_families([("llama", "causal")])
+    (row,) = children.try_families([("llama", "causal")])
     assert row.untried is None and row.cells == dict.fromkeys(COLUMNS, "yes")

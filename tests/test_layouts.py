@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward import low_bit
-from ssd_generation.native import linear as native
 from tiny_models import even_model, left_padded, prompt
+from unpacking import unpack_int8
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
 REQUESTS: dict[str, Any] = {
@@ -90,4 +90,4 @@ def test_copies_for_integer_products(layout: str) -> None:
     weight = torch.randn(32, 64)
     packed, scales = low_bit._to_int8([LAYOUTS[layout](weight)], packed=True)
     usual, same = low_bit._to_int8([weight])
-    assert torch.equal(native.unpack_int8(packed), usual) and torch.equal(scales, same)
+    assert torch.equal(unpack_int8(packed), usual) and torch.equal(scales, same)

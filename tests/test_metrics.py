@@ -14,7 +14,6 @@ from rouge_score import rouge_scorer
 from ssd_generation.evaluation.metrics import (
     ROUGE_TYPES,
     bootstrap,
-    load_pass_at_k,
     load_rouge,
     paired_difference,
     pass_at_k,
@@ -41,9 +40,7 @@ def test_pass_at_k_of_nonsense(samples: int, correct: int, k: int) -> None:
         pass_at_k(samples, correct, k)
 
 
-def test_the_metrics_answer_as_evaluate_metrics_do() -> None:
-    found = load_pass_at_k().compute(predictions=[1, 0, 2], references=[2, 2, 2], k=[1, 2])
-    assert found == {"pass@1": pytest.approx(0.5), "pass@2": pytest.approx(2 / 3)}
+def test_the_metric_answers_as_evaluate_metrics_do() -> None:
     rouge = load_rouge()
     types = (*ROUGE_TYPES, "rougeLsum")  # what the hub's answers with, unless asked otherwise
     scorer = rouge_scorer.RougeScorer(list(types))

@@ -17,6 +17,7 @@ from ssd_generation.forward.kernels import KERNELS, linear_of_few_rows
 from ssd_generation.native import compiler, kernels, linear, pool
 from ssd_generation.native.linear import Linear, native_linear
 from ssd_generation.native.rows import gated_silu, rms_norm, rotary
+from unpacking import unpack_int4, unpack_int8
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -373,11 +374,11 @@ def test_low_bit_layers(
         meant = stored.double() * scales.double()[:, None]
         if products:
             numbers, stored = stored, linear.pack_int8(stored)
-            assert torch.equal(linear.unpack_int8(stored), numbers)
+            assert torch.equal(unpack_int8(stored), numbers)
     else:
         stored, scales = linear.pack_int4(weight, group)
         assert stored.shape == (48, 96) and scales.shape == (3, 192 // group, 16)
-        meant = linear.unpack_int4(stored, scales).double()
+        meant = unpack_int4(stored, scales).double()
     layer = linear.NativeLinear(stored, bias, activation, scales, group)
     x = torch.randn(21, 192).to(activation)
     true = x.double() @ meant.t() + bias.double()
@@ -410,7 +411,7 @@ def test_int4_weights_are_within_half_a_step(seed: int, scale: float, shift: flo
     weight = scale * (torch.randn((16, 256), generator=torch.Generator().manual_seed(seed)) + shift)
     packed, scales = linear.pack_int4(weight, group)
     w = weight.view(16, -1, group)
-    found = linear.unpack_int4(packed, scales).view_as(w)
+    found = unpack_int4(packed, scales).view_as(w)
     scales = scales[0].t()
     offset, steps = w.amin(2).abs(), (w.amax(2) - w.amin(2)) / 15
     assert torch.allclose(scales, steps, rtol=2**-6, atol=float(scale * 2**-7))
@@ -422,7 +423,7 @@ def test_int4_weights_are_within_half_a_step(seed: int, scale: float, shift: flo
 def test_weights_that_are_all_the_same() -> None:
     for value in (0.0, 0.5, -3.0):
         packed, scales = linear.pack_int4(torch.full((16, 64), value), 32)
-        assert torch.allclose(linear.unpack_int4(packed, scales), torch.full((16, 64), value), atol=1e-6)
+        assert torch.allclose(unpack_int4(packed, scales), torch.full((16, 64), value), atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ssd_generation.native import compiler
-from ssd_generation.native.linear import NativeLinear, pack_int4, unpack_int4
+from ssd_generation.native.linear import NativeLinear, pack_int4
+from unpacking import unpack_int4
 
 pytestmark = pytest.mark.skipif(compiler.why_not() is not None, reason=f"no code can be made: {compiler.why_not()}")
 

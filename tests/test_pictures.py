@@ -12,9 +12,9 @@ import torch
 import transformers
 from packaging.version import Version
 
+from lab.families.models import build, prompts
+from lab.families.pictures import Picture, find_picture
 from ssd_generation import LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.benchmark.families import build, prompts
-from ssd_generation.benchmark.pictures import Picture, find_picture
 from ssd_generation.config import Costs, DraftingConfig
 from ssd_generation.forward import forward as forward_module
 from ssd_generation.forward.passes import CapturedPasses

@@ -39,10 +39,10 @@ from ssd_generation.forward.low_bit import (
 )
 from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.native.compiler import why_not
-from ssd_generation.native.linear import unpack_int4, unpack_int8
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model
+from unpacking import unpack_int4, unpack_int8
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=3)
 INT8, INT4 = PrecisionConfig.named("int8"), PrecisionConfig(default="int4", head="int8", group_size=32)

@@ -1,4 +1,4 @@
-"""Quantised models and adapters in every form of `benchmark.targets`, as tiny models: the same text, however drafted.
+"""Quantised models and adapters in every form of `lab.targets`, as tiny models: the same text, however drafted.
 
 What needs a library that is not installed is left out.
 """
@@ -14,9 +14,12 @@ import pytest
 import torch
 import transformers
 
+from lab.targets import __main__ as command
+from lab.targets import trial
+from lab.targets.forms import TARGETS, Target
+from lab.targets.page import page
+from lab.targets.trial import COLUMNS, Row, try_target
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
-from ssd_generation.benchmark import targets
-from ssd_generation.benchmark.targets import COLUMNS, TARGETS, Row, Target, page, try_target
 from ssd_generation.forward.low_bit import CopiesPart
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.automatic import DRAFT_MEMORY_OF_QUANTISED, usual_budget, weight_bytes
@@ -50,7 +53,7 @@ def rows_of(target: Target, source: str) -> list[Row]:
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.name != "float32"], ids=lambda target: target.name)
 def test_the_same_text(target: Target, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "NEW_TOKENS", 24)
+    monkeypatch.setattr(trial, "NEW_TOKENS", 24)
     source = str(write_gguf(tmp_path / "tiny.gguf")) if target.reads_gguf else folder
     for row in rows_of(target, source):
         assert row.untried is None
@@ -131,32 +134,32 @@ def test_the_page() -> None:
 
 def test_the_command(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     found = [Row("float32", dict.fromkeys(COLUMNS, "yes"))]
-    monkeypatch.setattr(targets, "try_target", lambda *_: iter(found))
+    monkeypatch.setattr(command, "try_target", lambda *_: iter(found))
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: Tokenizer())
     monkeypatch.setattr(logging, "disable", lambda level: None)
     monkeypatch.setattr(transformers.utils.logging, "set_verbosity", lambda level: None)
     monkeypatch.setattr(transformers.utils.logging, "disable_progress_bar", lambda: None)
     options = ["--model", folder, "--only", "float32"]
-    targets.main([*options, "-o", str(tmp_path / "page.md")])
+    command.main([*options, "-o", str(tmp_path / "page.md")])
     assert "| float32 | yes |" in (tmp_path / "page.md").read_text(encoding="utf-8")
-    targets.main([*options, "--json"])
+    command.main([*options, "--json"])
     assert json.loads(capsys.readouterr().out)[0]["name"] == "float32"
     kept = ["--rows", str(tmp_path / "rows")]
-    targets.main([*options, "--json", *kept])
-    monkeypatch.setattr(targets, "try_target", None)  # the same command does not try it again
-    targets.main([*options, "--json", *kept])
+    command.main([*options, "--json", *kept])
+    monkeypatch.setattr(command, "try_target", None)  # the same command does not try it again
+    command.main([*options, "--json", *kept])
     first, second = capsys.readouterr().out.split("]\n[")
     assert json.loads(first + "]") == json.loads("[" + second) != []
     with pytest.raises(SystemExit, match="2"):
-        targets.main(["--model", folder, *kept])
+        command.main(["--model", folder, *kept])
     assert "another folder with --rows" in capsys.readouterr().err
-    monkeypatch.setattr(targets, "try_target", lambda *_: iter(found))
+    monkeypatch.setattr(command, "try_target", lambda *_: iter(found))
     found[0].cells["lookup"] = "WRONG"
     with pytest.raises(SystemExit, match="1"):
-        targets.main(options)
+        command.main(options)
     for wrong in (["--model", str(tmp_path)], ["--model", folder, "--only", "no such form"]):
         with pytest.raises(SystemExit, match="2"):
-            targets.main(wrong)
+            command.main(wrong)
     assert "there is no form no such form" in capsys.readouterr().err
 
 

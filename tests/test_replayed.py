@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, StaticCache, TemperatureLogitsWarper
 from transformers.cache_utils import DynamicCache
 
+from run_again import Again
 from ssd_generation import Draft, Drafter, DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark import gpu
 from ssd_generation.cache import arena as arenas
@@ -33,7 +34,7 @@ from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward import fused, replay, replayed
 from ssd_generation.forward.fixed_attention import FixedAttention
 from ssd_generation.forward.recorded_pass import Tokens
-from ssd_generation.forward.replay import Again, Results
+from ssd_generation.forward.replay import Results
 from ssd_generation.forward.replayed import GraphPart, ReplayedPasses, replayed_draft, replayed_target
 from ssd_generation.forward.skip_mode import SkipMode
 from ssd_generation.harness.prompts import built_in_prompts

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lab import search_methods as methods
+from lab.search_methods import METHODS, ComparisonSettings, SearchMethod, compare_methods, main, table
 from search_worker import calibration, cost_profile
 from ssd_generation.models import load_model
-from ssd_generation.search import methods
-from ssd_generation.search.methods import METHODS, ComparisonSettings, SearchMethod, compare_methods, main, table
 from ssd_generation.tuning.measuring import describe_machine
 from test_cli import folder as folder  # the fixture
 from tiny_models import tiny_model

@@ -301,7 +301,8 @@ def test_timed_generation_is_that_of_the_texts() -> None:
     assert confirmed.acceptance["nothing"] == 1.0
     assert len(told) == 3 * 3
     assert confirmed.to_dict()["skip"]["texts"] == 2
-    counted = generated_acceptance(model, configs["nothing"], texts, 3)
+    drafting = DraftingConfig(policy="fixed", max_draft_length=3)
+    counted = generated_acceptance(model, SelfSpeculativeConfig(drafting=drafting), texts)
     assert counted.by_depth() == [1.0, 1.0, 1.0]
 
 
@@ -576,7 +577,7 @@ def test_texts_of_tests_are_the_models_own() -> None:
 
 
 def test_estimators_are_compared_with_generation() -> None:
-    from ssd_generation.search.estimators import ESTIMATORS, compare_estimators, random_skips
+    from lab.estimators import ESTIMATORS, compare_estimators, random_skips
 
     model = model_of()
     texts = calibrate(model, TOKENIZER, [Prompt("a", "x", "the rain"), Prompt("b", "x", "a river")], new_tokens=24)

@@ -17,8 +17,8 @@ from typing import Any
 import optuna
 import pytest
 
+from lab import search_methods as methods
 from search_worker import cost_profile
-from ssd_generation.search import methods
 from ssd_generation.search.runner import read_study, retarget
 from ssd_generation.search.space import Space
 from ssd_generation.search.storage import storage_of, storage_to_read

@@ -325,7 +325,7 @@ def test_another_thread_may_run_the_model_while_it_is_looked_at() -> None:
 @pytest.mark.parametrize("family", ["bert", "megatron-bert", "roberta-prelayernorm"])
 def test_sub_layers_that_end_in_adding_the_residual_hand_it_on(family: str) -> None:
     """BERT and its kind: what is left out gives its own input, whichever norm stands where."""
-    from ssd_generation.benchmark.families import build
+    from lab.families.models import build
 
     model: Any = build(family)
     ids = torch.tensor([[5, 17, 29, 31, 8, 44]])

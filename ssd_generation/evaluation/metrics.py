@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ROUGE_TYPES", "Interval", "bootstrap", "load_pass_at_k", "load_rouge", "paired_difference", "pass_at_k"]
+__all__ = ["ROUGE_TYPES", "Interval", "bootstrap", "load_rouge", "paired_difference", "pass_at_k"]
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
@@ -158,31 +158,3 @@ def load_rouge() -> Any:
             return {name: statistics.fmean(row) for name, row in rows.items()} if use_aggregator else rows
 
     return Rouge()
-
-
-def load_pass_at_k() -> Any:
-    """pass@k as an `evaluate.Metric`: `compute(predictions=…, references=…, k=…)`.
-
-    Predictions are the number of samples that passed, by problem; references the number that were drawn. No code is
-    run here.
-    """
-    import datasets
-    import evaluate
-
-    class PassAtK(evaluate.Metric):
-        def _info(self) -> Any:
-            number = datasets.Value("int64")
-            return evaluate.MetricInfo(
-                description="The chance that at least one of k samples is correct, estimated without bias.",
-                citation="Chen et al.: Evaluating Large Language Models Trained on Code. arXiv 2107.03374.",
-                inputs_description="predictions: samples that passed, by problem; references: samples drawn.",
-                features=datasets.Features({"predictions": number, "references": number}),
-            )
-
-        def _compute(
-            self, predictions: Sequence[int], references: Sequence[int], k: Sequence[int] = (1,)
-        ) -> dict[str, float]:
-            pairs = list(zip(references, predictions, strict=True))
-            return {f"pass@{n}": statistics.fmean(pass_at_k(drawn, passed, n) for drawn, passed in pairs) for n in k}
-
-    return PassAtK()

@@ -6,13 +6,12 @@ launch. A graph knows addresses and shapes, no values: what it reads is copied t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Again", "CudaGraphs", "Replays", "Results", "replays_on"]
+__all__ = ["CudaGraphs", "Replays", "Results", "replays_on"]
 
 Results = tuple[torch.Tensor, ...]
 """What a recorded function gives: the same tensors each time, whose values hold until the next run."""
@@ -103,38 +102,6 @@ class CudaGraphs:
         last.record()
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
-
-
-class Again:
-    """The function itself, on the same tensors and into the same results: what a graph does, where there are none."""
-
-    seconds = 0.0
-    compiles = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def beside(self, function: Callable[[], object]) -> None:
-        """See `Replays`."""
-        function()
-
-    def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """See `Replays`."""
-        with torch.inference_mode(False):  # written in any mode
-            results = tuple(torch.zeros(r.shape, dtype=r.dtype, device=r.device) for r in function())
-
-        def replay() -> Results:
-            for place, result in zip(results, function(), strict=True):
-                place.copy_(result)
-            return results
-
-        return replay
-
-    def seconds_of(self, run: Callable[[], object]) -> float:
-        """See `Replays`."""
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
 
 
 KINDS: dict[str, Callable[[torch.device], Replays]] = {} if torch.version.hip else {"cuda": CudaGraphs}

@@ -17,7 +17,7 @@ import torch
 
 from ..support.devices import wait_for
 
-__all__ = ["Timing", "Timings", "Turn", "greedy_options", "interleaved", "rotated", "spread", "timed"]
+__all__ = ["Timing", "Timings", "Turn", "interleaved", "rotated", "spread", "timed"]
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -59,19 +59,6 @@ def interleaved(methods: Sequence[M], rounds: int, warm_up: int = 1) -> Iterator
     for number in range(rounds):
         for method in rotated(methods, number):
             yield Turn(method, number)
-
-
-def greedy_options(new_tokens: int) -> dict[str, Any]:
-    """Options of `generate` under which a call decodes greedily and gives so many tokens, whatever the model says."""
-    return {
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "temperature": None,
-        "top_p": None,
-        "top_k": None,
-    }
 
 
 def timed(device: torch.device, call: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[T, float]:

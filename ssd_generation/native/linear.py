@@ -19,8 +19,6 @@ __all__ = [
     "pack_int4",
     "pack_int8",
     "takes",
-    "unpack_int4",
-    "unpack_int8",
 ]
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -134,17 +132,6 @@ def pack_int8(quantised: torch.Tensor) -> torch.Tensor:
     return words.contiguous().view(torch.uint8).bitwise_xor_(128).view(rows, columns)  # q + 128
 
 
-def unpack_int8(packed: torch.Tensor) -> torch.Tensor:
-    """The numbers of a packed layer, `(N, K)` int8.
-
-    Args:
-        packed: as of `pack_int8`.
-    """
-    rows, columns = packed.shape
-    words = packed.bitwise_xor(128).view(torch.int32).view(rows // 16, columns // 4, 16).transpose(1, 2)
-    return words.contiguous().view(torch.int8).view(rows, columns)
-
-
 def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights in 4 bits as `layer` reads them: w ≈ q · s + z.
 
@@ -169,21 +156,6 @@ def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
     lower, upper = q.view(rows // 16, 16, columns // 32, 2, 4, 4).unbind(3)
     packed = (lower | (upper << 4)).permute(0, 2, 3, 1, 4).reshape(rows, columns // 2)
     return packed, scales.view(rows // 16, 16, -1).transpose(1, 2).contiguous()
-
-
-def unpack_int4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The weights that a packed layer computes with, `(N, K)` float32.
-
-    Args:
-        packed: as of `pack_int4`.
-        scales: as of `pack_int4`.
-    """
-    rows = packed.shape[0]
-    bytes_ = packed.view(rows // 16, -1, 4, 16, 4).permute(0, 3, 1, 2, 4)
-    scales = scales.transpose(1, 2).reshape(rows, -1)
-    q = torch.stack((bytes_ & 15, bytes_ >> 4), dim=3).reshape(rows, scales.shape[1], -1).float()
-    offsets = (scales.view(torch.int32) << 16).view(torch.float32)
-    return (q * scales[..., None] + offsets[..., None]).view(rows, -1)
 
 
 def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -133,24 +133,6 @@ def _generate(
     return generate_greedily(model, ids, new_tokens, **options)
 
 
-def generated_acceptance(
-    model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration, draft_length: int
-) -> Acceptance:
-    """Acceptance by depth in real generation, with a fixed draft length: what `judge` predicts.
-
-    Args:
-        model: the target model.
-        config: of the draft; its draft-length policy is not used.
-        calibration: its prompts are continued for as many tokens as its texts have.
-        draft_length: tokens drafted in each round, ≥ 1.
-    """
-    enable_self_speculative(model)
-    fixed = dataclasses.replace(
-        config, drafting=DraftingConfig(policy="fixed", max_draft_length=draft_length), lookup=None
-    )
-    return _generated(model, fixed, calibration)
-
-
 def tokens_per_second(
     model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration
 ) -> tuple[float, Acceptance]:
@@ -167,11 +149,18 @@ def tokens_per_second(
     first = calibration.texts[0]
     _record_ahead(model, [as_in_paper])
     _generate(model, as_in_paper, first.ids[:, : first.prompt_length], 2)
-    acceptance, seconds = timed(model.device, _generated, model, as_in_paper, calibration)
+    acceptance, seconds = timed(model.device, generated_acceptance, model, as_in_paper, calibration)
     return calibration.tokens() / seconds, acceptance
 
 
-def _generated(model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration) -> Acceptance:
+def generated_acceptance(model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration) -> Acceptance:
+    """Acceptance by depth in real generation, with the passes that were made.
+
+    Args:
+        model: the target model, enabled.
+        config: of the draft.
+        calibration: its prompts are continued for as many tokens as its texts have.
+    """
     total = Acceptance()
     for text in calibration.texts:
         _generate(model, config, text.ids[:, : text.prompt_length], len(text))

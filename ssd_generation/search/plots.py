@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .profile import CostProfile
     from .space import Space
 
-__all__ = ["plot_frontier", "plot_map", "plot_methods", "plot_progress"]
+__all__ = ["plot_frontier", "plot_map", "plot_progress"]
 
 _COLOURS = {
     "given": "tab:gray",
@@ -41,8 +41,8 @@ _NAMES = {
 }
 
 
-def _axes(path: Path | None, width: float, height: float, columns: int = 1) -> list[Any]:
-    """New axes side by side. Without a path they belong to a figure of pyplot, which a notebook shows."""
+def _axes(path: Path | None, width: float, height: float) -> Any:
+    """New axes. Without a path they belong to a figure of pyplot, which a notebook shows."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -53,7 +53,7 @@ def _axes(path: Path | None, width: float, height: float, columns: int = 1) -> l
         figure = pyplot.figure(figsize=(width, height), layout="constrained")
     else:
         figure = Figure(figsize=(width, height), layout="constrained")
-    return [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+    return figure.add_subplot()
 
 
 def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, ax: Any = None) -> Any:
@@ -74,7 +74,7 @@ def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, 
         ImportError: matplotlib is not installed.
     """
     if ax is None:
-        [ax] = _axes(path, 7, 4.6)
+        ax = _axes(path, 7, 4.6)
     whole = [t for t in found.tried if not t.pruned]
     by_origin: dict[str, list[Tried]] = {}
     for t in whole:
@@ -159,7 +159,7 @@ def plot_progress(
         ImportError: matplotlib is not installed.
     """
     if ax is None:
-        [ax] = _axes(path, 8.5 if len(searches) > 1 else 7, 4.2)
+        ax = _axes(path, 8.5 if len(searches) > 1 else 7, 4.2)
     ax.axhline(1, color="0.3", lw=1, ls=":", zorder=1)
     places = {name: i for i, name in enumerate(dict.fromkeys([*names, *searches]))}
     for name, found in searches.items():
@@ -192,29 +192,6 @@ def plot_progress(
     return _saved(ax, path)
 
 
-def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
-    """Progress of several search methods, see `plot_progress`, a panel for each model.
-
-    Args:
-        founds: by model and method.
-        path: where to save it.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    several = len(founds) > 1
-    axes = _axes(path, 2 + 4.6 * len(founds), 5.6 if several else 4, len(founds))
-    names = list(dict.fromkeys(name for found in founds.values() for name in found))
-    for ax, (model, found) in zip(axes, founds.items(), strict=True):
-        plot_progress(found, ax=ax, names=names)
-        ax.set_title(for_plot(model), fontsize=12)
-        if several:  # below, where it covers no line
-            ax.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2, frameon=False)
-        if ax is not axes[0]:
-            ax.set_ylabel("")
-    _saved(axes[0], path)
-
-
 def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path | None = None, ax: Any = None) -> Any:
     """Layers × {attention, MLP}, coloured by the acceptance rate lost if it alone is skipped, and the chosen draft.
 
@@ -236,7 +213,7 @@ def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path
     kinds = [kind for kind in ("attention", "mlp") if any(n.startswith(kind) for n in space.choices)]
     layers = 1 + max(int(name.partition(".")[2]) for name in space.choices if "." in name)
     if ax is None:
-        [ax] = _axes(path, max(6.0, 0.32 * layers + 1.6), 2.3)
+        ax = _axes(path, max(6.0, 0.32 * layers + 1.6), 2.3)
     from matplotlib import colormaps
 
     values = [[loss.get(f"{kind}.{layer}", float("nan")) for layer in range(layers)] for kind in kinds]

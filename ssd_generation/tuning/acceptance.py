@@ -12,7 +12,7 @@ Where rounds start matters: behind the token with which the target ended the rou
 text is hard to guess. With an answer for each token of the text, the rounds of a generation are replayed. Cheapest is
 to ask for each token as the first of a round alone, as many inputs as the text has tokens: deeper ones, which see a few
 keys and values of the draft's own, then count as right where they are so as a first token. With rounds at places of
-their own (at every fourth token, or at each) predictions are further off, see search/estimators.py.
+their own (at every fourth token, or at each) predictions are further off, see docs/search.md.
 
 (A pass with the draft's keys and values for the whole past, as in SWIFT, arXiv 2410.06916, is the case of a single
 round as long as the text.)

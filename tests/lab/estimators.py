@@ -1,6 +1,6 @@
-"""How well acceptance rates that are estimated in one forward pass predict those of real generation.
+"""Accuracy of acceptance rates that are estimated in one forward pass, compared with those of generation.
 
-    python -m ssd_generation.search.estimators [--model demo] [--sets 30] [--texts 6] [--new-tokens 32]
+    python -m tests.lab.estimators [--model demo] [--sets 30] [--texts 6] [--new-tokens 32]
 
 Random skip sets of one to eight sub-layers (not those at either end of the model, whose drafts are never accepted) are
 judged by several estimators, and measured in generation with a fixed draft length on the same prompts.
@@ -8,24 +8,26 @@ judged by several estimators, and measured in generation with a fixed draft leng
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..config import SelfSpeculativeConfig, SkipConfig
-from ..decoding.verified_text import VerifiedText
-from ..forward.sublayers import locate_sublayers
-from ..models import load_model
-from ..tuning.acceptance import Acceptance, judge, judge_rounds
-from ..tuning.measuring import describe_machine
-from ..tuning.speedup import expected_tokens
-from .calibration import Calibration, calibrate, calibration_prompts
-from .confirm import generated_acceptance
+from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.decoding.verified_text import VerifiedText
+from ssd_generation.forward.sublayers import locate_sublayers
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.models import load_model
+from ssd_generation.search.calibration import Calibration, calibrate, calibration_prompts
+from ssd_generation.search.confirm import generated_acceptance
+from ssd_generation.tuning.acceptance import Acceptance, judge, judge_rounds
+from ssd_generation.tuning.measuring import describe_machine
+from ssd_generation.tuning.speedup import expected_tokens
+
+from .program import Program
 
 __all__ = ["ESTIMATORS", "compare_estimators", "random_skips"]
 
@@ -49,7 +51,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
     "replayed, by 2": lambda model, config, text, depth: judge(model, config, text, depth, min(2, depth)),
     "replayed, exact": lambda model, config, text, depth: judge(model, config, text, depth, depth),
 }
-"""By name; the last argument is the draft length."""
+"""Estimators by name; the last argument is the draft length."""
 
 
 def random_skips(model: Any, count: int, seed: int = 0) -> list[SkipConfig]:
@@ -58,7 +60,7 @@ def random_skips(model: Any, count: int, seed: int = 0) -> list[SkipConfig]:
     generator = random.Random(seed)
     inner = range(2, len(layout) - 1) if len(layout) > 6 else range(len(layout))
     names = [("attention", i) for i in inner if layout.layers[i].attention and i not in layout.shares_kv]
-    names = names[1:]  # one is always kept
+    names = names[1:]  # one is never skipped
     names += [("mlp", i) for i in inner if layout.layers[i].mlp]
     skips = []
     for index in range(count):
@@ -82,7 +84,7 @@ def compare_estimators(
     """Predicted against measured accepted tokens per round, by estimator.
 
     Args:
-        model: the target model.
+        model: the target model; it is enabled.
         calibration: the texts.
         skips: the drafts.
         draft_length: tokens drafted in a round.
@@ -92,12 +94,14 @@ def compare_estimators(
         By estimator: correlation with what was measured, mean difference and mean absolute difference in accepted
         tokens per round; passes, inputs and seconds per draft. And the points themselves.
     """
+    enable_self_speculative(model)
     points: dict[str, list[float]] = {name: [] for name in ("measured", *ESTIMATORS)}
     costs: dict[str, list[tuple[int, int, float]]] = {name: [] for name in points}
     for done, skip in enumerate(skips):
         config = SelfSpeculativeConfig(skip)
+        fixed = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=draft_length))
         started = time.perf_counter()
-        measured = generated_acceptance(model, config, calibration, draft_length)
+        measured = generated_acceptance(model, fixed, calibration)
         costs["measured"].append((measured.passes, measured.tokens, time.perf_counter() - started))
         points["measured"].append(_tokens(measured, draft_length))
         for name in ESTIMATORS:
@@ -140,17 +144,18 @@ def _tokens(acceptance: Acceptance, draft_length: int) -> float:
     return expected_tokens(acceptance.by_depth(1.0), draft_length) - 1.0
 
 
-def main() -> None:
-    """Print the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m ssd_generation.search.estimators", description=__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--sets", type=int, default=30)
-    parser.add_argument("--texts", type=int, default=6)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--draft-length", type=int, default=4)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    model, tokenizer = load_model(arguments.model, dtype="float32")
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("estimators", __doc__)
+    program.add_model()
+    program.add_counts(sets=30, texts=6, new_tokens=32, draft_length=4)
+    program.add_json()
+    arguments = program.parsed(words)
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     texts = calibrate(model, tokenizer, calibration_prompts(None, arguments.texts), arguments.new_tokens)
     result = compare_estimators(
         model,
@@ -163,22 +168,21 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"machine": describe_machine(model), **result}))
         return
-    print(
-        f"{describe_machine(model)}; {result['drafts']} skip sets, {result['tokens']} tokens of {result['texts']} texts"
-    )
-    print(f"accepted tokens of a round of {result['draft_length']}, predicted against measured in generation")
-    print(f"{'':24}{'correlation':>12}{'bias':>8}{'|error|':>9}{'passes':>8}{'inputs':>8}{'seconds':>9}")
+    print("\n".join([describe_machine(model), *_table(result)]))
+
+
+def _table(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['drafts']} skip sets, {result['tokens']} tokens of {result['texts']} texts"
+    yield f"accepted tokens of a round of {result['draft_length']}, predicted against measured in generation"
+    yield f"{'':24}{'correlation':>12}{'bias':>8}{'|error|':>9}{'passes':>8}{'inputs':>8}{'seconds':>9}"
     for name in ("measured", *ESTIMATORS):
         spent = result["per_draft"][name]
         tail = f"{spent['passes']:>8.0f}{spent['inputs']:>8.0f}{spent['seconds']:>9.2f}"
-        figures = result["estimators"].get(name)
-        head = (
-            " " * 29
-            if figures is None
-            else f"{figures['correlation']:>12.3f}{figures['mean_difference']:>+8.3f}"
-            f"{figures['mean_absolute_difference']:>9.3f}"
-        )
-        print(f"{name:24}{head}{tail}")
+        head = " " * 29
+        if (figures := result["estimators"].get(name)) is not None:
+            head = f"{figures['correlation']:>12.3f}{figures['mean_difference']:>+8.3f}"
+            head += f"{figures['mean_absolute_difference']:>9.3f}"
+        yield f"{name:24}{head}{tail}"
 
 
 if __name__ == "__main__":

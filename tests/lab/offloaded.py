@@ -1,13 +1,13 @@
-"""A model whose weights are on the disk, with memory for less than them: plain decoding and this library's, in turns.
+"""A model whose weights are on the disk, with memory for less: plain decoding and this library's, interleaved.
 
-    python -m ssd_generation.benchmark.offloaded --model FOLDER [--memory 3.3] [--tokens 48] [--json]
+    python -m tests.lab.offloaded --model FOLDER [--memory 3.3] [--tokens 48] [--json]
 
 Prompts take turns, plain decoding and `self_speculative="auto"` of each, and the texts are compared. The memory is held
 back by a control group (version 1 or 2, Linux, root), in which the page cache counts: otherwise the disk would be
 memory. The run has a copy of the model's files of its own, so that it does not read what another process has in the
 page cache. Where no group can be made, these files are dropped from the page cache before each pass of the model
 (`posix_fadvise`). Before the run, a process that makes the low-bit copies is killed in the middle (SIGKILL): what is
-measured begins with what it left behind.
+measured begins with what it left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -32,14 +32,15 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..forward.low_bit import CopiesPart
-from ..forward.offloaded import sources_of, streamed_bytes
-from ..forward.resident import FOLDER
-from ..generation import enable_self_speculative
-from ..support.machine import cpu_name
-from ..support.model_state import state_of
-from ..tuning.learnt import LearntPart
-from .tables import PACKAGE
+from ssd_generation.forward.low_bit import CopiesPart
+from ssd_generation.forward.offloaded import sources_of, streamed_bytes
+from ssd_generation.forward.resident import FOLDER
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.support.machine import cpu_name
+from ssd_generation.support.model_state import state_of
+from ssd_generation.tuning.learnt import LearntPart
+
+from .program import Program
 
 __all__ = ["memory_group", "run"]
 
@@ -60,7 +61,7 @@ _KILLED_AT = 12
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[Path | None]:
-    """A control group with so many bytes of memory, page cache included; `None` where none can be made."""
+    """Make a control group with so many bytes of memory, page cache included; `None` where that is not possible."""
     root = Path("/sys/fs/cgroup")
     for controllers, top, name in (("memory", root / "memory", "memory.limit_in_bytes"), ("", root, "memory.max")):
         folder = None
@@ -99,7 +100,7 @@ def _drop_before_passes(model: Any) -> None:
 
 
 def _own_copy(model: str, folder: str) -> str:
-    """The model's files in a folder of the run's own, none of them in memory."""
+    """Copy the model's files to a folder of the run's own, and drop them from memory."""
     source = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
     copied = Path(shutil.copytree(source, Path(folder) / "model"))
     _drop(path for path in copied.iterdir() if path.is_file())
@@ -120,13 +121,13 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _read_bytes() -> int:
-    """Bytes that this process has had read from a disk so far."""
+    """Return the bytes that this process has read from a disk so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 
 class _Loads:
-    """Counts what accelerate loads: bytes."""
+    """Counter of the bytes that accelerate loads."""
 
     def __init__(self) -> None:
         from accelerate.utils import OffloadedWeightsLoader
@@ -143,7 +144,7 @@ class _Loads:
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    """The run itself."""
+    """Measure, in a process of its own."""
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
     loads = _Loads()
@@ -168,12 +169,12 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
             }
         )
         if extra.get("self_speculative") is not None:
-            said = model.last_speculation
+            statistics = model.last_speculation
             calls[-1] |= {
-                "refusal": said.refusal,
-                "drafted": said.drafted_tokens,
-                "accepted": said.accepted_tokens,
-                "rounds": said.target_passes,
+                "refusal": statistics.refusal,
+                "drafted": statistics.drafted_tokens,
+                "accepted": statistics.accepted_tokens,
+                "rounds": statistics.target_passes,
             }
         print(json.dumps(calls[-1]), file=sys.stderr, flush=True)
         return new
@@ -215,7 +216,7 @@ def _copy(options: argparse.Namespace) -> None:
 
 
 def _child(options: argparse.Namespace, group: Path | None, what: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", f"{PACKAGE}.benchmark.offloaded", "--model", options.model]
+    arguments = [sys.executable, "-m", "tests.lab.offloaded", "--model", options.model]
     arguments += ["--child", what, "--folder", options.folder, "--dtype", options.dtype]
     for name in ("tokens", "prompts", "threads"):
         arguments += [f"--{name}", str(getattr(options, name))]
@@ -258,7 +259,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _said(found: dict[str, Any]) -> str:
+def _table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['machine']}; {found['dtype']}; " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()),
         f"A pass brings {found['streamed_bytes'] / 1e9:.2f} GB into memory; memory: {found['memory']}"
@@ -279,24 +280,26 @@ def _said(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", required=True, help="a folder, or a Hub id")
-    parser.add_argument("--memory", type=float, default=3.3, help="GB (10^9 bytes) for the process and its page cache")
-    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each call")
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--sample", action="store_true", help="sample, by the same seed, instead of greedy search")
-    parser.add_argument(
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("offloaded", __doc__)
+    program.add_argument("--model", required=True, help="a folder, or a Hub id")
+    program.add_argument("--memory", type=float, default=3.3, help="GB (10^9 bytes) for the process and its page cache")
+    program.add_counts(tokens=48, prompts=2, threads=torch.get_num_threads())
+    program.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    program.add_argument("--sample", action="store_true", help="sample, by the same seed, instead of greedy search")
+    program.add_argument(
         "--folder",
         help="a folder on the disk to be measured, for the files of the run",
     )
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=("copy", "measure"), help=argparse.SUPPRESS)
-    parser.add_argument("--drops", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    program.add_json()
+    program.add_argument("--child", choices=("copy", "measure"), help=argparse.SUPPRESS)
+    program.add_argument("--drops", action="store_true", help=argparse.SUPPRESS)
+    options = program.parsed(words)
     if options.child == "copy":
         return _copy(options)
     if options.child == "measure":
@@ -306,7 +309,7 @@ def main() -> None:
         options.folder = str(Path(folder) / "offloaded")
         options.model = _own_copy(options.model, folder)
         found = run(options)
-    print(json.dumps(found, indent=1) if options.json else _said(found))
+    print(json.dumps(found, indent=1) if options.json else _table(found))
 
 
 if __name__ == "__main__":

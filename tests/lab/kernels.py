@@ -1,20 +1,19 @@
-"""Where the milliseconds of a pass go, and how fast its kernels read the weights, beside memory and torch's kernels.
+"""Milliseconds of a pass by kind of kernel, and the speed at which kernels read weights, compared with torch's.
 
-    python -m ssd_generation.benchmark.kernels [--model demo] [--dtype float32] [--rows 1 2 4 8] [--repeats 7] [--json]
+    python -m tests.lab.kernels [--model demo] [--dtype float32] [--rows 1 2 4 8] [--repeats 7] [--json]
 
-Passes of the whole model and of drafts in int8 and int4 (LM head too), over so many tokens behind 64. Each is timed as
-it is and then in parts: the kernels of one kind one after the other, without the others. What is left of a pass is
+Passes of the target model and of drafts in int8 and int4 (LM head too), over so many tokens after 64. Each is timed as
+a whole and then in parts: the kernels of one kind one after the other, without the others. The rest of a pass is
 Python, and whatever torch computes between lists of kernels. Times are medians. "Memory" is the speed at which torch
-adds up a large tensor, measured between the passes: on a machine that others share it may change within minutes.
+adds up a large tensor, measured between the passes: on a shared machine it may change within minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,16 +21,18 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..config import PrecisionConfig, SelfSpeculativeConfig
-from ..forward.invariant import WIDTHS, Invariant
-from ..forward.passes import CapturedPasses, captured_target, draft_of
-from ..generation import enable_self_speculative
-from ..models import load_model
-from ..native.compiler import why_not
-from ..native.linear import NativeLinear
-from ..native.sequence import KernelList
-from ..tuning.costs import Passes
-from ..tuning.measuring import describe_machine
+from ssd_generation.config import PrecisionConfig, SelfSpeculativeConfig
+from ssd_generation.forward.invariant import WIDTHS, Invariant
+from ssd_generation.forward.passes import CapturedPasses, captured_target, draft_of
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.models import load_model
+from ssd_generation.native.compiler import why_not
+from ssd_generation.native.linear import NativeLinear
+from ssd_generation.native.sequence import KernelList
+from ssd_generation.tuning.costs import Passes
+from ssd_generation.tuning.measuring import describe_machine
+
+from .program import Program
 
 __all__ = ["measure_kernels"]
 
@@ -158,7 +159,7 @@ def _by_part(kernels: KernelList) -> dict[str, list[int]]:
 
 
 def _about_linears(kernels: KernelList) -> dict[str, Any]:
-    """What linear layers of one shape read, and what torch takes for them; nothing for other kernels."""
+    """Return the bytes that linear layers of one shape read, and torch's seconds; nothing for other kernels."""
     layers = [step.held for step in kernels.steps if isinstance(step.held, NativeLinear)]
     if not layers:
         return {}
@@ -235,19 +236,18 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         yield f"{weights + ' ' + name:28}" + "".join(f"{by_rows.get(count, ''):>16}" for count in rows)
 
 
-def main() -> None:
-    """The command of the module's docstring."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="demo", help="Hub id, folder, GGUF file or 'demo' (SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="tokens of the passes")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    arguments = parser.parse_args()
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("kernels", __doc__)
+    program.add_model()
+    program.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="tokens of the passes")
+    program.add_counts(repeats=7)
+    program.add_json()
+    arguments = program.parsed(words)
     model, _ = load_model(arguments.model, dtype=arguments.dtype)
     report = measure_kernels(enable_self_speculative(model.eval()), arguments.rows, arguments.repeats)
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(_tables(report)))

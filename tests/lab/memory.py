@@ -1,24 +1,27 @@
-"""Peak memory of a self-speculative call beside a plain one.
+"""Peak memory of a self-speculative call, compared with a plain one.
 
-    python -m ssd_generation.benchmark.memory [--model demo] [--context 2000] [--new-tokens 64] [--draft-length 5]
+    python -m tests.lab.memory [--model demo] [--context 2000] [--new-tokens 64] [--draft-length 5]
 
 Counts the bytes of all tensors alive at the same time, minus those that were alive before the call.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
-from ..generation import enable_self_speculative
-from ..harness.memory import peak_bytes
-from ..models import load_model
-from ..support.versions import CACHE
-from ..tuning.automatic import weight_bytes
+from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.memory import peak_bytes
+from ssd_generation.models import load_model
+from ssd_generation.support.versions import CACHE
+from ssd_generation.tuning.automatic import weight_bytes
+
+from .program import Program
+from .side_by_side import greedy_options
 
 __all__ = ["measure_memory"]
 
@@ -26,7 +29,7 @@ __all__ = ["measure_memory"]
 def measure_memory(
     model: Any, skip: SkipConfig, context: int = 2000, new_tokens: int = 64, draft_length: int = 5
 ) -> dict[str, Any]:
-    """Peak memory of a plain and of a self-speculative call.
+    """Measure the peak memory of a plain and of a self-speculative call.
 
     Args:
         model: a transformers model; it is enabled.
@@ -44,12 +47,7 @@ def measure_memory(
     generator = torch.Generator(device="cpu").manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(10, vocabulary, (1, context), generator=generator, device="cpu").to(model.device)
-    options: dict[str, Any] = {
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+    options = greedy_options(new_tokens)
     weights = weight_bytes(model)
     report: dict[str, Any] = {"context": context, "new_tokens": new_tokens, "weights": weights}
     for part in ("whole_call", "decoding"):
@@ -71,23 +69,20 @@ def measure_memory(
     return report
 
 
-def main() -> None:
-    """The command of the module's docstring."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="demo", help="Hub id, folder, GGUF file or 'demo' (SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--context", type=int, default=2000, help="tokens of the prompt")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--draft-length", type=int, default=5)
-    parser.add_argument(
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("memory", __doc__)
+    program.add_model()
+    program.add_counts(context=2000, new_tokens=64, draft_length=5)
+    program.add_argument(
         "--attention", type=int, nargs="*", default=[10, 14, 18], help="attention sub-layers that the draft skips"
     )
-    parser.add_argument("--mlp", type=int, nargs="*", default=[], help="MLP sub-layers that the draft skips")
-    arguments = parser.parse_args()
+    program.add_argument("--mlp", type=int, nargs="*", default=[], help="MLP sub-layers that the draft skips")
+    arguments = program.parsed(words)
     model, _ = load_model(arguments.model, dtype=arguments.dtype)
     skip = SkipConfig(attention=arguments.attention, mlp=arguments.mlp)
     report = measure_memory(model, skip, arguments.context, arguments.new_tokens, arguments.draft_length)

@@ -1,17 +1,16 @@
 """Search methods side by side: what each finds, and how many forward passes of the model it takes.
 
-    python -m ssd_generation.search.methods [--model demo] -o FOLDER [--methods default,paper,…] [--trials 120]
-    python -m ssd_generation.search.methods --beside FOLDER… -o FOLDER
+    python -m tests.lab.search_methods [--model demo] -o FOLDER [--methods default,paper,…] [--trials 120]
+    python -m tests.lab.search_methods --beside FOLDER… -o FOLDER
 
 All methods use the same texts and the same costs. The best draft of each is judged on held-out texts, and timed in
-generation, all of them in turns with plain decoding. Each method is a study in one SQLite file of the folder, so that
+generation, interleaved with plain decoding. Each method is a study in one SQLite file of the folder, so that
 the same command continues after an interruption. `--beside` puts such runs, of several models, on one page and into one
 plot.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,27 +20,29 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from ..forward.low_bit import drop_copies
-from ..models import load_model
-from ..support.display import for_markdown, visible
-from ..support.files import replacing, write_whole
-from ..support.reading import RESULT, read_json
-from ..tuning.acceptance import judge_all
-from ..tuning.automatic import DRAFT_MEMORY
-from .calibration import Calibration, calibrate, calibration_prompts, describe_weights
-from .confirm import confirm
-from .plots import plot_methods
-from .profile import CostProfile, measure_profile
-from .settings import CalibrationSettings, SearchSettings, check_sampler
-from .space import Space, space_of
-from .storage import storage_of, storage_to_read
-from .study import Search, explain_unreadable, found_config, open_study, tried_in
-from .trials import Found, Tried, acceptance_rate, mean_acceptance, predicted_speedup
+from ssd_generation.forward.low_bit import drop_copies
+from ssd_generation.models import load_model
+from ssd_generation.search.calibration import Calibration, calibrate, calibration_prompts, describe_weights
+from ssd_generation.search.confirm import confirm
+from ssd_generation.search.plots import plot_progress
+from ssd_generation.search.profile import CostProfile, measure_profile
+from ssd_generation.search.settings import CalibrationSettings, SearchSettings, check_sampler
+from ssd_generation.search.space import Space, space_of
+from ssd_generation.search.storage import storage_of, storage_to_read
+from ssd_generation.search.study import Search, explain_unreadable, found_config, open_study, tried_in
+from ssd_generation.search.trials import Found, Tried, acceptance_rate, mean_acceptance, predicted_speedup
+from ssd_generation.support.display import for_markdown, for_plot, visible
+from ssd_generation.support.files import replacing, write_whole
+from ssd_generation.support.reading import RESULT, read_json
+from ssd_generation.tuning.acceptance import judge_all
+from ssd_generation.tuning.automatic import DRAFT_MEMORY
+
+from .program import Program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["METHODS", "ComparisonSettings", "SearchMethod", "compare_methods", "put_together", "table"]
+__all__ = ["METHODS", "ComparisonSettings", "SearchMethod", "compare_methods", "plot_methods", "put_together", "table"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class SearchMethod:
     Attributes:
         what: description in a few words.
         settings: of the search.
-        skip_only: whether sub-layers are only kept or skipped, never in low bits.
+        skip_only: whether sub-layers are only skipped or not, never in low bits.
         share: number of trials relative to the one asked for; the paper's search takes many.
     """
 
@@ -85,7 +86,7 @@ METHODS: Mapping[str, SearchMethod] = {
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """How methods are compared.
+    """Settings of a comparison.
 
     Args:
         methods: names in `METHODS`.
@@ -189,7 +190,7 @@ def _check(methods: Sequence[str]) -> None:
 
 
 def _passes_until(found: Found, speedup: float) -> int | None:
-    """Forward passes until a draft had this theoretical speed-up; `None` where none has it."""
+    """Return the forward passes until a draft had this theoretical speed-up; `None` where none has it."""
     spent = 0
     for t, passes in zip(found.tried, found.passes, strict=True):
         spent += passes
@@ -199,7 +200,7 @@ def _passes_until(found: Found, speedup: float) -> int | None:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The methods as a Markdown table; with the paper's search among them, also the passes until each is as good."""
+    """Return the methods as a Markdown table; with the paper's search among them, also the passes to get as far."""
     paper = next((name for name in ("paper", "paper-judged") if name in rows), None)
     head = ["method", "drafts", "passes", *([f"until as good as {paper}"] if paper else []), "promised"]
     head += ["on texts held back", "measured", "draft step", "acceptance"]
@@ -220,8 +221,36 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
+    """Plot the progress of several search methods, see `plot_progress`, a panel for each model.
+
+    Args:
+        founds: by model and method.
+        path: of the file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: pip install 'ssd_generation[plots]'") from error
+    several = len(founds) > 1
+    figure = Figure(figsize=(2 + 4.6 * len(founds), 5.6 if several else 4), layout="constrained")
+    names = list(dict.fromkeys(name for found in founds.values() for name in found))
+    for place, (model, found) in enumerate(founds.items()):
+        ax = figure.add_subplot(1, len(founds), place + 1)
+        plot_progress(found, ax=ax, names=names)
+        ax.set_title(for_plot(model), fontsize=12)
+        if several:  # below, where it covers no line
+            ax.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2, frameon=False)
+        if place > 0:
+            ax.set_ylabel("")
+    figure.savefig(path, dpi=130, format="png")
+
+
 def put_together(folders: Sequence[Path], output: Path) -> str:
-    """Runs for several models on one page (methods.md), and in one plot (methods.png).
+    """Put runs for several models on one page (methods.md), and in one plot (methods.png).
 
     Args:
         folders: that earlier runs have written.
@@ -261,7 +290,7 @@ def put_together(folders: Sequence[Path], output: Path) -> str:
 
 
 def _methods_named(named: str | None) -> list[str]:
-    """Those of the command line, or the default ones that can run here."""
+    """Return the methods of the command line, or the default ones that can run here."""
     if named is not None:
         methods = named.split(",")
         _check(methods)
@@ -275,22 +304,27 @@ def _methods_named(named: str | None) -> list[str]:
     return methods
 
 
-def main() -> None:
-    """Search by all methods, and write the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m ssd_generation.search.methods", description=__doc__)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("-o", "--output", required=True, type=Path)
-    parser.add_argument(
+def main(words: Sequence[str] | None = None) -> None:
+    """Search by all methods, and write the comparison.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("search_methods", __doc__)
+    program.add_model()
+    program.add_argument("-o", "--output", required=True, type=Path)
+    program.add_argument(
         "--methods", help=f"of {','.join(METHODS)} (default: all but paper, and gp only where scipy is installed)"
     )
-    parser.add_argument("--trials", type=int, default=ComparisonSettings.trials)
-    parser.add_argument("--num-prompts", type=int, default=CalibrationSettings.num_prompts)
-    parser.add_argument("--held-out", type=int, default=CalibrationSettings.held_out_prompts)
-    parser.add_argument("--new-tokens", type=int, default=CalibrationSettings.new_tokens)
-    parser.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
-    parser.add_argument("--beside", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
-    arguments = parser.parse_args()
+    program.add_counts(
+        trials=ComparisonSettings.trials,
+        num_prompts=CalibrationSettings.num_prompts,
+        held_out=CalibrationSettings.held_out_prompts,
+        new_tokens=CalibrationSettings.new_tokens,
+    )
+    program.add_argument("--no-timing", action="store_true", help="do not time the winners in generation")
+    program.add_argument("--beside", nargs="+", type=Path, metavar="FOLDER", help="search nothing: put these together")
+    arguments = program.parsed(words)
 
     def progress(text: str) -> None:
         print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
@@ -303,12 +337,12 @@ def main() -> None:
         try:
             print(visible(put_together(arguments.beside, folder), keep="\n"))
         except (ImportError, ValueError) as error:
-            parser.error(visible(error))
+            program.error(visible(error))
         return
     try:
         methods = _methods_named(arguments.methods)
     except (ImportError, ValueError) as error:
-        parser.error(visible(error))
+        program.error(visible(error))
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     # The prompts after the first ones are held out.
     texts, held_out = (

@@ -1,31 +1,32 @@
 """The cost of a draft step and of a round as the context grows, relative to a plain step.
 
-    python -m ssd_generation.benchmark.context [--model demo] [--contexts 128 512 2048 8000] [--draft-length 2]
+    python -m tests.lab.context [--model demo] [--contexts 128 512 2048 8000] [--draft-length 2]
 
-All passes are timed in turns, after one prefix of random tokens; times are medians in milliseconds. "transformers" is a
+All passes are interleaved, after one prefix of random tokens; times are medians in milliseconds. "transformers" is a
 step of its own plain decoding (its cache copies all keys and values for each token), "plain step" one of this library's
 loop.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from ..generation import enable_self_speculative
-from ..harness.interleaved import interleaved
-from ..models import load_model
-from ..support.versions import CACHE
-from ..tuning.costs import Passes
-from ..tuning.measuring import describe_machine
+from ssd_generation.config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.interleaved import interleaved
+from ssd_generation.models import load_model
+from ssd_generation.support.versions import CACHE
+from ssd_generation.tuning.costs import Passes
+from ssd_generation.tuning.measuring import describe_machine
+
+from .program import Program
 
 __all__ = ["measure_contexts"]
 
@@ -108,16 +109,19 @@ def _upstream_step(model: Any, context: int) -> Callable[[], float]:
     return once
 
 
-def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048, 8000])
-    parser.add_argument("--draft-length", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    model, _ = load_model(arguments.model)
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("context", __doc__)
+    program.add_model(dtype="auto")
+    program.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048, 8000])
+    program.add_counts(draft_length=2, repeats=9)
+    program.add_json()
+    arguments = program.parsed(words)
+    model, _ = load_model(arguments.model, dtype=arguments.dtype)
     model = enable_self_speculative(model.eval())
     results = measure_contexts(model, arguments.contexts, arguments.draft_length, arguments.repeats)
     if arguments.json:

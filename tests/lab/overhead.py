@@ -1,6 +1,6 @@
-"""What the loops cost beside the model's own passes: this library's and transformers' assisted decoding, in one run.
+"""Time that loops take outside the model's passes: this library's and transformers' assisted decoding, interleaved.
 
-    python -m ssd_generation.benchmark.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5]
+    python -m tests.lab.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5]
     [--json]
 
 The draft skips nothing (an empty skip set here, the model as its own `assistant_model` there), so both accept all
@@ -10,12 +10,11 @@ the time inside drafting; per round, the rest (verification, acceptance, stoppin
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +22,14 @@ import torch
 import transformers
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
-from ..drafting.self_drafter import SelfDrafter
-from ..generation import enable_self_speculative
-from ..harness.interleaved import greedy_options, interleaved
-from ..models import load_model
+from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
+from ssd_generation.drafting.self_drafter import SelfDrafter
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.interleaved import interleaved
+from ssd_generation.models import load_model
+
+from .program import Program
+from .side_by_side import greedy_options
 
 __all__ = ["measure_overhead"]
 
@@ -222,39 +224,37 @@ def measure_overhead(
     return report
 
 
-def main() -> None:
-    """The command of the module's docstring."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="demo", help="Hub id, folder, GGUF file or 'demo' (SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--draft-length", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    arguments = parser.parse_args()
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("overhead", __doc__)
+    program.add_model()
+    program.add_counts(draft_length=5, new_tokens=96, repeats=5)
+    program.add_json()
+    arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     report = measure_overhead(model, tokenizer, arguments.draft_length, arguments.new_tokens, arguments.repeats)
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-        return
-    print(
+    print(json.dumps(report, indent=2) if arguments.json else "\n".join(_table(report)))
+
+
+def _table(report: dict[str, Any]) -> Iterator[str]:
+    yield (
         f"plain step {report['plain_step'] * 1e3:.1f} ms; torch {report['torch']}, transformers "
         f"{report['transformers']}, {report['dtype']} on {report['device']}, {report['threads']} threads, "
         f"draft length {report['draft_length']}"
     )
-    print(f"{'time outside the passes':28} {'median ms':>10} {'min':>8} {'max':>8} {'of a plain step':>16}")
+    yield f"{'time outside the passes':28} {'median ms':>10} {'min':>8} {'max':>8} {'of a plain step':>16}"
     for name, title in (("ours", "this library"), ("upstream", "assisted decoding")):
         for key in ("per_drafted_token", "per_round"):
             row = report[name][key]
-            print(
+            yield (
                 f"{title + ', ' + key.replace('per_', '').replace('_', ' '):28.40} {row['median'] * 1e3:10.3f} "
                 f"{row['min'] * 1e3:8.3f} {row['max'] * 1e3:8.3f} {row['share_of_plain_step']:16.2%}"
             )
-    print(
+    yield (
         f"ours / transformers': {report['per_drafted_token_ratio']:.2f} per drafted token, "
         f"{report['per_round_ratio']:.2f} per round"
     )

@@ -1,12 +1,9 @@
-"""Tables of what was tried: what is in a cell, what a text that is another one is called, notes below the table.
-
-And the folder that rows are kept in as they come, so that a run of them can go on.
-"""
+"""Tables of outcomes: their cells, the notes below them, and the folder that stores rows for an interrupted run."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -15,29 +12,25 @@ from typing import Any
 import torch
 import transformers
 
-from ..config import SkipConfig
-from ..harness.run_folder import RunFolder
-from ..support.display import for_markdown
-from ..support.messages import clipped
+from ssd_generation.harness.run_folder import RunFolder
+from ssd_generation.support.display import for_markdown
+from ssd_generation.support.messages import clipped
 
 __all__ = [
     "CRASHED",
     "KINDS",
-    "PACKAGE",
     "WRONG",
     "YES",
     "Notes",
+    "as_markdown",
     "counted",
     "is_refusal",
     "judged",
-    "kept_rows",
     "kind_of",
     "short",
+    "stored_rows",
     "versions",
 ]
-
-# The name of a module is another one where it is run by `python -m`.
-PACKAGE = SkipConfig.__module__.partition(".")[0]
 
 YES, WRONG = "yes", "WRONG"
 CRASHED = "crashed: "
@@ -46,28 +39,28 @@ KINDS = ("yes", "refused", "WRONG", "crashed")
 
 
 def kind_of(cell: str) -> str:
-    """Which of `KINDS` a cell is."""
+    """Return the kind of a cell, of `KINDS`."""
     if cell in (YES, WRONG):
         return cell
     return "crashed" if cell.startswith(CRASHED) else "refused"
 
 
 def short(error: BaseException | str) -> str:
-    """A message in one line, cut off where it is long."""
+    """Return a message in one line, cut off where it is long."""
     return clipped(" ".join(str(error).split()) or "no message", 500)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether this library says that it cannot: not a ValueError that a model raised on its way."""
+    """Return whether this library itself refuses: a ValueError that a model raised is none of its own."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
     module = "" if frames is None else frames.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError) and module.partition(".")[0] == PACKAGE
+    return isinstance(error, ValueError) and module.partition(".")[0] == "ssd_generation"
 
 
 def judged(model: Any, plain: torch.Tensor, decode: Callable[[], torch.Tensor]) -> tuple[str, int]:
-    """What is said in a cell of a text that the library made, and the tokens that were drafted.
+    """Return the cell of a text that the library made, and the number of drafted tokens.
 
     Args:
         model: an enabled model.
@@ -84,6 +77,17 @@ def judged(model: Any, plain: torch.Tensor, decode: Callable[[], torch.Tensor]) 
     return YES if statistics.refusal is None else short(statistics.refusal), statistics.drafted_tokens
 
 
+def as_markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table as lines of Markdown.
+
+    Args:
+        head: headings of the columns.
+        rows: cells, as many in each row.
+    """
+    heading = "|".join(f" {name} " if name else " " for name in head)
+    return [f"|{heading}|", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
 class Notes:
     """Reasons, numbered in the order in which they come up, with those that they hold for."""
 
@@ -91,12 +95,12 @@ class Notes:
         self._of: dict[str, list[str]] = {}
 
     def shown(self, cell: str, reason: str, who: str) -> str:
-        """What stands in the table for a cell.
+        """Return the text of a cell in the table, and note its reason.
 
         Args:
-            cell: what was found.
+            cell: the outcome.
             reason: the same without what differs from one to the next.
-            who: what it was found of.
+            who: the name of its row.
         """
         kind = kind_of(cell)
         if not cell or kind == YES:
@@ -123,11 +127,11 @@ def counted(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> li
         columns: headings by name.
         rows: cells by column.
     """
-    lines = [f"| | {' | '.join(columns.values())} |", "|---|" + "---|" * len(columns)]
+    rows_of_kinds = []
     for kind, heading in zip(KINDS, ("yes", "no (refused)", "WRONG", "crashed"), strict=True):
         numbers = [sum(kind_of(row[name]) == kind for row in rows if name in row) for name in columns]
-        lines.append(f"| {heading} | {' | '.join(map(str, numbers))} |")
-    return lines
+        rows_of_kinds.append([heading, *map(str, numbers)])
+    return as_markdown(["", *columns.values()], rows_of_kinds)
 
 
 def versions() -> str:
@@ -139,14 +143,14 @@ def versions() -> str:
 
 
 @contextmanager
-def kept_rows(
+def stored_rows(
     folder: Path | None, run: Mapping[str, Any]
 ) -> Iterator[tuple[list[dict[str, Any]], Callable[[Mapping[str, Any]], None]]]:
-    """The rows that an earlier run has left in a folder, and what puts another one there, at once on the disk.
+    """Open the folder of a run: the rows of an earlier one, and a function that stores another one at once on the disk.
 
     Args:
-        folder: made where there is none; `None`: nothing is kept.
-        run: what is tried with what, as plain JSON types: rows of another run are not gone on with.
+        folder: made where there is none; `None`: nothing is stored.
+        run: what is tried with what, as plain JSON types: a run does not continue another one.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -155,5 +159,5 @@ def kept_rows(
     if folder is None:
         yield [], lambda row: None
         return
-    with RunFolder(folder, {**run, "versions": versions()}, "--rows") as kept:
-        yield list(kept.rows), kept.append
+    with RunFolder(folder, {**run, "versions": versions()}, "--rows") as opened:
+        yield list(opened.rows), opened.append

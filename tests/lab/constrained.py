@@ -1,6 +1,6 @@
-"""What drafting gains in text that a grammar constrains: JSON by a schema, with xgrammar and outlines.
+"""Speed-up of text that a grammar constrains: JSON by a schema, with xgrammar and outlines.
 
-    python -m ssd_generation.benchmark.constrained [--model FOLDER] [--dtype bfloat16] [--new-tokens 96] [--repeats 2]
+    python -m tests.lab.constrained [--model FOLDER] [--dtype bfloat16] [--new-tokens 96] [--repeats 2]
                                                    [--json]
 
 Three requests of the package's own, each with each library; methods are interleaved. A matcher follows one text, so
@@ -9,21 +9,22 @@ each call has a new processor; making it is not timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from ..generation import enable_self_speculative
-from ..harness.interleaved import Timings, greedy_options, interleaved, spread, timed
-from ..harness.prompts import encode_prompt
-from ..models import load_model
-from ..support.machine import cpu_name
-from .batches import METHODS
-from .tables import versions
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.interleaved import spread
+from ssd_generation.harness.prompts import encode_prompt
+from ssd_generation.models import load_model
+
+from .program import Program, conditions
+from .side_by_side import METHODS, compare, drafting_methods, greedy_options, with_range
+from .tables import as_markdown
 
 __all__ = ["LIBRARIES", "REQUESTS", "measure_constrained"]
 
@@ -100,7 +101,12 @@ def _outlines(tokenizer: Any, vocabulary: int, schema: str) -> Maker:
 
 
 LIBRARIES: dict[str, Callable[[Any, int, str], Maker]] = {"xgrammar": _xgrammar, "outlines": _outlines}
-"""By name: `(tokenizer, tokens that the model knows, schema)` → what makes processors."""
+"""Functions by name: `(tokenizer, size of the vocabulary, schema)` → `Maker`."""
+
+
+def _processor(make: Maker) -> dict[str, Any]:
+    """Return the option of `generate` with a new processor."""
+    return {"logits_processor": LogitsProcessorList([make()])}
 
 
 def measure_constrained(model: Any, tokenizer: Any, new_tokens: int = 96, repeats: int = 2) -> list[dict[str, Any]]:
@@ -128,24 +134,13 @@ def measure_constrained(model: Any, tokenizer: Any, new_tokens: int = 96, repeat
         same, drafted, accepted = (dict.fromkeys(METHODS, 0) for _ in range(3))
         for text, schema in REQUESTS:
             make = maker_of(tokenizer, vocabulary, json.dumps(schema))
-            inputs = {name: value.to(model.device) for name, value in encode_prompt(tokenizer, text).items()}
-            timings = Timings(METHODS, "plain")
-            texts: dict[str, torch.Tensor] = {}
-            for turn in interleaved(list(METHODS), repeats):
-                request = METHODS[turn.method]
-                asked: dict[str, Any] = {} if request is None else {"self_speculative": request}
-                asked["logits_processor"] = LogitsProcessorList([make()])
-                output, seconds = timed(model.device, model.generate, **inputs, **options, **asked)
-                texts[turn.method] = output
-                if turn.is_warm_up:
-                    continue
-                timings.add(turn.method, output.shape[1] - inputs["input_ids"].shape[1], seconds)
-                if request is not None:
-                    drafted[turn.method] += model.last_speculation.drafted_tokens
-                    accepted[turn.method] += model.last_speculation.accepted_tokens
+            compared = compare(model, encode_prompt(tokenizer, text), options, repeats, partial(_processor, make))
             for method in METHODS:
-                ratios[method] += timings.ratios(method)
-                same[method] += torch.equal(texts[method], texts["plain"])
+                ratios[method] += compared.timings.ratios(method)
+                same[method] += torch.equal(compared.texts[method], compared.texts["plain"])
+            for method, statistics in compared.statistics.items():
+                drafted[method] += sum(one.drafted_tokens for one in statistics)
+                accepted[method] += sum(one.accepted_tokens for one in statistics)
         row: dict[str, Any] = {"library": library, "texts": len(REQUESTS)}
         for method in METHODS:
             rate = accepted[method] / drafted[method] if drafted[method] else None
@@ -164,36 +159,29 @@ def main(words: Sequence[str] | None = None) -> None:
     Args:
         words: the command line; `None` for that of the process.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m ssd_generation.benchmark.constrained",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="demo", help="Hub id, folder, GGUF file or 'demo' (SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    arguments = parser.parse_args(words)
-    for name, given in (("--new-tokens", arguments.new_tokens), ("--repeats", arguments.repeats)):
-        if given < 1:
-            parser.error(f"{name} should be at least 1, but got {given}")
+    program = Program("constrained", __doc__)
+    program.add_model()
+    program.add_counts(new_tokens=96, repeats=2)
+    program.add_json()
+    arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     found = measure_constrained(model, tokenizer, arguments.new_tokens, arguments.repeats)
     if arguments.json:
         print(json.dumps(found, indent=2))
         return
-    print(f"{versions()}; {arguments.model}, {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads.\n")
-    methods = [method for method in METHODS if method != "plain"]
-    print(f"| library | {' | '.join(methods)} | accepted | texts plain's |")
-    print("|---|" + "---|" * (len(methods) + 2))
+    print(f"{conditions(arguments)}\n")
+    print("\n".join(_table(found)))
+
+
+def _table(found: Sequence[dict[str, Any]]) -> list[str]:
+    methods = drafting_methods()
+    lines = []
     for row in found:
-        speedups = [row[method]["speedup"] for method in methods]
-        shown = " | ".join(f"{each['median']:.2f} ({each['min']:.2f} to {each['max']:.2f})" for each in speedups)
         rates = [row[method]["acceptance_rate"] for method in methods]
         accepted = ", ".join("–" if rate is None else f"{rate:.2f}" for rate in rates)
         same = ", ".join(f"{row[method]['same_texts']} of {row['texts']}" for method in methods)
-        print(f"| {row['library']} | {shown} | {accepted} | {same} |")
+        lines.append([row["library"], *(with_range(row[method]["speedup"]) for method in methods), accepted, same])
+    return as_markdown(["library", *methods, "accepted", "texts plain's"], lines)
 
 
 if __name__ == "__main__":

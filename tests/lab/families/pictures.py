@@ -1,8 +1,8 @@
-"""A picture for a tiny image-text model: pixel values, and the tokens that stand for it in the prompt.
+"""A picture for a tiny image-text model: pixel values, and the tokens that represent it in the prompt.
 
 Every family wants pixels in a shape of its own, which its processor would make. No processor is needed here: the shapes
 that there are get tried one after the other, and the model itself says how many tokens a picture takes. What is found
-has to matter: with other pixels in the same shape the model must say something else.
+has to matter: other pixels in the same shape must change the logits.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Picture:
 
     Attributes:
         arguments: of the model's pass over the prompt, such as `pixel_values`.
-        token: that stands for the picture in the prompt.
+        token: that represents the picture in the prompt.
         count: how many of them.
-        along: names of arguments as long as the prompt: which tokens stand for a picture, or which ones see it.
-        opening: the token that stands before these, or `None`.
+        along: names of arguments as long as the prompt: which tokens represent a picture, or which ones see it.
+        opening: the token before these, or `None`.
     """
 
     arguments: dict[str, torch.Tensor]
@@ -54,13 +54,13 @@ class Picture:
     along: tuple[str, ...] = ()
     opening: int | None = None
 
-    def prompt(self, before: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
-        """`before`, the picture's tokens, `behind`: each `(1, n)`."""
+    def prompt(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """Return `before`, the picture's tokens and `after` as one prompt; each is `(1, n)`."""
         tokens = [self.token] * self.count if self.opening is None else [self.opening, *[self.token] * self.count]
-        return torch.cat((before, before.new_tensor([tokens]), behind), dim=1)
+        return torch.cat((before, before.new_tensor([tokens]), after), dim=1)
 
     def inputs(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """What a call is given: ids `(B, n)` with the picture's tokens in some row, and the mask over them.
+        """Return the arguments of a call: ids `(B, n)` with the picture's tokens in some row, and what goes with them.
 
         Args:
             ids: the prompts, which hold the picture once.
@@ -81,7 +81,7 @@ class Picture:
 
 
 def find_picture(model: Any) -> Picture:
-    """A random picture that the model takes, in the first shape that it does.
+    """Find a random picture that the model takes, in the first shape that it does.
 
     Args:
         model: an image-text model of a tiny config.
@@ -90,26 +90,26 @@ def find_picture(model: Any) -> Picture:
         The picture. The model's pass over it was run, and other pixels give other logits.
 
     Raises:
-        ValueError: no shape that is known here will do, with what was said of the one that came nearest.
+        ValueError: no shape that is known here will do, with the error of the last one.
     """
     config = model.config
     token = next((v for n in _IMAGE_TOKENS if isinstance(v := getattr(config, n, None), int)), None)
     takes = _taken(model)
     along = tuple(name for name in _ALONG if name in takes)
     if token is None:
-        token = int(config.get_text_config().vocab_size) - 1  # which it is told by an argument, if at all
+        token = int(config.get_text_config().vocab_size) - 1  # given by an argument, if at all
     before = torch.tensor([[5, 17, 29]], device="cpu")
-    behind = torch.tensor([[31, 8, 44]], device="cpu")
+    after = torch.tensor([[31, 8, 44]], device="cpu")
     said = "no shape of pixels is known for it"
     for arguments in _shapes(model):
         try:
             counts = _counts(model, arguments)
-        except Exception as error:  # whatever a model's code says of a shape that is none of its own
+        except Exception as error:  # whatever a model's code raises for a shape that is none of its own
             said = f"{type(error).__name__}: {error}"
             continue
         for count in counts:
             picture = Picture(arguments, token, count, along, getattr(config, "vision_start_token_id", None))
-            ids = picture.prompt(before, behind)
+            ids = picture.prompt(before, after)
             pixels = {key: value.flip(-1) * 3.0 for key, value in arguments.items() if value.is_floating_point()}
             try:
                 first, other = (_logits(model, picture.inputs(ids) | changed) for changed in ({}, pixels))
@@ -123,7 +123,7 @@ def find_picture(model: Any) -> Picture:
 
 
 def _logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Behind the prompt, by the pass that `generate` makes over it."""
+    """Return the logits after the prompt, by the pass that `generate` makes over it."""
     output = model.generate(
         **inputs, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
     )
@@ -131,7 +131,7 @@ def _logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _counts(model: Any, arguments: dict[str, torch.Tensor]) -> list[int]:
-    """How many tokens the picture may take: what the model itself says, or the numbers that its config has."""
+    """Return how many tokens the picture may take: the model's own answer, or the numbers in its config."""
     features = getattr(model, "get_image_features", None)
     if features is not None and not _takes_anything(features):
         wanted = inspect.signature(features).parameters
@@ -146,7 +146,7 @@ def _counts(model: Any, arguments: dict[str, torch.Tensor]) -> list[int]:
     for config in (model.config, getattr(model.config, "vision_config", None)):
         counts += [count for name in _COUNTS if isinstance(count := getattr(config, name, None), int)]
     patches = _patches(next(value for value in arguments.values() if value.is_floating_point()), model)
-    # None at all: the picture stands before the text without tokens, or is looked at across.
+    # None at all: the picture comes before the text without tokens, or is seen by cross-attention.
     return [
         count
         for count in dict.fromkeys((*counts, patches, patches + 1, patches // 4, patches // 16, 0))
@@ -155,7 +155,7 @@ def _counts(model: Any, arguments: dict[str, torch.Tensor]) -> list[int]:
 
 
 def _taken(model: Any) -> set[str]:
-    """Names of arguments that the model's pass takes, or what it hands them on to."""
+    """Return the names of arguments that the model's pass takes, or the functions that it hands them on to."""
     functions = [type(model).forward]
     for owner in (model, getattr(model, "model", None)):
         functions += [f for f in (getattr(owner, "get_image_features", None), getattr(owner, "forward", None)) if f]

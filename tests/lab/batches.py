@@ -1,0 +1,120 @@
+"""Speed of batches, by the ways of this library and by plain `generate`.
+
+    python -m tests.lab.batches [--model FOLDER] [--dtype bfloat16] [--rows 1 2 4 8] [--new-tokens 48]
+                                               [--repeats 3] [--json]
+
+Prompts of the package of at most 128 tokens, padded at the left, of each category in turn; methods are interleaved.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.interleaved import spread
+from ssd_generation.harness.prompts import encode_prompt, load_prompts
+from ssd_generation.models import load_model
+
+from .program import Program, conditions
+from .side_by_side import compare, drafting_methods, greedy_options, with_range
+from .tables import as_markdown
+
+__all__ = ["measure_batches"]
+
+LONGEST = 128
+"""Tokens of a prompt: one long prompt would make a long one of every row."""
+
+
+def _batch(tokenizer: Any, rows: int) -> dict[str, torch.Tensor]:
+    encoded = (encode_prompt(tokenizer, prompt.text)["input_ids"][0] for prompt in load_prompts())
+    short = [tokens for tokens in encoded if len(tokens) <= LONGEST]
+    if not 1 <= rows <= len(short):
+        raise ValueError(
+            f"A batch should have from 1 to {len(short)} rows, the short prompts there are, but got {rows}."
+        )
+    width = max(map(len, short[:rows]))
+    ids = torch.full((rows, width), tokenizer.pad_token_id or 0, dtype=torch.long, device="cpu")
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(short[:rows]):
+        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def measure_batches(
+    model: Any, tokenizer: Any, rows: Sequence[int] = (1, 2, 4, 8), new_tokens: int = 48, repeats: int = 3
+) -> list[dict[str, Any]]:
+    """Time whole calls of each method on batches of each size, interleaved.
+
+    Args:
+        model: a transformers model; it is enabled.
+        tokenizer: its tokenizer.
+        rows: texts in a batch.
+        new_tokens: of each text; end-of-sequence is off.
+        repeats: timed calls of each method, after one to warm up.
+
+    Returns:
+        For each size: `rows`, `plain_tokens_per_second` (of all rows together, median), and by method `speedup` over
+        plain in the same round (as `spread`), `same_texts` (rows whose text is plain's) and the `acceptance_rate`.
+
+    Raises:
+        ValueError: there are not so many short prompts.
+    """
+    enable_self_speculative(model)
+    options = greedy_options(new_tokens)
+    found = []
+    for count, batch in [(count, _batch(tokenizer, count)) for count in rows]:
+        compared = compare(model, batch, options, repeats)
+        timings, texts = compared.timings, compared.texts
+        plain = statistics.median(timing.tokens_per_second for timing in timings.by_method["plain"])
+        row: dict[str, Any] = {"rows": count, "plain_tokens_per_second": plain}
+        for method in drafting_methods():
+            row[method] = {
+                "speedup": spread(timings.ratios(method)),
+                "same_texts": int((texts[method] == texts["plain"]).all(dim=1).sum()),
+                "acceptance_rate": compared.statistics[method][-1].acceptance_rate,
+            }
+        found.append(row)
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("batches", __doc__)
+    program.add_model()
+    program.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="texts in a batch")
+    program.add_counts(new_tokens=48, repeats=3)
+    program.add_json()
+    arguments = program.parsed(words)
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
+    try:
+        found = measure_batches(model, tokenizer, arguments.rows, arguments.new_tokens, arguments.repeats)
+    except ValueError as error:
+        program.error(str(error))
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{conditions(arguments)}\n")
+    print("\n".join(_table(found)))
+
+
+def _table(found: Sequence[dict[str, Any]]) -> list[str]:
+    methods = drafting_methods()
+    lines = []
+    for row in found:
+        same = ", ".join(str(row[method]["same_texts"]) for method in methods)
+        speedups = [with_range(row[method]["speedup"]) for method in methods]
+        lines.append([str(row["rows"]), f"{row['plain_tokens_per_second']:.1f}", *speedups, same])
+    return as_markdown(["rows", "plain, tokens/s", *methods, "texts plain's"], lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A tiny model of each family of transformers: is its text plain `generate`'s? For docs/models.md."""

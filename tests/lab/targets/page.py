@@ -1,0 +1,79 @@
+"""The page docs/quantised.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from ssd_generation.support.machine import cpu_name
+
+from ..tables import Notes, as_markdown, counted, versions
+from .trial import COLUMNS, NEW_TOKENS, Row
+
+__all__ = ["page"]
+
+_INTRODUCTION = """\
+# Quantised models and adapters
+
+One model in every form in which its weights may be held: is its text with `self_speculative=` the text of the same form
+without? This page is written by a command; another machine or other versions may give another one:
+
+```bash
+python -m tests.lab.targets --model FOLDER --gguf FILE -o docs/quantised.md
+```
+
+The columns, {tokens} new tokens each. Low-bit copies are made of what a form's layers compute with, whatever they are
+held in. Batches and sampled texts draft from int4 copies and lookup; `"auto"` by whatever pays on this machine.
+
+`yes`: nothing was refused, and the text is the same to the token. `no`, with the number of a note below: the library
+refuses, by an error or by leaving the text to transformers with a warning. `WRONG`: the text is another one. `crashed`:
+any other error. Of adapters, the states follow one another on one model, in the order of the rows.
+
+A pass that verifies several tokens has to give each what a pass over it alone gives. The last columns tell how far
+passes over 8 tokens lie from passes over one, in standard deviations of the logits, at the most: by the model's own
+code as it is, and as it is run here; and what is done for each token by itself to that end. Attention costs little.
+Linear layers take nearly as long as so many steps, so that drafting hardly pays there ([limits.md](limits.md)).
+"""
+
+
+def page(rows: Sequence[Row], model: str, needed: Sequence[str] = ()) -> str:
+    """Return all outcomes as a page of Markdown.
+
+    Args:
+        rows: of the forms and states.
+        model: what the model is called.
+        needed: packages whose versions are listed.
+    """
+    tried = [row for row in rows if row.untried is None]
+    notes = Notes()
+    heads = [*COLUMNS.values(), "apart: as it is", "as run", "token by token"]
+    table = []
+    for row in tried:
+        shown = [notes.shown(cell, cell.rstrip("."), row.name) for cell in (row.cells.get(c, "") for c in COLUMNS)]
+        apart = ["", ""] if row.apart is None else [f"{distance:.1g}" for distance in row.apart]
+        table.append([row.name, *shown, *apart, row.alone or "nothing"])
+    installed = []
+    for package in needed:
+        try:
+            installed.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    lines = [
+        _INTRODUCTION.format(tokens=NEW_TOKENS),
+        "## Counts",
+        "",
+        f"{', '.join([versions(), *installed])}. {model}, {cpu_name()}, {torch.get_num_threads()} threads.",
+        "",
+        *counted(COLUMNS, [row.cells for row in tried]),
+        "",
+        "## Forms",
+        "",
+        *as_markdown(["form", *heads], table),
+    ]
+    if lines_of_notes := notes.lines("Forms"):
+        lines += ["", "## Notes", "", *lines_of_notes]
+    if untried := [row for row in rows if row.untried is not None]:
+        lines += ["", "## Not tried", "", *(f"- {row.name}: {row.untried}." for row in untried)]
+    return "\n".join(lines) + "\n"
