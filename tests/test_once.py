@@ -94,7 +94,7 @@ def test_what_follows_from_the_structure_is_found_once_until_that_changes() -> N
         found.append(1)
         return sum(name.endswith("bias") for name, _ in model.named_parameters())
 
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     assert biases(model) == biases(model) == 2 and len(found) == 2, "outside it is found each time"
 
     def times(now: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from ssd_generation import SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.invariant import WIDTHS, Invariant
 from ssd_generation.forward.pass_plan import EAGER, PassPlan
-from ssd_generation.tuning import plan
+from ssd_generation.tuning import plan_passes as plan
 from ssd_generation.tuning.plan_passes import plan_passes
 from tiny_models import prompt, tiny_model
 

@@ -10,6 +10,8 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 from ssd_generation.support import model_state
+from ssd_generation.support.measurements import MeasurementsPart
+from ssd_generation.tuning.model_check import ChecksPart
 
 VOCAB = 64
 LAYERS = 4
@@ -259,5 +261,5 @@ def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
 def forget_measurements() -> None:
     """As in a new process: what was measured is on the disk, if anywhere."""
     for state in list(model_state._STATES.values()):
-        state.measurements.clear()
-        state.checks.clear()
+        state.get(MeasurementsPart).measurements.clear()
+        state.get(ChecksPart).checks.clear()

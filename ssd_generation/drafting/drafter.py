@@ -19,8 +19,9 @@ __all__ = ["CheckedDrafter", "Draft", "Drafter", "Texts"]
 class Texts(Protocol):
     """The texts of a batch as a drafter sees them: B rows, each with its own length."""
 
-    context: Context
-    """What a pass of the model stands behind: KV cache, mask, positions."""
+    @property
+    def context(self) -> Context:
+        """What a pass of the model follows: KV cache, mask, positions."""
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -71,8 +71,8 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
     modules = modules_of(model)
     if any(map(_is_compiled, modules)) or has_foreign(model):
         return []
-    before: dict[nn.Module, tuple[Any, Callable[..., Any]]] = state_of(model).get(FewRowsPart).few_rows
-    found = {}
+    before = state_of(model).get(FewRowsPart).few_rows
+    found: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
     for module in modules:
         if (
             isinstance(module, nn.Linear)

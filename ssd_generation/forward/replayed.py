@@ -520,7 +520,7 @@ def _known(
     if why_not_replayed(model) is not None:
         return None
     state = state_of(model).get(GraphPart)
-    passes: ReplayedPasses | None = state.replayed.get(kind)
+    passes = state.replayed.get(kind)
     if kind is None and passes is not None:
         passes = state.replayed[None] = _fused_or_not(model, passes)
     if passes is None or not passes.is_current(model) or passes.copies is not copies:
@@ -529,6 +529,7 @@ def _known(
             state.replays, state.arena = replays_on(device), Arena()
         if kind is None:
             state.fusing = None
+        assert state.replays is not None and state.arena is not None
         passes = state.replayed[kind] = make(state.arena, state.replays)
     return passes
 

@@ -91,7 +91,7 @@ def _state_layers(model: PreTrainedModel) -> list[StateLayer]:
     state = state_of(model).get(RowByRowPart)
     if state.state_layers is None:
         state.state_layers = state_layers(model)
-    return state.state_layers  # type: ignore[no-any-return]
+    return state.state_layers
 
 
 def least_needed(model: PreTrainedModel) -> str | None:

@@ -49,8 +49,8 @@ class Passed(NamedTuple):
     is_batch_invariant: bool
 
 
-def _at_once(run: Callable[[], None]) -> object:
-    return run()
+def _at_once(run: Callable[[], None]) -> None:
+    run()
 
 
 class EagerRunner:

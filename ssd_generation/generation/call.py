@@ -131,7 +131,7 @@ class Call:
         if between is not None:
             loop.statistics.refinement = between.refinement.to_dict()
         if not is_check:
-            model.last_speculation = loop.statistics  # type: ignore[assignment]
+            model.last_speculation = loop.statistics
         return output
 
     def _draft_by(self) -> SelfSpeculativeConfig | Drafter:

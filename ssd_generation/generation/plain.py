@@ -47,7 +47,7 @@ def decode_plainly(
     output = sample()
     seconds = time.perf_counter() - started
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    model.last_speculation = SpeculationStatistics.of_plain(  # type: ignore[assignment]
+    model.last_speculation = SpeculationStatistics.of_plain(
         sequences[:, prompt:].tolist(), prompt, end_tokens(request.criteria), refusal, seconds
     )
     return output
