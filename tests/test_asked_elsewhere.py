@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ssd_generation import PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.low_bit import CopiesPart
 from ssd_generation.forward.passes import CapturedPart
-from ssd_generation.generation import call, request
+from ssd_generation.generation import call, prepare, request
 from ssd_generation.support.model_state import state_of
 from tiny_models import prompt, tiny_model
 
@@ -89,8 +89,9 @@ def test_a_short_call_is_not_prepared_for_drafts(request_: Any, tokens: int, mon
         raise AssertionError("prepared")
 
     monkeypatch.setattr(request, "automatic_config", prepared)
-    for name in ("check_model", "Forward", "weights_in_use"):
-        monkeypatch.setattr(call, name, prepared)
+    monkeypatch.setattr(call, "Forward", prepared)
+    for name in ("check_model", "weights_in_use"):
+        monkeypatch.setattr(prepare, name, prepared)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(plain, generate(model, max_new_tokens=tokens, self_speculative=request_))
