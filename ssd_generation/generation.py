@@ -35,10 +35,8 @@ from .decoding.refusals import (
 )
 from .decoding.rows import Rows
 from .decoding.statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
-from .drafting.cost_aware import CostAwarePolicy
-from .drafting.draft_length import DraftPolicy
 from .drafting.drafter import CheckedDrafter, Drafter
-from .drafting.policies import make_policy
+from .drafting.policy import CostAwarePolicy, DraftPolicy, make_policy
 from .forward.adapters import weights_in_use
 from .forward.forward import Forward
 from .forward.module_states import module_states

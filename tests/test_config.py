@@ -41,7 +41,7 @@ from ssd_generation.config import (
     SelfSpeculativeConfig,
     SkipConfig,
 )
-from ssd_generation.drafting.policies import make_policy
+from ssd_generation.drafting.policy import make_policy
 from tiny_models import CONFIGS, LAYERS
 
 COSTS = Costs(

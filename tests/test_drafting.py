@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from effort import little_work
 from ssd_generation.config import Costs, DraftingConfig
-from ssd_generation.drafting.cost_aware import CostAwarePolicy
-from ssd_generation.drafting.draft_length import (
+from ssd_generation.drafting.policy import (
     NO_MATCH,
     ConfidencePolicy,
+    CostAwarePolicy,
     DraftPolicy,
     FixedPolicy,
     Match,
     NoDraftPolicy,
+    make_policy,
 )
-from ssd_generation.drafting.policies import make_policy
 
 
 @pytest.mark.parametrize(("length", "limit", "expected"), [(5, 10, 5), (5, 3, 3), (5, 0, 0), (1, 1, 1)])

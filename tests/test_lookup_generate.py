@@ -20,8 +20,8 @@ from ssd_generation import (
     enable_self_speculative,
     generation,
 )
-from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
 from ssd_generation.drafting.lookup import NGramIndex
+from ssd_generation.drafting.policy import NO_MATCH, DraftPolicy, Match
 from ssd_generation.drafting.self_drafter import SelfDrafter
 from tiny_models import FAMILIES, VOCAB, WINDOW, prompt, tiny_model
 

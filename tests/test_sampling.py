@@ -21,7 +21,7 @@ from ssd_generation import (
 from ssd_generation.decoding import loop, verification
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.processors import PureProcessors
-from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
+from ssd_generation.drafting.policy import NO_MATCH, DraftPolicy, Match
 from tiny_models import tiny_model
 
 VOCAB, TOKENS, ROWS, CALLS = 5, 4, 2000, 4

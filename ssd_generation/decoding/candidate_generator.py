@@ -10,9 +10,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..cache.layers import add_buffers
 from ..config import SelfSpeculativeConfig
-from ..drafting.draft_length import DraftPolicy
 from ..drafting.drafter import Draft
-from ..drafting.policies import make_policy
+from ..drafting.policy import DraftPolicy, make_policy
 from ..drafting.self_drafter import SelfDrafter
 from ..forward.forward import Context, Forward
 from ..forward.positions import most_positions

@@ -9,9 +9,9 @@ import torch
 from ..config import SelfSpeculativeConfig
 from ..forward.forward import Forward
 from ..support.devices import sent
-from .draft_length import NO_MATCH, DraftPolicy, Match
 from .drafter import Draft, Drafter, Texts
 from .lookup import NGramIndex
+from .policy import NO_MATCH, DraftPolicy, Match
 
 __all__ = ["SelfDrafter"]
 

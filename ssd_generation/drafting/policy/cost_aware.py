@@ -7,9 +7,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from ..config import Costs
-from ..support.bounds import DRAFT_LENGTH, SHARE
-from .draft_length import NO_MATCH, DraftPolicy, Match
+from ...config import Costs
+from ...support.bounds import DRAFT_LENGTH, SHARE
+from .base import NO_MATCH, DraftPolicy, Match
 
 __all__ = ["CostAwarePolicy"]
 
