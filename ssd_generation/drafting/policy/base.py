@@ -96,7 +96,7 @@ class DraftPolicy(ABC):
         Args:
             drafted: tokens self-drafted.
             accepted: how many tokens the target accepted, of the self-drafted and then of the looked-up ones.
-            reached_end: whether self-drafting went on to the length that `draft_length` gave.
+            reached_end: whether self-drafting continued to the length that `draft_length` gave.
             looked_up: looked-up tokens appended after the self-drafted ones.
             match: where these came from.
         """
