@@ -99,6 +99,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "test_bounds.py": (),
     "test_config.py": (),
     "test_display.py": (),
+    "test_draft_policy_parts.py": (),
     "test_drafting.py": (),
     "test_generate.py": (),
     "test_lookup.py": (),

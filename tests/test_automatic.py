@@ -146,17 +146,17 @@ def test_what_the_drafts_come_to_counts_from_call_to_call(
     first = automatic_choice(model, None, draft_memory=1.0)
     assert first.precision == "int8" and automatic_choice(model, None, draft_memory=1.0) == first
     texts(model, draft_memory=1.0)
-    policy = state_of(model).get(LearntPart).policies[first.config]
+    policy: Any = state_of(model).get(LearntPart).policies[first.config]
     # Little says nothing, and what says the same keeps the config, with all that was learnt under it.
-    policy._judged, policy._right = automatic._LEAST_RECORD - 1, 0
+    policy.judged, policy.right = automatic._LEAST_RECORD - 1, 0
     assert automatic_choice(model, None, draft_memory=1.0) == first
-    policy._judged, policy._right = 100, 98
+    policy.judged, policy.right = 100, 98
     again = automatic_choice(model, None, draft_memory=1.0)
-    assert again.config == first.config and policy._judged == 0
+    assert again.config == first.config and policy.judged == 0
     # As much as was known before has to come together until it counts again.
-    policy._judged, policy._right = 99, 0
+    policy.judged, policy.right = 99, 0
     assert automatic_choice(model, None, draft_memory=1.0) == again
-    policy._judged, policy._right = 100, 60
+    policy.judged, policy.right = 100, 60
     second = automatic_choice(model, None, draft_memory=1.0)
     assert second.precision == "int4" and second.expected["int8"] < second.expected["int4"]
     plain, ours = texts(model, draft_memory=1.0)
@@ -164,11 +164,12 @@ def test_what_the_drafts_come_to_counts_from_call_to_call(
     # The next process knows it as well.
     forget_measurements()
     assert automatic_choice(made(), None, draft_memory=1.0).precision == "int4"
-    state_of(model).get(LearntPart).policies[second.config]._judged = 1000
+    learnt: Any = state_of(model).get(LearntPart).policies
+    learnt[second.config].judged = 1000
     third = automatic_choice(model, None, draft_memory=1.0)
     assert third.precision == "int8"  # the better one again, as far as is known
     texts(model, draft_memory=1.0)
-    state_of(model).get(LearntPart).policies[third.config]._judged = 10000
+    learnt[third.config].judged = 10000
     assert automatic_choice(model, None, draft_memory=1.0).precision is None
 
 
@@ -464,8 +465,9 @@ def test_batches_have_costs_of_their_own(model: Any, cache: Path, monkeypatch: p
     for given in (told, of_single):
         model.generate(**prompts, do_sample=False, pad_token_id=0, self_speculative=given)
     assert len(measured) == 4
-    policies = [policy for key, policy in state_of(model).get(LearntPart).policies.items() if key == (of_single, 8)]
-    assert policies[0]._verify_cost[2] == pytest.approx(1.08)  # not what a single text's pass takes
+    learnt: dict[Any, Any] = state_of(model).get(LearntPart).policies
+    policies = [policy for key, policy in learnt.items() if key == (of_single, 8)]
+    assert policies[0].prices.verify[2] == pytest.approx(1.08)  # not what a single text's pass takes
     assert costs.rows_measured(1) == 1 and costs.rows_measured(2) == 2 and costs.rows_measured(9) == 16
 
 

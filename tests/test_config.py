@@ -41,7 +41,7 @@ from ssd_generation.config import (
     SelfSpeculativeConfig,
     SkipConfig,
 )
-from ssd_generation.drafting.policies import make_policy
+from ssd_generation.drafting.policy import make_policy
 from tiny_models import CONFIGS, LAYERS
 
 COSTS = Costs(
@@ -134,47 +134,104 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
     assert len(str(caught.value)) < 250
 
 
+NAN, INF = float("nan"), float("inf")
+SHARE = "a number between 0 and 1"
+LOW_BIT = "'int8' or 'int4', or None for the weights as loaded"
+SECONDS = "a number of seconds between 1e-9 and 1e6"
+# Part, field, the bound in words, what is out of it, and what is of another type.
+BOUNDS: list[tuple[type[Any], str, str, list[Any], list[Any]]] = [
+    (DraftingConfig, "max_draft_length", "an integer from 1 to 128", [0, -3, 129], [2.0, True]),
+    (DraftingConfig, "threshold", SHARE, [1.01, NAN, 10**400], ["0.5", True, None]),
+    (DraftingConfig, "target_acceptance", SHARE, [-0.1], []),
+    (DraftingConfig, "acceptance_smoothing", SHARE, [2], []),
+    (DraftingConfig, "threshold_smoothing", SHARE, [INF], []),
+    (DraftingConfig, "threshold_step", SHARE, [-1], []),
+    (DraftingConfig, "exploration", "a number between 0 and 0.5", [0.51, -0.01], [False]),
+    (DraftingConfig, "carry_state", "True, False or None", [], [1]),
+    (DraftingConfig, "policy", "'cost', 'confidence', 'fixed' or 'none'", [], [None]),
+    (DraftingConfig, "acceptance", "a sequence of probabilities, such as [0.9, 0.85] (() for the default)", [],
+     [0.9, {0.9}, {1: 0.9}, "0.9", None]),
+    (Costs, "plain_step", SECONDS, [0.0, 5e-324, INF], []),
+    (Costs, "draft_step", SECONDS, [-1, NAN], ["0.1"]),
+    (Costs, "measured_on", "a string of at most 300 characters", [], [2]),
+    (PrecisionConfig, "default", LOW_BIT, ["int2"], [8, torch.int8]),
+    (PrecisionConfig, "head", LOW_BIT, ["Int8"], [False]),
+    (PrecisionConfig, "group_size", "32, 64, 128 or 256", [48, 0], [64.0, None]),
+    (LookupConfig, "max_ngram", "an integer from 1 to 16", [0], [True]),
+    (LookupConfig, "min_ngram", "an integer from 1 to 16", [0], [None]),
+    (LookupConfig, "max_tokens", "an integer from 1 to 128", [0], [1.0]),
+    (Provenance, "model_id", "a string of at most 300 characters", [], [3]),
+    (Provenance, "num_layers", "an integer from 1 to 10,000", [0], ["30"]),
+]  # fmt: skip
+GIVEN: dict[type[Any], dict[str, Any]] = {Costs: {"plain_step": 0.1, "draft_step": 0.1, "verify": [(1, 0.1)]}}
+
+
 @pytest.mark.parametrize(
-    ("values", "error", "words"),
+    ("part", "field", "bound", "value", "error"),
     [
-        (
-            {"policy": "confidense"},
-            ValueError,
-            "use 'cost', 'confidence', 'fixed' or 'none'. Did you mean 'confidence'?",
-        ),
-        ({"policy": None}, TypeError, "'cost', 'confidence', 'fixed' or 'none', but got None"),
-        ({"max_draft_length": 0}, ValueError, "max_draft_length must be an integer from 1 to 128, but got 0"),
-        ({"max_draft_length": -3}, ValueError, "but got -3"),
-        ({"max_draft_length": 129}, ValueError, "must be an integer from 1 to 128, but got 129"),
-        ({"max_draft_length": 2.0}, TypeError, "must be an integer from 1 to 128, but got 2.0"),
-        ({"max_draft_length": True}, TypeError, "but got True"),
-        ({"threshold": 1.01}, ValueError, "threshold must be a number between 0 and 1, but got 1.01"),
-        ({"threshold": float("nan")}, ValueError, "but got nan"),
-        ({"target_acceptance": -0.1}, ValueError, "target_acceptance must be a number between 0 and 1, but got -0.1"),
-        ({"acceptance_smoothing": 2}, ValueError, "acceptance_smoothing must be a number between 0 and 1"),
-        ({"threshold_smoothing": float("inf")}, ValueError, "threshold_smoothing must be a number between 0 and 1"),
-        ({"threshold_step": -1}, ValueError, "threshold_step must be a number between 0 and 1"),
-        ({"threshold": "0.5"}, TypeError, "threshold must be a number between 0 and 1, but got '0.5'"),
-        ({"threshold": True}, TypeError, "threshold must be a number between 0 and 1, but got True"),
-        ({"threshold": None}, TypeError, "threshold must be a number between 0 and 1, but got None"),
-        ({"threshold": 10**400}, ValueError, "threshold must be a number between 0 and 1, but got 1000"),
-        ({"acceptance": 0.9}, TypeError, "a sequence of probabilities, such as [0.9, 0.85] (() for the default), but"),
-        ({"acceptance": {0.9, 0.8}}, TypeError, "acceptance must be a sequence"),
-        ({"acceptance": {1: 0.9}}, TypeError, "acceptance must be a sequence"),
-        ({"acceptance": "0.9"}, TypeError, "acceptance must be a sequence"),
-        ({"acceptance": None}, TypeError, "acceptance must be a sequence"),
-        ({"acceptance": [0.9, "0.8"]}, TypeError, "drafted token 2 must be a number between 0 and 1, but got '0.8'"),
-        ({"acceptance": [0.9, 1.5]}, ValueError, "drafted token 2 must be a number between 0 and 1, but got 1.5"),
-        ({"acceptance": [float("nan")]}, ValueError, "drafted token 1 must be a number between 0 and 1, but got nan"),
-        ({"exploration": 0.51}, ValueError, "exploration must be a number between 0 and 0.5, but got 0.51"),
-        ({"exploration": -0.01}, ValueError, "exploration must be a number between 0 and 0.5, but got -0.01"),
-        ({"exploration": False}, TypeError, "exploration must be a number between 0 and 0.5, but got False"),
-        ({"carry_state": 1}, TypeError, "carry_state must be True, False or None, but got 1"),
+        (part, field, bound, value, error)
+        for part, field, bound, beyond, other in BOUNDS
+        for values, error in ((beyond, ValueError), (other, TypeError))
+        for value in values
     ],
+    ids=lambda part: part.__name__ if isinstance(part, type) else repr(part)[:20],
 )
-def test_bad_drafting_parameters_are_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_a_value_out_of_its_bound_is_refused(
+    part: type[Any], field: str, bound: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=re.escape(f"{field} must be {bound}, but got {repr(value)[:20]}")):
+        part(**{**GIVEN.get(part, {}), field: value})
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "error", "words"),
+    [
+        (DraftingConfig, {"policy": "confidense"}, ValueError,
+         "use 'cost', 'confidence', 'fixed' or 'none'. Did you mean 'confidence'?"),
+        (DraftingConfig, {"acceptance": [0.9, "0.8"]}, TypeError, f"drafted token 2 must be {SHARE}, but got '0.8'"),
+        (DraftingConfig, {"acceptance": [0.9, 1.5]}, ValueError, f"drafted token 2 must be {SHARE}, but got 1.5"),
+        (DraftingConfig, {"acceptance": [NAN]}, ValueError, f"drafted token 1 must be {SHARE}, but got nan"),
+        (Costs, {"plain_step": 5e-324}, ValueError, "but got 5e-324. Measure it again."),
+        (Costs, {"verify": []}, ValueError, "empty"),
+        (Costs, {"verify": 0.1}, TypeError, "(tokens, seconds) pairs"),
+        (Costs, {"verify": {1: 0.1}}, TypeError, "(tokens, seconds) pairs"),
+        (Costs, {"verify": [0.1]}, TypeError, "it has 0.1"),
+        (Costs, {"verify": [(1, 0.1, 2)]}, ValueError, "it has (1, 0.1, 2)"),
+        (Costs, {"verify": [(0, 0.1)]}, ValueError,
+         "token count in verify must be an integer from 1 to 1,000,000, but got 0"),
+        (Costs, {"verify": [(1.0, 0.1)]}, TypeError, "token count in verify must be an integer"),
+        (Costs, {"verify": [(2, 0.1), (2, 0.2)]}, ValueError, "2 comes after 2"),
+        (Costs, {"verify": [(2, 0.1), (1, 0.2)]}, ValueError, "1 comes after 2"),
+        (Costs, {"verify": [(4, 0.0)]}, ValueError, "time of verifying 4 tokens must be a number of seconds between"),
+        (LookupConfig, {"min_ngram": 5}, ValueError,
+         "min_ngram must be at most max_ngram (4), but got 5. Lower it, or raise"),
+        (Provenance, {"versions": {"torch": 2}}, TypeError, "versions must map names to version strings"),
+        (Provenance, {"versions": ["torch"]}, TypeError, "versions must map"),
+        (Provenance, {"date": "31.1.2025"}, ValueError, "YYYY-MM-DD"),
+        (Provenance, {"date": "20250131"}, ValueError, "YYYY-MM-DD"),
+        (Provenance, {"date": "2025-02-30"}, ValueError, "'2025-02-30'"),
+        (SelfSpeculativeConfig, {"skip": [3]}, TypeError, "skip must be a SkipConfig, but got [3]."),
+        (SelfSpeculativeConfig, {"skip": None}, TypeError, "skip must be a SkipConfig"),
+        (SelfSpeculativeConfig, {"skip": {"attention": [3]}}, TypeError, "SelfSpeculativeConfig.from_dict"),
+        (SelfSpeculativeConfig, {"drafting": "fixed"}, TypeError, "drafting must be a DraftingConfig"),
+        (SelfSpeculativeConfig, {"precision": 8}, TypeError,
+         "precision must be a PrecisionConfig, 'int8' or 'int4', a dict of its fields, or None"),
+        (SelfSpeculativeConfig, {"precision": True}, TypeError, "as loaded, but got True."),
+        (SelfSpeculativeConfig, {"lookup": 10}, TypeError,
+         "lookup must be a LookupConfig, True, a dict of its fields, or None for no prompt lookup, but"),
+        (SelfSpeculativeConfig, {"lookup": "yes"}, TypeError, "but got 'yes'."),
+        (SelfSpeculativeConfig, {"costs": 1.0}, TypeError, "costs must be a Costs"),
+        (SelfSpeculativeConfig, {"provenance": "me"}, TypeError, "provenance must be a Provenance"),
+        (PrecisionConfig.named, {"name": "int3"}, ValueError,
+         "no precision 'int3'; use 'int8' or 'int4'. Did you mean 'int"),
+        (PrecisionConfig.named, {"name": "bfloat16"}, ValueError, "no precision 'bfloat16'; use 'int8' or 'int4'."),
+        (PrecisionConfig.named, {"name": 8}, TypeError, "'int8' or 'int4', but got 8"),
+        (PrecisionConfig.named, {"name": None}, TypeError, "'int8' or 'int4', but got None"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused(part: Any, values: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
-        DraftingConfig(**values)
+        part(**{**GIVEN.get(part, {}), **values})
 
 
 def test_the_bounds_of_probabilities_are_allowed() -> None:
@@ -208,41 +265,6 @@ def test_the_defaults_are_the_cost_policy_and_the_published_constants() -> None:
 @pytest.mark.parametrize("policy", ["confidence", "fixed"])
 def test_the_policies_of_a_set_length_can_be_made(policy: str) -> None:
     assert make_policy(DraftingConfig(policy=policy, max_draft_length=3)).draft_length(10) == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        (
-            {"plain_step": 0.0},
-            ValueError,
-            "plain_step must be a number of seconds between 1e-9 and 1e6, but got 0.0",
-        ),
-        ({"plain_step": 5e-324}, ValueError, "but got 5e-324. Measure it again."),
-        ({"plain_step": float("inf")}, ValueError, "but got inf"),
-        ({"draft_step": -1}, ValueError, "draft_step must be a number of seconds between 1e-9 and 1e6, but got -1"),
-        ({"draft_step": float("nan")}, ValueError, "but got nan"),
-        (
-            {"draft_step": "0.1"},
-            TypeError,
-            "must be a number of seconds between 1e-9 and 1e6, but got '0.1'",
-        ),
-        ({"verify": []}, ValueError, "empty"),
-        ({"verify": 0.1}, TypeError, "(tokens, seconds) pairs"),
-        ({"verify": {1: 0.1}}, TypeError, "(tokens, seconds) pairs"),
-        ({"verify": [0.1]}, TypeError, "it has 0.1"),
-        ({"verify": [(1, 0.1, 2)]}, ValueError, "it has (1, 0.1, 2)"),
-        ({"verify": [(0, 0.1)]}, ValueError, "token count in verify must be an integer from 1 to 1,000,000, but got 0"),
-        ({"verify": [(1.0, 0.1)]}, TypeError, "token count in verify must be an integer"),
-        ({"verify": [(2, 0.1), (2, 0.2)]}, ValueError, "2 comes after 2"),
-        ({"verify": [(2, 0.1), (1, 0.2)]}, ValueError, "1 comes after 2"),
-        ({"verify": [(4, 0.0)]}, ValueError, "time of verifying 4 tokens must be a number of seconds between"),
-        ({"measured_on": 2}, TypeError, "measured_on must be a string of at most 300 characters, but got 2"),
-    ],
-)
-def test_bad_costs_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=re.escape(words)):
-        Costs(**{"plain_step": 0.1, "draft_step": 0.1, "verify": [(1, 0.1)], **changes})
 
 
 @pytest.mark.parametrize(
@@ -300,25 +322,6 @@ def test_bad_precision_exceptions_are_refused(kind: str, exceptions: Any, error:
     assert kind in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("values", "error", "words"),
-    [
-        ({"default": "int2"}, ValueError, "default must be 'int8' or 'int4', or None for the weights as loaded"),
-        ({"default": 8}, TypeError, "default must be 'int8' or 'int4', or None for the weights as loaded, but got 8"),
-        ({"default": torch.int8}, TypeError, "but got torch.int8"),
-        ({"head": "Int8"}, ValueError, "head must be 'int8' or 'int4', or None for the weights as loaded, but got"),
-        ({"head": False}, TypeError, "head must be 'int8' or 'int4', or None for the weights as loaded, but got False"),
-        ({"group_size": 48}, ValueError, "group_size must be 32, 64, 128 or 256, but got 48"),
-        ({"group_size": 0}, ValueError, "group_size must be 32, 64, 128 or 256, but got 0"),
-        ({"group_size": 64.0}, TypeError, "group_size must be 32, 64, 128 or 256, but got 64.0"),
-        ({"group_size": None}, TypeError, "group_size must be 32, 64, 128 or 256, but got None"),
-    ],
-)
-def test_bad_precisions_are_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=re.escape(words)):
-        PrecisionConfig(**values)
-
-
 def test_the_precision_of_a_sublayer() -> None:
     precision = PrecisionConfig("int4", {"7": None, np.int64(4): "int8"}, {5: None}, "int8", np.int64(32))
     assert precision.attention == {4: "int8", 7: None} and list(precision.attention) == [4, 7]
@@ -348,83 +351,11 @@ def test_precisions_by_name(name: str) -> None:
     assert SelfSpeculativeConfig(precision=name).precision == PrecisionConfig.named(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "words"),
-    [
-        ("int3", ValueError, "no precision 'int3'; use 'int8' or 'int4'. Did you mean 'int"),
-        ("bfloat16", ValueError, "no precision 'bfloat16'; use 'int8' or 'int4'."),
-        (8, TypeError, "'int8' or 'int4', but got 8"),
-        (None, TypeError, "'int8' or 'int4', but got None"),
-    ],
-)
-def test_unknown_names_of_precisions_are_refused(name: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=re.escape(words)):
-        PrecisionConfig.named(name)
-
-
-@pytest.mark.parametrize(
-    ("values", "error", "words"),
-    [
-        ({"max_ngram": 0}, ValueError, "max_ngram must be an integer from 1 to 16, but got 0"),
-        ({"min_ngram": 0}, ValueError, "min_ngram must be an integer from 1 to 16, but got 0"),
-        ({"min_ngram": 5}, ValueError, "min_ngram must be at most max_ngram (4), but got 5. Lower it, or raise"),
-        ({"max_tokens": 0}, ValueError, "max_tokens must be an integer from 1 to 128, but got 0"),
-        ({"max_tokens": 1.0}, TypeError, "max_tokens must be an integer from 1 to 128, but got 1.0"),
-        ({"max_ngram": True}, TypeError, "max_ngram must be an integer from 1 to 16, but got True"),
-        ({"min_ngram": None}, TypeError, "min_ngram must be an integer from 1 to 16, but got None"),
-    ],
-)
-def test_bad_lookups_are_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=re.escape(words)):
-        LookupConfig(**values)
-
-
 def test_lookups_up_to_the_limits_are_allowed() -> None:
     lookup = LookupConfig(max_ngram=np.int64(2), min_ngram=2, max_tokens=1)
     assert lookup.to_dict() == {"max_ngram": 2, "min_ngram": 2, "max_tokens": 1}
     assert type(lookup.max_ngram) is int
     assert LookupConfig() == LookupConfig(4, 1, 12)
-
-
-@pytest.mark.parametrize(
-    ("values", "error", "words"),
-    [
-        ({"model_id": 3}, TypeError, "model_id must be a string of at most 300 characters, but got 3"),
-        ({"num_layers": 0}, ValueError, "num_layers must be an integer from 1 to 10,000"),
-        ({"num_layers": "30"}, TypeError, "num_layers must be an integer"),
-        ({"versions": {"torch": 2}}, TypeError, "versions must map names to version strings"),
-        ({"versions": ["torch"]}, TypeError, "versions must map"),
-        ({"date": "31.1.2025"}, ValueError, "YYYY-MM-DD"),
-        ({"date": "20250131"}, ValueError, "YYYY-MM-DD"),
-        ({"date": "2025-02-30"}, ValueError, "'2025-02-30'"),
-    ],
-)
-def test_bad_provenance_is_refused(values: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=re.escape(words)):
-        Provenance(**values)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"skip": [3]}, "skip must be a SkipConfig, but got [3]."),
-        ({"skip": None}, "skip must be a SkipConfig"),
-        ({"skip": {"attention": [3]}}, "SelfSpeculativeConfig.from_dict"),
-        ({"drafting": "fixed"}, "drafting must be a DraftingConfig"),
-        ({"precision": 8}, "precision must be a PrecisionConfig, 'int8' or 'int4', a dict of its fields, or None"),
-        ({"precision": True}, "as loaded, but got True."),
-        (
-            {"lookup": 10},
-            "lookup must be a LookupConfig, True, a dict of its fields, or None for no prompt lookup, but",
-        ),
-        ({"lookup": "yes"}, "but got 'yes'."),
-        ({"costs": 1.0}, "costs must be a Costs"),
-        ({"provenance": "me"}, "provenance must be a Provenance"),
-    ],
-)
-def test_parts_of_the_wrong_type_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(words)):
-        SelfSpeculativeConfig(**values)
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from effort import little_work
 from ssd_generation.config import Costs, DraftingConfig
-from ssd_generation.drafting.cost_aware import CostAwarePolicy
-from ssd_generation.drafting.draft_length import (
+from ssd_generation.drafting.policy import (
     NO_MATCH,
     ConfidencePolicy,
+    CostAwarePolicy,
     DraftPolicy,
     FixedPolicy,
     Match,
     NoDraftPolicy,
+    make_policy,
 )
-from ssd_generation.drafting.policies import make_policy
+from ssd_generation.drafting.policy.estimates import confidence_bin
+from ssd_generation.drafting.policy.prices import Prices
 
 
 @pytest.mark.parametrize(("length", "limit", "expected"), [(5, 10, 5), (5, 3, 3), (5, 0, 0), (1, 1, 1)])
@@ -155,7 +157,7 @@ FLAT = _costs(0.3, V_FLAT)
 
 def _rich(policy: CostAwarePolicy) -> CostAwarePolicy:
     """A policy that can pay for any draft."""
-    policy._account.balance = policy._lookup_account.balance = 1e9
+    policy.budget.drafting.balance = policy.budget.copying.balance = 1e9
     return policy
 
 
@@ -192,7 +194,7 @@ some_priors = st.lists(st.floats(0.05, 0.99), min_size=1, max_size=8)
 @given(costs=some_costs, prior=some_priors, limit=st.integers(0, 10))
 def test_the_length_has_the_most_tokens_per_second(costs: Costs, prior: list[float], limit: int) -> None:
     policy = _rich(CostAwarePolicy(costs, 8, prior, exploration=0.0, use_confidence=False))
-    policy._account.wait = 10**9  # no probes
+    policy.budget.drafting.wait = 10**9  # no probes
     acceptance = [prior[min(i, len(prior) - 1)] for i in range(8)]
     rates = [tokens / cost for tokens, cost in (_value(costs, acceptance, k) for k in range(min(8, limit) + 1))]
     length = policy.draft_length(limit)
@@ -208,11 +210,13 @@ def test_drafting_goes_on_if_any_number_of_further_tokens_is_worth_it(
     policy = CostAwarePolicy(costs, 8, prior)
     acceptance = [prior[min(i, len(prior) - 1)] for i in range(8)]
     rate = max(tokens / cost for tokens, cost in (_value(costs, acceptance, k) for k in range(9)))
+    calibrated, survival = policy.plan.calibrated, 1.0
     for above in range(1, depth):
-        policy.keep_drafting(above, 1.0)
-        policy._going_on = list(policy._paths)  # whatever it said
+        survival *= calibrated[confidence_bin(1.0)]
+        if not policy.keep_drafting(above, 1.0):
+            survival = policy.plan.survival[above]  # of a row that goes on whatever it said, no more is known
     goes_on = policy.keep_drafting(depth, probability)
-    survival = policy._paths[0][0]
+    survival *= calibrated[confidence_bin(probability)]
     worth = [
         survival * sum(math.prod(acceptance[depth : depth + i]) for i in range(1, j + 1))
         - rate * (j * costs.draft_step / costs.plain_step + _verify(costs, 1 + depth + j) - _verify(costs, 1 + depth))
@@ -226,7 +230,7 @@ def test_a_cliff_is_noticed() -> None:
     cliff = _costs(0.3, V_CLIFF)
     for prior, best in ((0.8, 2), (0.9, 2), (0.3, 0)):
         policy = CostAwarePolicy(cliff, prior=(prior,), use_confidence=False, exploration=0.0)
-        _rich(policy)._account.wait = 10**9
+        _rich(policy).budget.drafting.wait = 10**9
         assert policy.draft_length(20) == best
     # Up to the cliff however sure, not over it.
     policy = _rich(CostAwarePolicy(cliff, prior=(0.85,)))
@@ -251,8 +255,7 @@ def test_a_cliff_is_noticed() -> None:
 def test_verification_between_and_beyond_what_was_measured(
     verify: Sequence[tuple[int, float]], expected: list[float]
 ) -> None:
-    policy = CostAwarePolicy(_costs(0.3, verify))
-    assert policy._verify_cost[1:6] == pytest.approx(expected)
+    assert Prices.of(_costs(0.3, verify), 12).verify[1:6] == pytest.approx(expected)
     assert [_verify(_costs(0.3, verify), n) for n in range(1, 6)] == pytest.approx(expected)
 
 
@@ -304,10 +307,11 @@ def test_a_token_is_judged_only_if_those_before_it_were_accepted() -> None:
     policy = CostAwarePolicy(FLAT)
     policy.draft_length(20)
     policy.update(5, 2, True)
-    assert policy._depths[:5] == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    depths = policy.depths
+    assert (depths.seen[:5], depths.accepted[:5]) == ([1.0, 1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.0])
     policy.update(2, 2, True)
-    assert policy._depths[1] == pytest.approx([1.98, 1.98])
-    assert policy._depths[2] == pytest.approx([0.98, 0.0])  # grown older
+    assert (depths.seen[1], depths.accepted[1]) == pytest.approx((1.98, 1.98))
+    assert (depths.seen[2], depths.accepted[2]) == pytest.approx((0.98, 0.0))  # grown older
 
 
 def test_depths_never_tried_are_taken_to_be_like_the_others() -> None:
@@ -329,9 +333,9 @@ def test_calibration_learns_what_the_drafts_confidence_is_worth() -> None:
         policy.draft_length(20)
         policy.keep_drafting(1, 0.999)  # sure, and always wrong
         policy.update(1, 0, False)
-    policy._plan()
-    assert policy._calibrated[1] > 0.95
-    assert policy._calibrated[-1] < 0.1
+    policy.replan()
+    assert policy.plan.calibrated[1] > 0.95
+    assert policy.plan.calibrated[-1] < 0.1
 
 
 def test_rows_of_a_batch_are_told_apart() -> None:
@@ -343,14 +347,14 @@ def test_rows_of_a_batch_are_told_apart() -> None:
     policy.update(3, 3, False)  # the last token was not asked about
     policy.update(1, 0, False)
     policy.update(2, 1, False)
-    seen = [tuple(counts) for counts in policy._bins]
+    seen = list(zip(policy.confidence.seen, policy.confidence.accepted, strict=True))
     assert seen[8] == pytest.approx((1.985, 1.985)) or seen[8] == pytest.approx((2.0, 2.0), abs=0.02)  # .999 twice
     assert seen[6] == (1.0, 1.0)  # .96
     assert seen[0] == pytest.approx((1.985, 0.0))  # .01 twice
     # Three rows share the passes: 4 of the 6 tokens were accepted, for 3 draft steps and one verification.
-    balance = policy._account.balance
+    balance = policy.budget.drafting.balance
     policy.state()
-    assert policy._account.balance != balance  # booked once, and capped
+    assert policy.budget.drafting.balance != balance  # booked once, and capped
     poor = CostAwarePolicy(FLAT)
     poor.draft_length(20)
     for accepted in (1, 0, 1):
@@ -404,8 +408,8 @@ def test_rows_share_what_a_pass_costs() -> None:
     policy, of_four = copies(1, 4)
     together, of_all = copies(4, 4)
     # Each copy of three tokens gains three for a price of 0.9; shared among four, 0.75.
-    assert of_one == 200 and of_all == 800 and alone._share == together._share == pytest.approx(1.0)
-    assert of_four < 20 and policy._share < 0.7
+    assert of_one == 200 and of_all == 800 and alone.budget.share == together.budget.share == pytest.approx(1.0)
+    assert of_four < 20 and policy.budget.share < 0.7
     lost = policy.state()["lookup_balance"] - 0.5
     assert lost > -3.0
 
@@ -598,21 +602,24 @@ def test_probes_are_rare_and_stop_where_nothing_is_to_be_spent() -> None:
 
 def test_earlier_gains_pay_for_probes() -> None:
     policy = CostAwarePolicy(FLAT)
-    policy._account.balance = 0.0
+    policy.budget.drafting.balance = 0.0
     assert policy.draft_length(20) == 0
-    policy._account.savings = 10.0
+    policy.budget.drafting.savings = 10.0
     assert policy.draft_length(20) == 1
     policy.update(1, 0, True)
     assert policy.state()["balance"] == pytest.approx(0.0)
     assert policy.draft_length(20) == 0  # but not the next at once
-    assert policy._account.savings == pytest.approx(10.0 - 0.35, abs=0.02)
+    assert policy.budget.drafting.savings == pytest.approx(10.0 - 0.35, abs=0.02)
 
 
 def test_a_probe_is_long_where_that_costs_little_more() -> None:
     # Whoever pays for n = 2 has n = 3 as well.
     stairs = _costs(0.05, ((1, 1.0), (2, 1.6), (3, 1.6), (4, 2.2)))
-    assert CostAwarePolicy(stairs)._probe_length == 2
-    assert CostAwarePolicy(_costs(0.5, V_STEEP))._probe_length == 1
+    for costs, expected in ((stairs, 2), (_costs(0.5, V_STEEP), 1)):
+        policy = CostAwarePolicy(costs)
+        # All that it may lose is what a probe can be paid from.
+        policy.budget.drafting.balance, policy.budget.drafting.savings = 0.0, 10.0
+        assert policy.draft_length(20) == expected
 
 
 # --- Cost-aware: lookup ---------------------------------------------------------------------------
@@ -685,7 +692,7 @@ def test_a_good_copy_takes_over_from_a_draft_worth_going_on_with() -> None:
     policy = _rich(CostAwarePolicy(FLAT, prior=(0.9,), lookup=True))
     for _ in range(20):
         policy.update(0, 12, False, 12, Match(12, 4))
-    policy._plan()
+    policy.replan()
     for match, goes_on in ((NO_MATCH, True), (Match(12, 4), False)):
         policy.draft_length(30)
         assert policy.keep_drafting(1, 0.999, match) == goes_on
@@ -695,9 +702,10 @@ def test_looked_up_tokens_behind_a_rejected_draft_teach_nothing() -> None:
     policy = CostAwarePolicy(FLAT, lookup=True)
     policy.draft_length(20)
     policy.update(2, 1, True, looked_up=3, match=Match(3, 2))
-    assert policy._lookups[1] == [[0.0, 0.0]] * 4
+    seen, accepted = policy.copies.seen[1], policy.copies.accepted[1]
+    assert seen == accepted == [0.0] * 4
     policy.update(2, 4, True, looked_up=3, match=Match(3, 2))
-    assert policy._lookups[1][0] == [1.0, 1.0] and policy._lookups[1][1] == pytest.approx([1.95, 0.95])
+    assert (seen[0], accepted[0]) == (1.0, 1.0) and (seen[1], accepted[1]) == pytest.approx((1.95, 0.95))
 
 
 # --- Cost-aware: state ----------------------------------------------------------------------------
@@ -718,7 +726,7 @@ def test_a_new_draft_takes_over_what_does_not_depend_on_it() -> None:
     old, fresh = _experienced(), CostAwarePolicy(FLAT, lookup=True)
     before = fresh.state()
     new = CostAwarePolicy(FLAT, lookup=True)
-    old._plan()  # as at the beginning of a round
+    old.replan()  # as at the beginning of a round
     new.take_over(old)
 
     def of_lookup_and_accounts(state: dict[str, float]) -> dict[str, float]:

@@ -19,8 +19,8 @@ from ssd_generation import (
     SkipConfig,
     enable_self_speculative,
 )
-from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
 from ssd_generation.drafting.lookup import NGramIndex
+from ssd_generation.drafting.policy import NO_MATCH, DraftPolicy, Match
 from ssd_generation.drafting.self_drafter import SelfDrafter
 from ssd_generation.tuning import call_drafter
 from tiny_models import FAMILIES, VOCAB, WINDOW, prompt, tiny_model

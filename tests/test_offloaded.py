@@ -21,7 +21,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.drafting.policies import make_policy
+from ssd_generation.drafting.policy import make_policy
 from ssd_generation.forward import offloaded, resident
 from ssd_generation.forward.forward import Forward
 from ssd_generation.forward.low_bit import CopiesPart, copy_bytes

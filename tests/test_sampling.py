@@ -20,7 +20,7 @@ from ssd_generation import (
 from ssd_generation.decoding import verification
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.processors import PureProcessors
-from ssd_generation.drafting.draft_length import NO_MATCH, DraftPolicy, Match
+from ssd_generation.drafting.policy import NO_MATCH, DraftPolicy, Match
 from ssd_generation.tuning import call_drafter
 from tiny_models import tiny_model
 

@@ -10,8 +10,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..cache.layers import add_buffers
 from ..config import SelfSpeculativeConfig
-from ..drafting.draft_length import DraftPolicy
 from ..drafting.drafter import Draft
+from ..drafting.policy import DraftPolicy
 from ..drafting.self_drafter import self_drafter
 from ..forward.forward import Context, Forward
 from ..forward.pass_plan import EAGER

@@ -11,7 +11,7 @@ import torch
 
 from ..forward.forward import Context
 from ..support.messages import shown
-from .draft_length import NO_MATCH, Match
+from .policy import NO_MATCH, Match
 
 __all__ = ["CheckedDrafter", "Draft", "Drafter", "Texts"]
 

@@ -11,10 +11,9 @@ from ..config import SelfSpeculativeConfig
 from ..forward.forward import Forward
 from ..forward.sublayers import layout_of
 from ..support.devices import sent
-from .draft_length import NO_MATCH, DraftPolicy, Match
 from .drafter import Draft, Drafter, Texts
 from .lookup import NGramIndex
-from .policies import make_policy
+from .policy import NO_MATCH, DraftPolicy, Match, make_policy
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from ..drafting.cost_aware import CostAwarePolicy
+from ..drafting.policy import CostAwarePolicy
 from ..forward.adapters import numbers_of
 from ..forward.linears import has_foreign
 from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..drafting.cost_aware import CostAwarePolicy
-from ..drafting.draft_length import DraftPolicy
 from ..drafting.drafter import CheckedDrafter, Drafter
-from ..drafting.policies import make_policy
+from ..drafting.policy import CostAwarePolicy, DraftPolicy, make_policy
 from ..drafting.self_drafter import self_drafter
 from ..forward.forward import Forward
 from ..forward.offloaded import is_offloaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from ..drafting.draft_length import DraftPolicy
+from ..drafting.policy import DraftPolicy
 from ..support.model_state import Part
 
 if TYPE_CHECKING:

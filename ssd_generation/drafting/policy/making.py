@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import Costs, DraftingConfig
+from ...config import Costs, DraftingConfig
+from .base import DraftPolicy
+from .confidence import ConfidencePolicy
 from .cost_aware import DEFAULT_PRIOR, CostAwarePolicy
-from .draft_length import ConfidencePolicy, DraftPolicy, FixedPolicy, NoDraftPolicy
+from .fixed import FixedPolicy, NoDraftPolicy
 
 __all__ = ["make_policy"]
 
@@ -17,12 +19,12 @@ def make_policy(
     lookup: bool = False,
     use_confidence: bool = True,
 ) -> DraftPolicy:
-    """The policy that a `DraftingConfig` describes.
+    """Make the policy that a `DraftingConfig` describes.
 
     Args:
         drafting: policy and its parameters.
         costs: a `Costs`, for the policy "cost".
-        self_drafts: whether there is a draft besides lookup; of the policy "cost", as the next two.
+        self_drafts: whether there is a draft alongside lookup; for the policy "cost", like the next two.
         lookup: whether there is prompt lookup.
         use_confidence: whether the policy may ask for the draft's probabilities.
 

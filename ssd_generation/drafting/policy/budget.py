@@ -1,0 +1,245 @@
+"""Budget of drafting: the bound on what drafting may lose, whatever the estimates say.
+
+Self-drafting and lookup have an account each, in plain steps. An account opens with little, gains a plain step for each
+accepted token, pays what its rounds cost beyond one, and earns a share of each round in which it stands still. What it
+cannot pay is not drafted. So, by the costs as measured, the loss over any number of rounds is at most the opening
+balances and that share of the time; and what earlier gains may pay for later losses is capped.
+
+An account also pays for probes: where the estimates say that drafting does not pay, it is tried again, and each failed
+probe doubles the wait for the next. Gains beyond the cap are saved for probes alone, so that a run of bad luck does not
+end a good draft.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from .prices import LONGEST_COPY, Prices
+
+__all__ = [
+    "Account",
+    "Budget",
+    "affordable_copy",
+    "affordable_draft",
+    "copying_cap",
+    "drafting_cap",
+    "gain_per_token",
+    "opening_balance",
+]
+
+_START = 1.5
+_MOST_START = 4.0
+_COPY_START = 0.5
+_LEAST_CAP = 3.0
+_MOST_SAVED = 50.0
+_LONGEST_WAIT = 128
+_SHARE_STEP = 0.1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# numbers in, a number out
+
+
+def opening_balance(price: float) -> float:
+    """Return what self-drafting may lose at first, if its best round has this price and its prior was measured."""
+    return min(max(_START, price - 1.0), _MOST_START)
+
+
+def drafting_cap(price: float) -> float:
+    """Return the most that self-drafting may have at once, if its best round has this price."""
+    return _LEAST_CAP + 1.5 * (price - 1.0)
+
+
+def copying_cap(price: float) -> float:
+    """Return the most that lookup may have at once, if verifying its longest copy has this price."""
+    return _LEAST_CAP + price - 1.0
+
+
+def affordable_draft(balance: float, longest: int, prices: Prices) -> int:
+    """Return the most self-drafted tokens, 0 to `longest`, whose loss the balance can pay were all of them rejected."""
+    rounds = prices.rounds
+    while longest and rounds[longest] - 1.0 > balance:
+        longest -= 1
+    return longest
+
+
+def affordable_copy(balance: float, depth: int, longest: int, prices: Prices) -> int:
+    """Return the most looked-up tokens after `depth` drafted ones, 0 to `longest`, that the balance can pay."""
+    verify, most = prices.verify, balance + prices.last_pass(depth)
+    while longest > 0 and verify[1 + depth + longest] > most:
+        longest -= 1
+    return max(longest, 0)
+
+
+def gain_per_token(right: int, rows: int, advance: int | None) -> float:
+    """Return the plain steps gained by each accepted draft token of a round.
+
+    A batch lasts as long as its slowest row: what that row gains is gained, by all accepted tokens together.
+
+    Args:
+        right: accepted draft tokens, of all rows.
+        rows: rows of the round.
+        advance: tokens of the slowest row beyond those a round before; `None` where not known.
+    """
+    if advance is None or not right:
+        return 1.0 / max(rows, 1)
+    return min(advance - 1, right) / right
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# accounts
+
+
+class Account:
+    """What a way of drafting may lose, in plain steps.
+
+    Attributes:
+        balance: what it may lose at once.
+        cap: the most that it may lose at once; gains beyond are saved.
+        savings: pay for probes when the balance is spent.
+        wait: rounds between probes; doubles with each draft in vain and shrinks with any other.
+        waited: rounds since the last.
+    """
+
+    __slots__ = ("balance", "cap", "savings", "wait", "waited")
+
+    def __init__(self, balance: float, cap: float = _LEAST_CAP) -> None:
+        self.balance, self.cap = balance, cap
+        self.savings, self.wait, self.waited = 0.0, 0, 0
+
+    def book(self, amount: float) -> None:
+        """Add what a round gained, less what it cost."""
+        balance = self.balance + amount
+        if balance > self.cap:
+            self.savings = min(self.savings + balance - self.cap, _MOST_SAVED)
+            balance = self.cap
+        self.balance = balance
+
+    def drafted(self, right: bool, pays: bool) -> None:
+        """Set the wait for probes after a draft.
+
+        Args:
+            right: whether any token was accepted.
+            pays: whether drafting pays by the estimates.
+        """
+        if right:
+            self.wait = 0 if pays else self.wait // 4
+        else:
+            self.wait = min(max(2 * self.wait, 2), _LONGEST_WAIT)
+
+    def stand_still(self, income: float) -> None:
+        """Let a round pass without a draft, for an income."""
+        self.book(income)
+        self.waited += 1
+
+    def pay_probe(self, price: float) -> bool:
+        """Return whether it is time for a probe and its price is there; savings are drawn on, and the wait begins."""
+        missing = price - self.balance
+        if self.waited < self.wait or missing > self.savings:
+            return False
+        if missing > 0.0:
+            self.balance += missing
+            self.savings -= missing
+        self.waited = 0
+        return True
+
+
+class _Tally:
+    """Reports of the rows that drafted in a round; these rows share its passes."""
+
+    __slots__ = ("longest", "right", "rows")
+
+    def __init__(self) -> None:
+        self.rows = self.longest = self.right = 0
+
+    def add(self, length: int, right: int) -> None:
+        self.rows += 1
+        self.longest = max(self.longest, length)
+        self.right += right
+
+
+class Budget:
+    """The accounts of self-drafting and lookup, and the reports of a round's rows until these are booked.
+
+    A batch shares its passes: a round is booked once, when the next one begins.
+
+    Args:
+        prices: of passes and rounds.
+        exploration: largest share of the time to spend on probes.
+
+    Attributes:
+        drafting: account of self-drafting.
+        copying: account of lookup.
+        income: of an account in a round in which it stands still.
+        share: share of the rows that copy, of a round in which any does; all rows wait for its pass.
+    """
+
+    def __init__(self, prices: Prices, exploration: float) -> None:
+        self.income = 0.5 * exploration
+        self.drafting = Account(_START)
+        self.copying = Account(_COPY_START, copying_cap(prices.verify[1 + LONGEST_COPY]))
+        self.share = 1.0
+        self._prices = prices
+        self._rows = 0  # that this round began with
+        self._is_reported = True
+        self._slowest: int | None = None  # tokens of the slowest row
+        self._advance: int | None = None
+        self._drafts, self._copies = _Tally(), _Tally()
+        self._copies_judged = False  # a copy whose self-drafted tokens were all accepted
+
+    def begin_round(self, lengths: Sequence[int]) -> None:
+        """Begin a round of a batch whose rows have these lengths."""
+        slowest, before = min(lengths), self._slowest
+        self._slowest = slowest
+        self._advance = None if before is None or slowest <= before else slowest - before
+
+    def begin_row(self, pays: bool) -> None:
+        """Count a row of the round; the first one has the round before booked.
+
+        Args:
+            pays: whether self-drafting pays by the estimates.
+        """
+        if self._is_reported:
+            self.settle(pays)
+            self._rows, self._is_reported = 0, False
+        self._rows += 1
+
+    def report(self, drafted: int, kept: int, copied: int, right: int) -> None:
+        """Take the outcome of a row.
+
+        Args:
+            drafted: self-drafted tokens.
+            kept: how many of them were accepted.
+            copied: looked-up tokens after them.
+            right: how many of these were accepted.
+        """
+        self._is_reported = True
+        if drafted:
+            self._drafts.add(drafted, kept)
+        if copied:
+            self._copies.add(drafted + copied, right)
+            self._copies_judged |= kept == drafted
+
+    def settle(self, pays: bool) -> None:
+        """Book what was reported of the round; `pays` as in `begin_row`."""
+        drafts, copies = self._drafts, self._copies
+        gain = gain_per_token(drafts.right + copies.right, max(self._rows, drafts.rows, copies.rows), self._advance)
+        if drafts.rows:
+            self.drafting.book(drafts.right * gain - (self._prices.rounds[drafts.longest] - 1.0))
+            self.drafting.drafted(drafts.right > 0, pays)
+            self._drafts = _Tally()
+        if copies.rows:
+            verify = self._prices.verify[1 + max(copies.longest, drafts.longest)]
+            self.copying.book(copies.right * gain - (verify - self._prices.last_pass(drafts.longest)))
+            if self._copies_judged:
+                self.copying.drafted(copies.right > 0, pays=False)
+            self.share += _SHARE_STEP * (copies.rows / max(self._rows, copies.rows) - self.share)
+            self._copies, self._copies_judged = _Tally(), False
+
+    def take_over(self, other: Budget) -> None:
+        """Continue with copies of another budget's accounts, under the caps of this one; its reports are dropped."""
+        drafting_cap, copying_cap = self.drafting.cap, self.copying.cap
+        self.drafting, self.copying = copy.copy(other.drafting), copy.copy(other.copying)
+        self.drafting.cap, self.copying.cap = drafting_cap, copying_cap
+        self._drafts, self._copies, self._copies_judged = _Tally(), _Tally(), False
