@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .decoding.outputs import SelfSpeculativeOutput
     from .decoding.statistics import SpeculationStatistics
     from .drafting.drafter import Draft, Drafter
-    from .forward.skip_mode import draft_mode
+    from .forward.structure.skip_mode import draft_mode
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
     from .harness.token_origins import TokenOrigins
     from .models import fetch_demo, load_demo, load_model

@@ -17,10 +17,10 @@ from pretended_gpu import NAME, OnDevice, OnHostAndDevice, device
 from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark import gpu
 from ssd_generation.decoding.loop import DecodingLoop
-from ssd_generation.forward import replay
-from ssd_generation.forward.low_bit import CopiesPart
-from ssd_generation.forward.replay import CudaGraphs
-from ssd_generation.forward.replayed import GraphPart
+from ssd_generation.forward.copies.low_bit import CopiesPart
+from ssd_generation.forward.cuda_graph import graphs as replay
+from ssd_generation.forward.cuda_graph.graph_passes import GraphPart
+from ssd_generation.forward.cuda_graph.graphs import CudaGraphs
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
@@ -336,7 +336,7 @@ def test_out_of_memory_while_capturing_leaves_nothing_behind(at: int, monkeypatc
 
     monkeypatch.setattr(CudaGraphs, "record", record)
     monkeypatch.setattr("ssd_generation.cache.arena.BUCKETS", (16, 32, 48, 64, 80))
-    monkeypatch.setattr("ssd_generation.forward.replayed.WIDTHS", (4,))
+    monkeypatch.setattr("ssd_generation.forward.cuda_graph.graph_passes.WIDTHS", (4,))
     drafts = lambda plain: Guesses(plain[0].tolist(), lengths=(3, 1))  # noqa: E731
     for _ in range(2):
         plain, drafted = texts(model, drafts, new=50)

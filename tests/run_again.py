@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ssd_generation.forward.replay import Results
+from ssd_generation.forward.cuda_graph.graphs import Results
 
 
 class Again:
@@ -20,11 +20,11 @@ class Again:
         self.device = device
 
     def beside(self, function: Callable[[], object]) -> None:
-        """See `Replays`."""
+        """See `GraphBackend`."""
         function()
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """See `Replays`."""
+        """See `GraphBackend`."""
         with torch.inference_mode(False):  # written in any mode
             results = tuple(torch.zeros(r.shape, dtype=r.dtype, device=r.device) for r in function())
 
@@ -36,7 +36,7 @@ class Again:
         return replay
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """See `Replays`."""
+        """See `GraphBackend`."""
         began = time.perf_counter()
         run()
         return time.perf_counter() - began

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.skip_mode import SkipMode
+from ssd_generation.forward.structure.skip_mode import SkipMode
 from ssd_generation.tuning.acceptance import (
     Acceptance,
     agreements,

@@ -289,7 +289,7 @@ def test_everything_works_without_the_extra_that_makes_kernels() -> None:
         import torch
         import transformers
         from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
-        from ssd_generation.native.compiler import why_not
+        from ssd_generation.native.codegen.compiler import why_not
 
         torch.manual_seed(0)
         config = transformers.LlamaConfig(

@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ssd_generation import PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.low_bit import CopiesPart
-from ssd_generation.forward.passes import CapturedPart
+from ssd_generation.forward.captured.passes import CapturedPart
+from ssd_generation.forward.copies.low_bit import CopiesPart
 from ssd_generation.generation import call, prepare, request
 from ssd_generation.support.model_state import state_of
 from tiny_models import prompt, tiny_model

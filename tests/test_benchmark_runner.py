@@ -13,7 +13,7 @@ import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
-from ssd_generation.forward.low_bit import copy_bytes
+from ssd_generation.forward.copies.low_bit import copy_bytes
 from ssd_generation.harness import environment, runner
 from ssd_generation.harness.calls import Caller, TimedCall
 from ssd_generation.harness.prompts import Prompt

@@ -32,7 +32,7 @@ from ssd_generation.cli import configs as cli_configs
 from ssd_generation.cli import loading as cli_loading
 from ssd_generation.cli import main
 from ssd_generation.cli.layers import describe_layers, parse_layers
-from ssd_generation.forward.sublayers import locate_sublayers
+from ssd_generation.forward.structure.sublayers import locate_sublayers
 from tiny_models import CONFIGS, LAYERS, WINDOW, tiny_model
 
 TEXT = ["the rain falls on the fields", "a river runs to the sea", "what falls as rain runs as a river"]
@@ -523,7 +523,7 @@ def test_inspect_prints_a_table(ssd: Callable[..., Run], folder: str) -> None:
 def test_inspect_loads_the_model_where_it_must(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ssd_generation.forward.sublayers as sublayers
+    import ssd_generation.forward.structure.sublayers as sublayers
 
     real, tried = sublayers._trace, []
 

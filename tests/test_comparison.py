@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draft_mode, enable_self_speculative
-from ssd_generation.forward.low_bit import copies_of, copy_bytes
-from ssd_generation.forward.skip_mode import draft_mode_with
+from ssd_generation.forward.copies.low_bit import copies_of, copy_bytes
+from ssd_generation.forward.structure.skip_mode import draft_mode_with
 from ssd_generation.harness import comparison, interleaved
 from ssd_generation.harness.comparison import (
     METHODS,

@@ -13,16 +13,16 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward import passes
-from ssd_generation.forward.cache_attention import CacheAttention
+from ssd_generation.forward.captured.batch_invariance import WIDTHS, BatchInvariance
+from ssd_generation.forward.captured.cache_attention import CacheAttention
+from ssd_generation.forward.captured.fx_graph import passes
+from ssd_generation.forward.captured.passes import CapturedPasses
 from ssd_generation.forward.forward import Forward
-from ssd_generation.forward.invariant import WIDTHS, Invariant
 from ssd_generation.forward.pass_plan import PassPlan
-from ssd_generation.forward.passes import CapturedPasses
-from ssd_generation.native.compiler import why_not
+from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.timing import Stopwatch
 from ssd_generation.tuning import exactness
-from ssd_generation.tuning.exactness import Certificate, certificate_of, cost_of, invariant_of
+from ssd_generation.tuning.exactness import Certificate, batch_invariance_of, certificate_of, cost_of
 from tiny_models import WINDOW, even_model, left_padded, prompt, tiny_model
 
 pytestmark = pytest.mark.measures
@@ -155,10 +155,10 @@ def test_the_certificate_is_stored(cache: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_cost_of_exact_passes_is_a_ratio_of_times_and_is_stored(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[Invariant | None] = []
+    ran: list[BatchInvariance | None] = []
 
     class Noted(Forward):
-        def __init__(self, model: Any, *, invariant: Invariant | None) -> None:
+        def __init__(self, model: Any, *, invariant: BatchInvariance | None) -> None:
             super().__init__(model, plan=PassPlan(invariant=invariant))
             self.given = invariant
 
@@ -309,16 +309,16 @@ def test_attention_over_the_whole_pass_is_noticed(monkeypatch: pytest.MonkeyPatc
 def test_by_default_where_it_is_nearly_free(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cost: float, is_exact: bool
 ) -> None:
-    found = Certificate(Invariant("linear", (2, 3)))
+    found = Certificate(BatchInvariance("linear", (2, 3)))
     monkeypatch.setattr(exactness, "certificate_of", lambda model: found)
     monkeypatch.setattr(exactness, "cost_of", lambda model: cost)
     monkeypatch.setattr(exactness, "is_free", lambda model: False)
     model = model_of("llama", dtype)
-    way, reason = invariant_of(model, None)
+    way, reason = batch_invariance_of(model, None)
     assert (way is not None) == is_exact == (reason is None)
     assert is_exact or 'exactness="bitwise" asks for them' in str(reason)
-    assert invariant_of(model, "bitwise") == (found.invariant, None)
-    assert invariant_of(model, "numeric") == (None, "it was asked for")
+    assert batch_invariance_of(model, "bitwise") == (found.invariant, None)
+    assert batch_invariance_of(model, "numeric") == (None, "it was asked for")
 
 
 @pytest.mark.skipif(why_not() is not None, reason="no code is made here")
@@ -326,7 +326,7 @@ def test_by_default_where_it_is_nearly_free(
 def test_what_is_free_is_not_measured(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(exactness, "_cost", lambda model: pytest.fail("measured"))
     for family in ("llama", "qwen2"):
-        assert invariant_of(model_of(family, dtype), None)[0] is not None
+        assert batch_invariance_of(model_of(family, dtype), None)[0] is not None
     # Heads of keys and values of two sizes attend by torch's kernels, a token after the other.
     assert not exactness.is_free(model_of("deepseek_v3", dtype))
     for module in (exactness, passes):

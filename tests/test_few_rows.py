@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward import few_rows as module
-from ssd_generation.forward.few_rows import MOST_ROWS, FewRowsPart, few_rows
+from ssd_generation.forward.eager import few_rows as module
+from ssd_generation.forward.eager.few_rows import MOST_ROWS, FewRowsPart, few_rows
 from ssd_generation.forward.pass_plan import PassPlan
 from ssd_generation.forward.runners import EagerRunner
-from ssd_generation.native.compiler import why_not
+from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.model_state import state_of
 from tiny_models import left_padded, prompt, tiny_model
 

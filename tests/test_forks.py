@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ssd_generation import SkipConfig, enable_self_speculative
-from ssd_generation.forward.capture import capture_pass
-from ssd_generation.forward.skip_mode import SkipMode
+from ssd_generation.forward.captured.capture import capture_pass
+from ssd_generation.forward.structure.skip_mode import SkipMode
 from ssd_generation.models.loading import _quiet_transformers
 from ssd_generation.support.forks import ForkSafeRLock, undone_in_child
 from tiny_models import prompt, tiny_model

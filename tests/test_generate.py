@@ -508,8 +508,8 @@ def test_the_off_path_is_transformers_own(model: PreTrainedModel, monkeypatch: p
     # Nothing of the library runs in a plain call but the two lines that see that it is one.
     from ssd_generation.decoding.loop import DecodingLoop
     from ssd_generation.drafting.self_drafter import SelfDrafter
-    from ssd_generation.forward import skip_mode
     from ssd_generation.forward.forward import Forward
+    from ssd_generation.forward.structure import skip_mode
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the library ran in a plain call")

@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward import kernels
-from ssd_generation.forward.kernels import KERNELS, Linear, fastest_kernels, linear_of_few_rows
-from ssd_generation.forward.passes import captured_target
-from ssd_generation.native.compiler import why_not
+from ssd_generation.forward.captured.fx_graph import linear_kernels as kernels
+from ssd_generation.forward.captured.linear_kernels import KERNELS, Linear, fastest_kernels, linear_of_few_rows
+from ssd_generation.forward.captured.passes import captured_target
+from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support import measurements as keeping
 from tiny_models import prompt, tiny_model
 
@@ -61,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     some: dict[str, Any] = {name: make for name, make in KERNELS.items() if name in takes}
     monkeypatch.setattr(kernels, "KERNELS", {name: slowly(name, make) for name, make in some.items()})
     monkeypatch.setattr(kernels, "why_not", lambda: "of the test")
-    monkeypatch.setattr("ssd_generation.forward.kernels.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ssd_generation.forward.captured.linear_kernels.time.perf_counter", lambda: now)
     return takes
 
 

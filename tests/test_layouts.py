@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward import low_bit
+from ssd_generation.forward.copies import low_bit
 from tiny_models import even_model, left_padded, prompt
 from unpacking import unpack_int8
 

@@ -305,7 +305,7 @@ def test_a_text_that_repeats_is_copied_whole() -> None:
 
 
 def test_lookup_alone_runs_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.forward import skip_mode
+    from ssd_generation.forward.structure import skip_mode
 
     def fail(*args: Any) -> None:
         raise AssertionError("skip mode was entered")

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 from odd_models import COUNT_FROM_THE_CACHE, NOT_RECORDED, NOT_SEVERAL_AT_ONCE, odd_model
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.capturable import why_not_captured
+from ssd_generation.forward.captured.conditions import why_not_captured
 from ssd_generation.generation import require_drafts
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import model_check
@@ -243,7 +243,7 @@ def test_passes_that_fail_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recorded_passes_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.forward import passes
+    from ssd_generation.forward.captured.fx_graph import passes
 
     run = passes.CapturedPasses.run
 
@@ -378,7 +378,7 @@ def test_a_single_row_may_be_rounded_otherwise(depends_on_width: bool, refused: 
     noise = min(max(0.8 * moved, 0.03), 0.09)
     single = [step + noise * torch.randn((1, VOCAB), generator=generator) for step in wide]
 
-    def decode(tried: Any, is_drafted: bool, in_step: bool) -> Any:
+    def decode(tried: Any, is_drafted: bool, lockstep: bool) -> Any:
         if not is_drafted:  # a text beside itself is as wide as one alone
             count = len(tried.tokens)
             return types.SimpleNamespace(logits=[step.repeat(count, 1) for step in single])

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from ssd_generation.forward.kernels import KERNELS, linear_of_few_rows
-from ssd_generation.native import compiler, kernels, linear, pool
-from ssd_generation.native.linear import Linear, native_linear
-from ssd_generation.native.rows import gated_silu, rms_norm, rotary
+from ssd_generation.forward.captured.linear_kernels import KERNELS, linear_of_few_rows
+from ssd_generation.native.codegen import compiler, pool
+from ssd_generation.native.ops import kernels, linear
+from ssd_generation.native.ops.linear import Linear, native_linear
+from ssd_generation.native.ops.rows import gated_silu, rms_norm, rotary
 from unpacking import unpack_int4, unpack_int8
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

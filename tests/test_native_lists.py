@@ -13,13 +13,13 @@ from transformers.cache_utils import DynamicCache
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
 from ssd_generation.cache.layers import add_buffers
-from ssd_generation.forward import passes
-from ssd_generation.forward.cache_attention import CacheAttention
-from ssd_generation.forward.captured import Program
-from ssd_generation.forward.invariant import WIDTHS, Invariant, RowAttention
-from ssd_generation.forward.passes import captured_target
-from ssd_generation.native import compiler, kernels
-from ssd_generation.native.kernels import NAMES, bits_of, flags, kernel
+from ssd_generation.forward.captured.batch_invariance import WIDTHS, BatchInvariance, RowAttention
+from ssd_generation.forward.captured.cache_attention import CacheAttention
+from ssd_generation.forward.captured.fx_graph import Program, passes
+from ssd_generation.forward.captured.passes import captured_target
+from ssd_generation.native.codegen import compiler
+from ssd_generation.native.ops import kernels
+from ssd_generation.native.ops.kernels import NAMES, bits_of, flags, kernel
 from ssd_generation.native.sequence import Block, KernelList, Operand, Step, make_list
 from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, even_model, prompt, tiny_model
@@ -278,7 +278,7 @@ def test_other_types_and_strides_are_taken() -> None:
 
 def program_of(family: str, dtype: torch.dtype, length: int) -> tuple[Program | None, str | None]:
     model = enable_self_speculative(even_model(family).to(dtype))
-    found = captured_target(model, Invariant("native", WIDTHS))
+    found = captured_target(model, BatchInvariance("native", WIDTHS))
     if found is None:
         return None, "not captured"
     return found.program(length), found.uneven or found.refusal
@@ -332,7 +332,7 @@ def test_lists_change_no_bit(family: str, dtype: torch.dtype, monkeypatch: pytes
         if not lists:
             monkeypatch.setattr(passes, "use_kernel_lists", lambda *rest: None)
             monkeypatch.setattr(passes.CapturedPasses, "_new_attention", lambda self: OneByOne())
-        found = captured_target(model, Invariant("native", WIDTHS))
+        found = captured_target(model, BatchInvariance("native", WIDTHS))
         if found is None or found.program(3) is None:
             pytest.skip("its passes are not captured")
         with torch.inference_mode():

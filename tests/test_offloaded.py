@@ -22,13 +22,14 @@ from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.drafting.policy import make_policy
-from ssd_generation.forward import offloaded, resident
+from ssd_generation.forward.captured.passes import skip_mode_of
+from ssd_generation.forward.copies import resident
+from ssd_generation.forward.copies.low_bit import CopiesPart, copy_bytes
+from ssd_generation.forward.copies.resident import FOLDER, drafting_model, why_not_resident
 from ssd_generation.forward.forward import Forward
-from ssd_generation.forward.low_bit import CopiesPart, copy_bytes
-from ssd_generation.forward.offloaded import is_offloaded, sources_of
-from ssd_generation.forward.passes import skip_mode_of
-from ssd_generation.forward.resident import FOLDER, drafting_model, why_not_resident
-from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.forward.structure import offloaded
+from ssd_generation.forward.structure.offloaded import is_offloaded, sources_of
+from ssd_generation.forward.structure.sublayers import layout_of
 from ssd_generation.support import memory
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.automatic import automatic_choice

@@ -12,7 +12,7 @@ import torch
 
 from ssd_generation import SelfSpeculativeConfig, enable_self_speculative
 from ssd_generation.cache.recurrent import has_states
-from ssd_generation.forward import capturable
+from ssd_generation.forward.captured.fx_graph import conditions as capturable
 from ssd_generation.support.once import looked_at_once, looking_once
 from ssd_generation.support.structure import follows_from_structure, modules_of
 from tiny_models import prompt, tiny_model
@@ -75,7 +75,7 @@ def test_a_call_looks_at_its_model_few_times(request_: Any, monkeypatch: pytest.
         return has_states(model)
 
     # Which is asked whenever a model is looked at.
-    monkeypatch.setattr("ssd_generation.forward.capturable.has_states", counted)
+    monkeypatch.setattr("ssd_generation.forward.captured.conditions.has_states", counted)
     model.generate(prompt(9), self_speculative=request_, **options)
     assert 1 <= len(looks) <= 4
     # And sees at once what has changed between calls.

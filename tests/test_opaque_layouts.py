@@ -25,9 +25,9 @@ from ssd_generation import (
     is_self_speculative,
 )
 from ssd_generation.cli import main
-from ssd_generation.forward import sublayers
-from ssd_generation.forward.low_bit import _places
-from ssd_generation.forward.sublayers import layout_of, locate_sublayers
+from ssd_generation.forward.copies.low_bit import _places
+from ssd_generation.forward.structure import sublayers
+from ssd_generation.forward.structure.sublayers import layout_of, locate_sublayers
 from ssd_generation.search.layerwise import layerwise_skips
 from ssd_generation.search.space import space_of
 from ssd_generation.tuning.acceptance import verify_text

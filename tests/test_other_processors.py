@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation.native import compiler
-from ssd_generation.native.linear import NativeLinear, pack_int4
+from ssd_generation.native.codegen import compiler
+from ssd_generation.native.ops.linear import NativeLinear, pack_int4
 from unpacking import unpack_int4
 
 pytestmark = pytest.mark.skipif(compiler.why_not() is not None, reason=f"no code can be made: {compiler.why_not()}")
@@ -145,7 +145,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 @pytest.mark.parametrize(("outputs", "columns"), [(50, 96), (37, 100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_floating_point_layers_have_the_same_bits(dtype: torch.dtype, outputs: int, columns: int) -> None:
-    from ssd_generation.native.linear_code import linear_module
+    from ssd_generation.native.ops.linear_code import linear_module
 
     weight, bias = numbers((outputs, columns), dtype, 0), numbers((outputs,), dtype, 1)
     name = str(dtype).removeprefix("torch.")
@@ -158,7 +158,7 @@ def test_floating_point_layers_have_the_same_bits(dtype: torch.dtype, outputs: i
 
 
 def test_int8_layers_have_the_same_bits() -> None:
-    from ssd_generation.native.linear_code import linear_module
+    from ssd_generation.native.ops.linear_code import linear_module
 
     weight = torch.randint(-127, 128, (50, 96), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     scales, bias = numbers((50,), torch.float32, 1).abs(), numbers((50,), torch.bfloat16, 2)
@@ -170,7 +170,7 @@ def test_int8_layers_have_the_same_bits() -> None:
 
 
 def test_int4_layers_compute_what_the_copy_says() -> None:
-    from ssd_generation.native.int4_code import int4_module
+    from ssd_generation.native.ops.int4_code import int4_module
 
     packed, scales = pack_int4(numbers((48, 128), torch.float32, 0), 32)
     text = int4_module("bfloat16", 32, "")

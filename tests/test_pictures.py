@@ -17,8 +17,8 @@ from lab.families.pictures import Picture, find_picture
 from ssd_generation import LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.config import Costs, DraftingConfig
 from ssd_generation.forward import forward as forward_module
-from ssd_generation.forward.passes import CapturedPasses
-from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.forward.captured.passes import CapturedPasses
+from ssd_generation.forward.structure.sublayers import layout_of
 from ssd_generation.support.versions import CACHE
 
 FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "idefics3", "smolvlm"]

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from ssd_generation import SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.invariant import WIDTHS, Invariant
+from ssd_generation.forward.captured.batch_invariance import WIDTHS, BatchInvariance
 from ssd_generation.forward.pass_plan import EAGER, PassPlan
 from ssd_generation.tuning import plan_passes as plan
 from ssd_generation.tuning.plan_passes import plan_passes
 from tiny_models import prompt, tiny_model
 
-INVARIANT = Invariant("linear", WIDTHS)
+INVARIANT = BatchInvariance("linear", WIDTHS)
 
 
 @pytest.fixture(autouse=True)
 def certified(monkeypatch: pytest.MonkeyPatch) -> None:
-    def invariant_of(model: Any, exactness: str | None) -> tuple[Invariant | None, str | None]:
+    def batch_invariance_of(model: Any, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
         return (None, "it was asked for") if exactness == "numeric" else (INVARIANT, None)
 
-    monkeypatch.setattr(plan, "invariant_of", invariant_of)
+    monkeypatch.setattr(plan, "batch_invariance_of", batch_invariance_of)
 
 
 def test_a_single_text_is_captured_and_batch_invariant() -> None:
@@ -48,13 +48,13 @@ def test_numeric_in_half_precision_runs_the_models_own_kernels(dtype: torch.dtyp
 
 
 def test_a_check_records_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "invariant_to_check", lambda model, exactness: INVARIANT)
+    monkeypatch.setattr(plan, "batch_invariance_to_check", lambda model, exactness: INVARIANT)
     assert plan_passes(tiny_model(), is_check=True) == PassPlan(graph=False, invariant=INVARIANT)
     assert plan_passes(tiny_model(), rows=2, is_check=True) == EAGER
 
 
 def test_bits_that_cannot_be_had_are_said_once_where_they_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "invariant_of", lambda model, exactness: (None, "this test says so"))
+    monkeypatch.setattr(plan, "batch_invariance_of", lambda model, exactness: (None, "this test says so"))
     model = enable_self_speculative(tiny_model())
     config = SelfSpeculativeConfig(SkipConfig(attention=[1]), exactness="bitwise")
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "self_speculative": config}

@@ -10,8 +10,8 @@ import torch
 import transformers as tf
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.passes import captured_target
-from ssd_generation.forward.positions import cut_to_table, most_positions
+from ssd_generation.forward.captured.passes import captured_target
+from ssd_generation.forward.structure.positions import cut_to_table, most_positions
 from ssd_generation.tuning.acceptance import why_not_judged
 from tiny_models import FAMILIES, VOCAB, left_padded, prompt, tiny_model
 

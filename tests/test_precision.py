@@ -24,9 +24,9 @@ from ssd_generation import (
     enable_self_speculative,
 )
 from ssd_generation.cache.layers import DraftCache, add_buffers
-from ssd_generation.forward import low_bit as precision
-from ssd_generation.forward import passes
-from ssd_generation.forward.low_bit import (
+from ssd_generation.forward.captured.fx_graph import passes
+from ssd_generation.forward.copies import low_bit as precision
+from ssd_generation.forward.copies.low_bit import (
     CopiesPart,
     LowBitCopies,
     LowBitCopy,
@@ -37,8 +37,8 @@ from ssd_generation.forward.low_bit import (
     estimated_bytes,
     refused_shape,
 )
-from ssd_generation.forward.skip_mode import SkipMode
-from ssd_generation.native.compiler import why_not
+from ssd_generation.forward.structure.skip_mode import SkipMode
+from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, left_padded, prompt, tiny_model

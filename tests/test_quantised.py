@@ -20,7 +20,7 @@ from lab.targets.forms import TARGETS, Target
 from lab.targets.page import page
 from lab.targets.trial import COLUMNS, Row, try_target
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
-from ssd_generation.forward.low_bit import CopiesPart
+from ssd_generation.forward.copies.low_bit import CopiesPart
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.automatic import DRAFT_MEMORY_OF_QUANTISED, usual_budget, weight_bytes
 from test_models import write_gguf

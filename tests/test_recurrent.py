@@ -33,11 +33,11 @@ from ssd_generation.cli import main
 from ssd_generation.decoding import rows
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.drafting.self_drafter import SelfDrafter
-from ssd_generation.forward import row_by_row
-from ssd_generation.forward.module_states import module_states
-from ssd_generation.forward.row_by_row import RowByRowPart
-from ssd_generation.forward.state_layers import StateLayer
-from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.forward.eager import row_by_row
+from ssd_generation.forward.eager.module_states import module_states
+from ssd_generation.forward.eager.row_by_row import RowByRowPart
+from ssd_generation.forward.eager.state_layers import StateLayer
+from ssd_generation.forward.structure.sublayers import layout_of
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE, cache_argument
 from ssd_generation.tuning.acceptance import why_not_judged

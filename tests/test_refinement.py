@@ -19,7 +19,7 @@ from ssd_generation import (
     enable_self_speculative,
 )
 from ssd_generation.decoding.verified_text import VerifiedText
-from ssd_generation.forward.low_bit import copy_bytes
+from ssd_generation.forward.copies.low_bit import copy_bytes
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import refinement
 from ssd_generation.tuning.learnt import LearntPart

@@ -25,24 +25,26 @@ from ssd_generation import Draft, Drafter, DraftingConfig, SelfSpeculativeConfig
 from ssd_generation.benchmark import gpu
 from ssd_generation.cache import arena as arenas
 from ssd_generation.cache.layers import BufferedLayer, add_buffers
-from ssd_generation.decoding import recorded_choice
+from ssd_generation.decoding import choice_graph
 from ssd_generation.decoding.choice import SampledChoice
+from ssd_generation.decoding.choice_graph import ChoicePart
 from ssd_generation.decoding.loop import DecodingLoop
 from ssd_generation.decoding.processors import PureProcessors
-from ssd_generation.decoding.recorded_choice import ChoicePart
 from ssd_generation.drafting.drafter import Texts
-from ssd_generation.forward import fused, replay, replayed
-from ssd_generation.forward.fixed_attention import FixedAttention
-from ssd_generation.forward.recorded_pass import Tokens
-from ssd_generation.forward.replay import Results
-from ssd_generation.forward.replayed import GraphPart, ReplayedPasses, replayed_draft, replayed_target
-from ssd_generation.forward.skip_mode import SkipMode
+from ssd_generation.forward.cuda_graph import compiled_ops as fused
+from ssd_generation.forward.cuda_graph import graph_passes as replayed
+from ssd_generation.forward.cuda_graph import graphs as replay
+from ssd_generation.forward.cuda_graph.fixed_attention import FixedAttention
+from ssd_generation.forward.cuda_graph.graph_passes import GraphPart, GraphPasses, draft_graphs, target_graphs
+from ssd_generation.forward.cuda_graph.graphs import Results
+from ssd_generation.forward.cuda_graph.recorded import Tokens
+from ssd_generation.forward.structure.skip_mode import SkipMode
 from ssd_generation.harness.prompts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import exactness
 from ssd_generation.tuning.costs import costs_of, measure_costs
-from ssd_generation.tuning.exactness import invariant_of
+from ssd_generation.tuning.exactness import batch_invariance_of
 from test_capture import REFUSALS
 from tiny_models import FAMILIES, LAYERS, VOCAB, even_model, prompt, tiny_model
 
@@ -96,7 +98,7 @@ def graphs_of(model: PreTrainedModel) -> Any:
 
 
 def choice_of(model: PreTrainedModel) -> Any:
-    return state_of(model).get(ChoicePart).recorded_choice
+    return state_of(model).get(ChoicePart).choice_graph
 
 
 def plain_text(model: PreTrainedModel, new: int, **options: Any) -> torch.Tensor:
@@ -133,7 +135,7 @@ def test_the_text_is_plain_whatever_is_drafted(family: str) -> None:
 @pytest.mark.parametrize("family", REPLAYED)
 def test_a_replayed_pass_gives_the_models_logits(family: str) -> None:
     model = tiny_model(family)
-    passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")), widths=(1, 4, 16))
+    passes = GraphPasses(model, arenas.Arena(), Again(torch.device("cpu")), widths=(1, 4, 16))
     text = prompt(60)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -191,9 +193,9 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
     narrow: float, recording: float, same_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
-    original = ReplayedPasses._run
+    original = GraphPasses._run
 
-    def run(self: ReplayedPasses, width: int, bucket: int, tokens: Any, slot: int, position: int) -> Results:
+    def run(self: GraphPasses, width: int, bucket: int, tokens: Any, slot: int, position: int) -> Results:
         # A CPU's kernels round otherwise for other widths: the usual pass stands in for the narrower one.
         widths.append(width)
         found = original(self, 16, bucket, tokens, slot, position)
@@ -212,17 +214,17 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
             return 0.02 if len(widths) == before else narrow if widths[-1] == 1 else 0.004
 
     monkeypatch.setitem(replay.KINDS, "cpu", Timed)
-    monkeypatch.setattr(ReplayedPasses, "_run", run)
+    monkeypatch.setattr(GraphPasses, "_run", run)
     model = enable_self_speculative(even_model("llama", max_position_embeddings=2048))
     plain = plain_text(model, 600)
     plain_text(model, 20, self_speculative=NOTHING)
     passes = graphs_of(model).replayed[None]
     assert passes.is_checked and passes.narrower_saves == 0
     monkeypatch.setattr(torch, "equal", lambda one, other: one.shape == other.shape)
-    found, reason = exactness.invariant_of(model, None)
+    found, reason = exactness.batch_invariance_of(model, None)
     monkeypatch.undo()
     monkeypatch.setitem(replay.KINDS, "cpu", Timed)
-    monkeypatch.setattr(ReplayedPasses, "_run", run)
+    monkeypatch.setattr(GraphPasses, "_run", run)
     assert found is not None and reason is None
     assert (passes.narrower_saves > 0) == (narrow < 0.0038)
     for request in (NOTHING, Guesses(plain[0].tolist())):
@@ -290,8 +292,8 @@ class _Pretended:
     ],
 )
 def test_what_the_certificate_says(passes: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exactness, "replayed_target", lambda model: passes)
-    invariant, why = invariant_of(tiny_model(), None)
+    monkeypatch.setattr(exactness, "target_graphs", lambda model: passes)
+    invariant, why = batch_invariance_of(tiny_model(), None)
     if reason is None:
         assert why is None and invariant is not None and invariant.is_replayed and invariant.widths == (16,)
     else:
@@ -372,7 +374,7 @@ def test_where_there_is_no_room_for_noise_it_goes_on_without(monkeypatch: pytest
     def short(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory (pretended).")
 
-    monkeypatch.setattr(recorded_choice.RecordedChoice, "__init__", short)
+    monkeypatch.setattr(choice_graph.ChoiceGraph, "__init__", short)
     assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist()), **options))
     assert choice_of(model) is None
 
@@ -402,16 +404,16 @@ def test_an_impossible_token_ends_a_sampled_call_as_plain_does() -> None:
     model = enable_self_speculative(tiny_model())
     options = {"do_sample": True, "temperature": 0.8}
     plain = plain_text(model, 40, self_speculative=NOTHING, **options)
-    original = ReplayedPasses.run
+    original = GraphPasses.run
 
-    def not_a_number(self: ReplayedPasses, cache: Any, tokens: Any, slot: int, *args: Any, **kwargs: Any) -> Any:
+    def not_a_number(self: GraphPasses, cache: Any, tokens: Any, slot: int, *args: Any, **kwargs: Any) -> Any:
         found = original(self, cache, tokens, slot, *args, **kwargs)
         if found is not None:
             found[0][:, max(30 - slot, 0) :] = torch.nan
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReplayedPasses, "run", not_a_number)
+        patch.setattr(GraphPasses, "run", not_a_number)
         streamed: list[int] = []
         streamer: Any = SimpleNamespace(put=lambda tokens: streamed.extend(tokens.flatten().tolist()), end=lambda: None)
         with pytest.raises(RuntimeError, match="probability"):
@@ -426,7 +428,7 @@ def test_a_draft_with_sub_layers_left_out_is_replayed(family: str) -> None:
     config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=4))
     plain, drafted = texts(model, config, 60)
     assert torch.equal(plain, drafted)
-    passes = replayed_draft(model, (skip, None), SkipMode(model, skip))
+    passes = draft_graphs(model, (skip, None), SkipMode(model, skip))
     assert passes is not None and passes._passes and passes.refusal is None
     replayed_rate = model.last_speculation.acceptance_rate
     replay.KINDS.pop("cpu")
@@ -441,14 +443,14 @@ def test_a_draft_goes_on_by_the_models_own_code_in_the_middle(monkeypatch: pytes
     plain_text(model, 20, self_speculative=NOTHING)
     plain, drafted = texts(model, config, 60)
     accepted = model.last_speculation.accepted_by_depth
-    original, runs = ReplayedPasses.run, Counter[bool]()
+    original, runs = GraphPasses.run, Counter[bool]()
 
-    def fails_now_and_then(self: ReplayedPasses, *args: Any, **kwargs: Any) -> Results | None:
+    def fails_now_and_then(self: GraphPasses, *args: Any, **kwargs: Any) -> Results | None:
         is_draft = self.widths == (1,)
         runs[is_draft] += 1
         return None if is_draft and runs[True] % 3 == 0 else original(self, *args, **kwargs)
 
-    monkeypatch.setattr(ReplayedPasses, "run", fails_now_and_then)
+    monkeypatch.setattr(GraphPasses, "run", fails_now_and_then)
     assert torch.equal(plain, drafted)
     assert torch.equal(plain, plain_text(model, 60, self_speculative=config))
     # Behind what was drafted before, or later tokens would be others.
@@ -458,7 +460,7 @@ def test_a_draft_goes_on_by_the_models_own_code_in_the_middle(monkeypatch: pytes
 def test_a_draft_that_leaves_nothing_out_is_always_right() -> None:
     model = enable_self_speculative(tiny_model())
     config = SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=3), lookup=None)
-    passes = replayed_draft(model, (SkipConfig(), None), SkipMode(model, SkipConfig()))
+    passes = draft_graphs(model, (SkipConfig(), None), SkipMode(model, SkipConfig()))
     assert passes is not None
     plain, drafted = texts(model, config, 40)
     assert torch.equal(plain, drafted)
@@ -503,7 +505,7 @@ class _Looked(TorchDispatchMode):
 @pytest.mark.parametrize("family", REPLAYED)
 def test_nothing_in_a_pass_reads_a_value_or_moves(family: str) -> None:
     model = tiny_model(family)
-    passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")))
+    passes = GraphPasses(model, arenas.Arena(), Again(torch.device("cpu")))
     cache = DynamicCache(config=model.config)
     text = prompt(80)
     seen = []
@@ -778,7 +780,7 @@ def test_recording_waits_until_it_is_worth_its_time() -> None:
     model = tiny_model()
     replays = Again(torch.device("cpu"))
     replays.seconds = 1.0
-    passes = ReplayedPasses(model, arenas.Arena(), replays)
+    passes = GraphPasses(model, arenas.Arena(), replays)
     assert not passes.is_worth_it(10_000), "nothing is known yet"
     passes.note_eager(0.02)
     assert passes.is_worth_it(128) and not passes.is_worth_it(20)
@@ -823,7 +825,7 @@ def test_without_a_way_to_replay_nothing_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(replay.KINDS, "cpu")
     model = enable_self_speculative(tiny_model())
     plain, drafted = texts(model, NOTHING, 20)
-    assert torch.equal(plain, drafted) and not graphs_of(model).replayed and replayed_target(model) is None
+    assert torch.equal(plain, drafted) and not graphs_of(model).replayed and target_graphs(model) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -847,7 +849,7 @@ def test_what_is_compiled_is_what_the_model_computes(dtype: torch.dtype, monkeyp
     fused.fused_rows.cache_clear()
     model = tiny_model("llama").to(dtype)
     cache, text = DynamicCache(config=model.config), prompt(40)
-    passes = ReplayedPasses(model, arenas.Arena(), Again(torch.device("cpu")), fuses="rows")
+    passes = GraphPasses(model, arenas.Arena(), Again(torch.device("cpu")), fuses="rows")
     try:
         with torch.no_grad():
             model(input_ids=text[:, :20], **{CACHE: cache}, use_cache=True)

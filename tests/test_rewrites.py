@@ -15,13 +15,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ssd_generation import PrecisionConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache.layers import add_buffers
-from ssd_generation.forward import passes, rewrites
-from ssd_generation.forward.cache_attention import CacheAttention
-from ssd_generation.forward.capture import _Capture, capture_pass
-from ssd_generation.forward.captured import CapturedPass, compile_pass
-from ssd_generation.forward.low_bit import copies_of
-from ssd_generation.forward.passes import _mixed
-from ssd_generation.forward.rewrites import (
+from ssd_generation.forward.captured.cache_attention import CacheAttention
+from ssd_generation.forward.captured.capture import _Capture, capture_pass
+from ssd_generation.forward.captured.fx_graph import CapturedPass, compile_pass, passes, rewrites
+from ssd_generation.forward.captured.passes import _mixed
+from ssd_generation.forward.captured.rewrites import (
     fuse_norms,
     fuse_rotary,
     merge_linears,
@@ -30,8 +28,9 @@ from ssd_generation.forward.rewrites import (
     use_bfloat16,
     use_native_rows,
 )
-from ssd_generation.native.compiler import why_not
-from ssd_generation.native.rows import gated_silu, rms_norm, rotary
+from ssd_generation.forward.copies.low_bit import copies_of
+from ssd_generation.native.codegen.compiler import why_not
+from ssd_generation.native.ops.rows import gated_silu, rms_norm, rotary
 from ssd_generation.support.versions import CACHE
 from tiny_models import prompt, tiny_model
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation.forward.sublayers import locate_sublayers
+from ssd_generation.forward.structure.sublayers import locate_sublayers
 from ssd_generation.search.layerwise import _LayerRun, layerwise_skips
 from ssd_generation.tuning.acceptance import verify_text
 from test_acceptance import NOT_JUDGED

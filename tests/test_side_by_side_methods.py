@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.sublayers import locate_sublayers
+from ssd_generation.forward.structure.sublayers import locate_sublayers
 from ssd_generation.harness.methods import (
     METHODS,
     check_methods,

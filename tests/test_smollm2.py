@@ -20,7 +20,7 @@ from ssd_generation import (
     load_demo,
 )
 from ssd_generation.cli import main
-from ssd_generation.forward.low_bit import copy_bytes, drop_copies
+from ssd_generation.forward.copies.low_bit import copy_bytes, drop_copies
 from ssd_generation.tuning import costs, exactness
 from ssd_generation.tuning.automatic import weight_bytes
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.capturable import why_not_captured
-from ssd_generation.forward.dropout import active_dropout
-from ssd_generation.forward.passes import captured_target
+from ssd_generation.forward.captured.conditions import why_not_captured
+from ssd_generation.forward.captured.passes import captured_target
+from ssd_generation.forward.structure.dropout import active_dropout
 from tiny_models import FAMILIES, even_model, left_padded, prompt, small, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation.forward.resident import FOLDER, drafting_model
+from ssd_generation.forward.copies.resident import FOLDER, drafting_model
 from ssd_generation.models import loading
-from ssd_generation.native import compiler
+from ssd_generation.native.codegen import compiler
 from ssd_generation.search import calibration
 from ssd_generation.support import files, measurements, trusted
 from ssd_generation.support.reading import MEASUREMENT, Kind, read_bytes

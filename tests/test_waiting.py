@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
-from ssd_generation.native import pool, waiting
+from ssd_generation.native import waiting
+from ssd_generation.native.codegen import pool
 from ssd_generation.native.waiting import ThreadsAtWork, sleeping_threads
 from tiny_models import prompt, tiny_model
 

@@ -30,12 +30,12 @@ from ..cache.arena import Arena
 from ..cache.layers import add_buffers
 from ..config import SkipConfig
 from ..decoding.loop import DecodingLoop
-from ..forward import replayed
-from ..forward.recorded_pass import Tokens
-from ..forward.replay import replays_on
-from ..forward.replayed import GraphPart, ReplayedPasses
-from ..forward.skip_mode import SkipMode
-from ..forward.sublayers import locate_sublayers
+from ..forward.cuda_graph import graph_passes as replayed
+from ..forward.cuda_graph.graph_passes import GraphPart, GraphPasses
+from ..forward.cuda_graph.graphs import graph_backend_on
+from ..forward.cuda_graph.recorded import Tokens
+from ..forward.structure.skip_mode import SkipMode
+from ..forward.structure.sublayers import locate_sublayers
 from ..generation import enable_self_speculative
 from ..harness.methods import PLAIN, UNDRAFTED, make_methods, random_half
 from ..harness.prompts import built_in_prompts, encode_prompt
@@ -124,7 +124,7 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
         sub-layers left out has `what="half"`.
     """
     device = model.get_input_embeddings().weight.device
-    replays = replays_on(device)
+    replays = graph_backend_on(device)
     if replays is None:
         clock.missing.append(f"replayed passes: nothing is replayed on {device.type}")
     half = random_half(locate_sublayers(model), 0)
@@ -134,7 +134,7 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
         mode = SkipMode(model, half) if what == "half" else None
         passes = None
         if replays is not None:
-            passes = ReplayedPasses(model, arena, replays, mode, _WIDTHS, fuses)
+            passes = GraphPasses(model, arena, replays, mode, _WIDTHS, fuses)
         for behind in _BEHIND:
             for width in widths:
                 name = f"{what}, {width} behind {behind}"
@@ -146,7 +146,7 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
     return rows
 
 
-def _row(model: Any, passes: ReplayedPasses | None, width: int, behind: int, half: SkipConfig | None) -> dict[str, Any]:
+def _row(model: Any, passes: GraphPasses | None, width: int, behind: int, half: SkipConfig | None) -> dict[str, Any]:
     device = model.get_input_embeddings().weight.device
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.randint(
@@ -281,7 +281,7 @@ def _host_seconds(call: Callable[[], Any]) -> float:
     """Median seconds of a round without what its pass, and the wait for it, take."""
     seconds: list[float] = []
     waiting = [0.0]
-    round_of, replay_of = DecodingLoop._round, ReplayedPasses.run
+    round_of, replay_of = DecodingLoop._round, GraphPasses.run
 
     def timed_round(self: DecodingLoop, *args: Any) -> bool:
         waiting[0] = 0.0
@@ -290,7 +290,7 @@ def _host_seconds(call: Callable[[], Any]) -> float:
         seconds.append(time.perf_counter() - began - waiting[0])
         return result
 
-    def timed_run(self: ReplayedPasses, *args: Any, **kwargs: Any) -> Any:
+    def timed_run(self: GraphPasses, *args: Any, **kwargs: Any) -> Any:
         results = replay_of(self, *args, **kwargs)
         if results is not None:
             began = time.perf_counter()
@@ -299,11 +299,11 @@ def _host_seconds(call: Callable[[], Any]) -> float:
         return results
 
     DecodingLoop._round = timed_round  # type: ignore[method-assign, assignment]
-    ReplayedPasses.run = timed_run  # type: ignore[method-assign]
+    GraphPasses.run = timed_run  # type: ignore[method-assign]
     try:
         call()
     finally:
-        DecodingLoop._round, ReplayedPasses.run = round_of, replay_of  # type: ignore[method-assign]
+        DecodingLoop._round, GraphPasses.run = round_of, replay_of  # type: ignore[method-assign]
     return statistics.median(seconds)
 
 

@@ -226,7 +226,7 @@ class Checkpoint:
             return None
         assert self._since is not None
         if self._stands:
-            self.put_back(cache)
+            self.restore(cache)
         return self._since[:, : length - self.length]
 
     def owed(self, length: int) -> int:
@@ -253,15 +253,15 @@ class Checkpoint:
         if not self.owed(length) or self._saved is None:
             crop_attention(cache, length)
         else:
-            self.put_back(cache)
+            self.restore(cache)
 
-    def put_back(self, cache: Cache) -> None:
+    def restore(self, cache: Cache) -> None:
         """Take everything behind the checkpoint out of a cache."""
         self._stands = 0
         crop_attention(cache, self.length)
         layers: list[Any] = cache.layers
         for layer, saved in zip(layers, self._saved or [], strict=False):
-            saved.put_back(layer)
+            saved.restore(layer)
 
 
 def _has_window(layer: Any) -> bool:
@@ -281,7 +281,7 @@ class _Saved:
         # Appending to keys and values makes new tensors: these stay as they are.
         self._window = {name: getattr(layer, name) for name in _WINDOW} if _has_window(layer) else {}
 
-    def put_back(self, layer: Any) -> None:
+    def restore(self, layer: Any) -> None:
         for name, states in self._states.items():
             for index, state in states.items():
                 getattr(layer, name)[index].copy_(state)

@@ -148,7 +148,7 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
     """
     import torch
 
-    from ..forward.low_bit import copy_bytes
+    from ..forward.copies.low_bit import copy_bytes
     from ..generation import enable_self_speculative
     from ..harness.comparison import describe_environment
     from ..harness.token_origins import TokenOrigins
@@ -280,8 +280,8 @@ def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | Non
     Raises:
         ValueError: it does not fit, or takes more memory than it may.
     """
-    from ..forward.resident import check_copies
-    from ..forward.sublayers import layout_of
+    from ..forward.copies.resident import check_copies
+    from ..forward.structure.sublayers import layout_of
     from ..tuning.automatic import check_budget
     from ..tuning.costs import costs_of
     from ..tuning.measuring import describe_machine

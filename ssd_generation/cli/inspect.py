@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..config import SelfSpeculativeConfig, SkipConfig
-    from ..forward.sublayers import DecoderLayout, SubLayer
+    from ..forward.structure.sublayers import DecoderLayout, SubLayer
 
 HELP = """List a model's layers and sub-layers, and what a config would leave out.
 
@@ -59,7 +59,7 @@ def _inspected(model: str, config: SelfSpeculativeConfig | None) -> dict[str, An
     """All that is shown of a model, as plain JSON types; by default with the config that comes with it."""
     from ..config import SkipConfig
     from ..decoding.refusals import refuse_model
-    from ..native.compiler import why_not
+    from ..native.codegen.compiler import why_not
     from .configs import default_config
 
     source, gguf_file = _source(model)
@@ -103,7 +103,7 @@ def _source(name: str) -> tuple[str, str | None]:
 
 def _skeleton(name: str, source: str, gguf_file: str | None) -> tuple[PreTrainedModel, DecoderLayout]:
     """The model without weights, and its layout; with its weights, where that does not work."""
-    from ..forward.sublayers import layout_of
+    from ..forward.structure.sublayers import layout_of
     from .console import progress
     from .loading import load
 
@@ -140,7 +140,7 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
 
-    from ..forward.sublayers import layout_of
+    from ..forward.structure.sublayers import layout_of
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -216,8 +216,8 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
 def _describe_copies(model: PreTrainedModel) -> dict[str, int]:
     """Bytes of low-bit copies in int4, and of all that a draft keeps of a model whose weights are offloaded."""
     from ..config import PrecisionConfig, SkipConfig
-    from ..forward.low_bit import estimated_bytes
-    from ..forward.resident import resident_bytes
+    from ..forward.copies.low_bit import estimated_bytes
+    from ..forward.copies.resident import resident_bytes
 
     int4 = PrecisionConfig.named("int4")
     return {

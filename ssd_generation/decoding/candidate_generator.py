@@ -15,7 +15,7 @@ from ..drafting.policy import DraftPolicy
 from ..drafting.self_drafter import self_drafter
 from ..forward.forward import Context, Forward
 from ..forward.pass_plan import EAGER
-from ..forward.positions import most_positions
+from ..forward.structure.positions import most_positions
 from ..support.tensors import argmax
 from ..support.versions import cache_argument
 

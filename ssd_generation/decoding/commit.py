@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from ..forward.forward import Forward
-from ..forward.weights import WeightWatch
+from ..forward.structure.weights import WeightWatch
 from .ends import KnownEnds
 from .loop_request import LoopRequest
 from .outputs import StepOutputs
@@ -123,7 +123,7 @@ class Committer:
             raise _weights_changed(
                 f"after {rows.committed} new tokens, to others of another type, device or vocabulary"
             )
-        if takes_back and not rows.take_back_ahead():
+        if takes_back and not rows.roll_back_ahead():
             raise _weights_changed(
                 f"after {rows.committed} new tokens, by a logits processor, a streamer or a stopping criterion. That "
                 "can be followed in a single text, where no recurrent states are kept and windows reach back"

@@ -18,9 +18,9 @@ import torch
 
 from ..cache.recurrent import NoRoomForStates, knows_its_length
 from ..drafting.drafter import Draft, Drafter
+from ..forward.eager.row_by_row import has_scans_of_its_own
 from ..forward.forward import Forward
-from ..forward.row_by_row import has_scans_of_its_own
-from ..forward.weights import WeightWatch
+from ..forward.structure.weights import WeightWatch
 from ..native.waiting import ThreadsAtWork
 from ..support.timing import Stopwatch
 from ..support.versions import CACHE

@@ -27,8 +27,8 @@ class LoopRequest:
         criteria: stopping criteria of the call.
         streamer: gets each committed step, or `None`.
         cache_is_returned: whether the caller sees the KV cache afterwards.
-        in_step: whether all rows take the same number of tokens in each round, for models that count positions from the
-            length of the cache.
+        lockstep: whether all rows take the same number of tokens in each round, for models that count positions by
+            the length of the cache.
     """
 
     generation_config: GenerationConfig
@@ -36,7 +36,7 @@ class LoopRequest:
     criteria: StoppingCriteriaList
     streamer: BaseStreamer | None = None
     cache_is_returned: bool = False
-    in_step: bool = False
+    lockstep: bool = False
 
     @property
     def has_code_of_the_users(self) -> bool:

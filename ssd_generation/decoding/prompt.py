@@ -9,10 +9,10 @@ import torch
 from ..cache.layers import add_buffers, trim_windows
 from ..cache.recurrent import Checkpoint, slots_of
 from ..forward.context import Context
+from ..forward.eager.module_states import module_states
+from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.forward import Forward
-from ..forward.module_states import module_states
-from ..forward.positions import most_positions
-from ..forward.prompt_mode import prompt_mode
+from ..forward.structure.positions import most_positions
 from ..support.versions import cache_argument
 from .choice import IMPOSSIBLE, Choice
 from .loop_request import LoopRequest
@@ -54,9 +54,9 @@ def read_prompt(
     limits = request.limits(most_positions(model))
     context = _context(forward, model_kwargs, answer, input_ids.shape[1], limits.max_length)
     processors = Processors(request.processors, choice.draws)
-    in_step = request.in_step or (batch > 1 and not processors.are_pure)
+    lockstep = request.lockstep or (batch > 1 and not processors.are_pure)
     rotary = RotarySwitch(model)
-    rows = Rows(input_ids, context, processors, choice, limits, rotary, in_step, request.cache_is_returned)
+    rows = Rows(input_ids, context, processors, choice, limits, rotary, lockstep, request.cache_is_returned)
     raw, logits = outputs.float_logits(answer, 1, rows.device, processed=len(processors) > 0)
     scores = processors.at_step(input_ids, logits[:, 0].contiguous())[:, None]
     outputs.add_prompt(answer, raw, scores)

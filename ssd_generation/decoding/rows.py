@@ -30,8 +30,8 @@ class Rows:
         choice: picks tokens by their scores.
         limits: where texts end.
         rotary: where the model's rotary embedding changes.
-        in_step: whether all rows take the same number of tokens in each round, for models that count positions from the
-            length of the cache.
+        lockstep: whether all rows take the same number of tokens in each round, for models that count positions by
+            the length of the cache.
         cache_is_returned: whether the caller sees the cache afterwards.
 
     Attributes:
@@ -46,14 +46,14 @@ class Rows:
         choice: Choice,
         limits: Limits,
         rotary: RotarySwitch,
-        in_step: bool = False,
+        lockstep: bool = False,
         cache_is_returned: bool = False,
     ) -> None:
         self._texts = RowTokens(prompt)
         self._alignment = Alignment(context, self.batch, prompt.device)
         self._ends = Ends(limits, self.batch)
         self.processors, self.choice, self.limits, self.rotary = processors, choice, limits, rotary
-        self.in_step = in_step
+        self.lockstep = lockstep
         self.committed = 0
         self._goes = [True] * self.batch  # in the round under way
         self._pace = Pace(self._texts, self._alignment, self._ends, choice, rotary, cache_is_returned)
@@ -230,7 +230,7 @@ class Rows:
         if self.batch > 1:
             self._ends.rest(self.lengths, lambda row: self.text(row, self.columns))
 
-    def take_back_ahead(self) -> bool:
+    def roll_back_ahead(self) -> bool:
         """Take all out that is not committed yet, so that it is decoded anew; `False` where that cannot be done.
 
         It cannot be of a batch, of recurrent states, and of a window that no longer reaches back so far.

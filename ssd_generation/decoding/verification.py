@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..drafting.drafter import Draft
+from ..forward.cuda_graph.recorded import Tokens
 from ..forward.forward import Forward
-from ..forward.recorded_pass import Tokens
 from ..support.devices import sent
 from .choice import IMPOSSIBLE, SampledChoice
+from .choice_graph import ChoiceGraph, choice_graph
 from .commit import Committer
 from .outputs import StepOutputs
-from .recorded_choice import RecordedChoice, recorded_choice
 from .rows import Rows
 
 __all__ = ["Verifier", "accept", "accept_known"]
@@ -80,7 +80,7 @@ class Verifier:
         is_recordable = processors.are_pure and processors.pure.setting is not None
         is_long = limits.max_length - rows.prompt_length >= _WORTH_RECORDING
         self._may_record = rows.choice.draws and is_recordable and is_long
-        self._recorded: RecordedChoice | None = None
+        self._recorded: ChoiceGraph | None = None
 
     def verify(self, rows: Rows, draft: Draft, outputs: StepOutputs, active: list[bool]) -> list[int]:
         """Run the target, and let rows take in the drafted tokens that are its own and one that follows them.
@@ -132,7 +132,7 @@ class Verifier:
         model, choice, processors = self._forward.model, rows.choice, rows.processors.pure
         assert isinstance(choice, SampledChoice)
         if self._recorded is None:
-            self._recorded = recorded_choice(model, processors, choice, logits)
+            self._recorded = choice_graph(model, processors, choice, logits)
         step = rows.lengths[0] - rows.prompt_length
         found = None if self._recorded is None else self._recorded.choose(processors, logits, choice, step)
         self._may_record = found is not None
@@ -160,7 +160,7 @@ class Verifier:
         """
         tokens = sent(draft.tokens, rows.device)
         # In lockstep, rows that have ended go along as they do in plain decoding: padding follows padding.
-        padded = [row for row in range(rows.batch) if rows.is_padded(row)] if rows.in_step else []
+        padded = [row for row in range(rows.batch) if rows.is_padded(row)] if rows.lockstep else []
         if padded:
             tokens = tokens.clone()
             tokens[padded] = rows.limits.pad_token_id
@@ -197,7 +197,7 @@ class Verifier:
         if any(active[row] and answer[1 + answer[0]] == IMPOSSIBLE for row, answer in enumerate(answers)):
             rows.choice.fail(scores[:, 0])
         added = [count + 1 if active[row] else 0 for row, count in enumerate(accepted)]
-        if rows.in_step:
+        if rows.lockstep:
             added = [_in_lockstep(rows, answers, added)] * rows.batch
         for row, count in enumerate(added):
             if active[row]:

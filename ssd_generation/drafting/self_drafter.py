@@ -9,7 +9,7 @@ import torch
 
 from ..config import SelfSpeculativeConfig
 from ..forward.forward import Forward
-from ..forward.sublayers import layout_of
+from ..forward.structure.sublayers import layout_of
 from ..support.devices import sent
 from .drafter import Draft, Drafter, Texts
 from .lookup import NGramIndex

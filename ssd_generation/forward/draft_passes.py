@@ -15,16 +15,16 @@ from ..cache.layers import DraftCache, draft_cache
 from ..config import SelfSpeculativeConfig
 from ..support.model_state import state_of
 from ..support.versions import cache_argument
+from .captured.passes import CapturedPasses, draft_of
 from .context import NOT_FOR_DRAFTS, Context
-from .few_rows import few_rows
-from .low_bit import CopiesPart
-from .module_states import mode_of_states
-from .passes import CapturedPasses, draft_of
-from .recorded_pass import Tokens
-from .replayed import ReplayedPasses, replayed_draft
-from .resident import drafting_model
-from .row_by_row import row_by_row
-from .skip_mode import SkipMode
+from .copies.low_bit import CopiesPart
+from .copies.resident import drafting_model
+from .cuda_graph.graph_passes import GraphPasses, draft_graphs
+from .cuda_graph.recorded import Tokens
+from .eager.few_rows import few_rows
+from .eager.module_states import mode_of_states
+from .eager.row_by_row import row_by_row
+from .structure.skip_mode import SkipMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,12 +151,10 @@ class _ModelDraftPasses(DraftPasses):
         return logits[:, -1:]
 
 
-class _ReplayedDraftPasses(DraftPasses):
+class _GraphDraftPasses(DraftPasses):
     """Replayed, and by the model's own code from where that fails."""
 
-    def __init__(
-        self, replayed: ReplayedPasses, context: Context, of_the_model: Callable[[], _ModelDraftPasses]
-    ) -> None:
+    def __init__(self, replayed: GraphPasses, context: Context, of_the_model: Callable[[], _ModelDraftPasses]) -> None:
         self._replayed, self._context, self._of_the_model = replayed, context, of_the_model
         self._others: _ModelDraftPasses | None = None
 
@@ -189,14 +187,14 @@ class _ReplayedDraftPasses(DraftPasses):
 class DraftForward:
     """What makes a model its own draft: skip mode, low-bit copies in place, and the passes captured with them."""
 
-    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, target: ReplayedPasses | None) -> None:
+    def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, target: GraphPasses | None) -> None:
         model = drafting_model(model, config)
         self._model = model
         self._skip_mode, self._captured = draft_of(model, config)
-        self._replayed: ReplayedPasses | None = None
+        self._replayed: GraphPasses | None = None
         if target is not None and config.drafts_itself:
             copies = state_of(model).get(CopiesPart).low_bit_drafts.get((config.skip, config.precision))
-            self._replayed = replayed_draft(model, (config.skip, config.precision), self._skip_mode, copies)
+            self._replayed = draft_graphs(model, (config.skip, config.precision), self._skip_mode, copies)
         if self._replayed is not None:
             self._captured = None
         self._target = target
@@ -227,7 +225,7 @@ class DraftForward:
             return of_the_model()
         if not target.arena.lend(context.cache, context.length + length + 1):
             return of_the_model()
-        return _ReplayedDraftPasses(replayed, context, of_the_model)
+        return _GraphDraftPasses(replayed, context, of_the_model)
 
     def _passes_of_the_model(self, context: Context, length: int) -> _ModelDraftPasses:
         again = None if context.checkpoint is None else context.checkpoint.rewind(context.cache, context.length)

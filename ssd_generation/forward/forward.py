@@ -9,11 +9,11 @@ from transformers.cache_utils import Cache
 
 from ..config import SelfSpeculativeConfig
 from .context import Context
+from .cuda_graph.recorded import Tokens
 from .draft_passes import DraftForward, DraftPasses
 from .pass_plan import PassPlan
-from .recorded_pass import Tokens
 from .runners import CapturedRunner, EagerRunner, GraphRunner, WholeText
-from .sublayers import input_device
+from .structure.sublayers import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

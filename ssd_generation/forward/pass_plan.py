@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .invariant import Invariant
+from .captured.batch_invariance import BatchInvariance
 
 __all__ = ["EAGER", "PassPlan"]
 
@@ -25,7 +25,7 @@ class PassPlan:
 
     captured: bool = True
     graph: bool = True
-    invariant: Invariant | None = None
+    invariant: BatchInvariance | None = None
     own_kernels: bool = False
     # Says no more about how passes are run.
     reason: str | None = field(default=None, compare=False)

@@ -17,16 +17,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.layers import add_buffers, append_written, fix_unwritten
 from ..support.versions import cache_argument
+from .captured.passes import CapturedPasses, captured_target
 from .context import Context
-from .few_rows import MOST_ROWS, few_rows
-from .module_states import mode_of_states
+from .cuda_graph.graph_passes import GraphPasses, target_graphs
+from .cuda_graph.recorded import Tokens
+from .eager.few_rows import MOST_ROWS, few_rows
+from .eager.module_states import mode_of_states
+from .eager.row_by_row import row_by_row
 from .pass_plan import PassPlan
-from .passes import CapturedPasses, captured_target
-from .recorded_pass import Tokens
-from .replayed import ReplayedPasses, replayed_target
 from .rounding import agree
-from .row_by_row import row_by_row
-from .skip_mode import SkipMode
+from .structure.skip_mode import SkipMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -230,11 +230,11 @@ class GraphRunner:
     def __init__(self, model: PreTrainedModel, eager: EagerRunner) -> None:
         self.passes = 0
         self._model, self._eager = model, eager
-        self._replayed: ReplayedPasses | None = replayed_target(model)
+        self._replayed: GraphPasses | None = target_graphs(model)
         self._is_stale = False
 
     @property
-    def replayed(self) -> ReplayedPasses | None:
+    def replayed(self) -> GraphPasses | None:
         """The passes; `None` where this device has none, or weights have changed since they were recorded."""
         return None if self._is_stale else self._replayed
 

@@ -42,7 +42,7 @@ class Call:
         script: what drafts where the library checks a model.
         exactness: how bits are kept from depending on the width of a pass there, as in `plan_passes`.
         refusal: why nothing can be drafted; `None` where it can.
-        in_step: whether all rows take the same number of tokens in each round.
+        lockstep: whether all rows take the same number of tokens in each round.
         cache_is_returned: whether the caller sees the KV cache afterwards.
         static: the static cache that it sees then, where one was asked for.
     """
@@ -53,7 +53,7 @@ class Call:
     script: Drafter | None = None
     exactness: str | None = None
     refusal: str | None = None
-    in_step: bool = False
+    lockstep: bool = False
     cache_is_returned: bool = False
     static: StaticCache | None = None
 
@@ -103,7 +103,7 @@ class Call:
         if self.check_batch is None or batch == 1:
             return None
         found = self.check_batch()
-        self.in_step = found.uneven_refusal is not None
+        self.lockstep = found.uneven_refusal is not None
         return found.refusal
 
     def _decode_with_drafts(
@@ -121,8 +121,8 @@ class Call:
                 drafter, between = call_drafter(forward, draft_by, config, batch)
             loan.restore_states()
             # Recurrent states of all rows stand behind the same number of tokens.
-            in_step = self.in_step or loan.has_states
-            request = replace(request, cache_is_returned=self.cache_is_returned, in_step=in_step)
+            lockstep = self.lockstep or loan.has_states
+            request = replace(request, cache_is_returned=self.cache_is_returned, lockstep=lockstep)
             loop = DecodingLoop(forward, drafter, request, loan.watch, after_round=between)
             output = loop.run(input_ids, model_kwargs)
         if isinstance(output, SelfSpeculativeOutput):

@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..decoding.refusals import CannotDraft, refuse_model
-from ..forward.sublayers import layout_of
+from ..forward.structure.sublayers import layout_of
 from ..support.model_state import state_of
 from ..support.versions import UNTRIED, is_untried
 from ..support.warn import warn_user

@@ -15,10 +15,10 @@ from ..cache.static import fill_static
 from ..decoding.loop_request import LoopRequest
 from ..decoding.outputs import SelfSpeculativeOutput
 from ..decoding.refusals import refuse_cache, why_not_in
+from ..forward.eager.module_states import module_states
 from ..forward.forward import Forward
-from ..forward.module_states import module_states
-from ..forward.offloaded import is_offloaded
-from ..forward.weights import WeightWatch, forget_stale
+from ..forward.structure.offloaded import is_offloaded
+from ..forward.structure.weights import WeightWatch, forget_stale
 from ..support.versions import CACHE
 
 __all__ = ["Loan", "suited_cache"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..forward.adapters import weights_in_use
+from ..forward.structure.adapters import weights_in_use
 from ..support.model_state import state_of
 from ..support.once import looking_once
 from ..tuning.learnt import LearntPart
@@ -64,9 +64,9 @@ def check(
         exactness: that was asked for.
     """
 
-    def decode(tried: PreTrainedModel, text: ForcedText, is_drafted: bool, in_step: bool) -> Any:
+    def decode(tried: PreTrainedModel, text: ForcedText, is_drafted: bool, lockstep: bool) -> Any:
         script = ScriptedDrafts(text) if is_drafted else None
-        call = Call(tried, script=script, exactness=exactness, in_step=in_step)
+        call = Call(tried, script=script, exactness=exactness, lockstep=lockstep)
         with under_way(call if is_drafted else None):
             # Whatever the model's own generation config says.
             return generate(

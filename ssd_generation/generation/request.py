@@ -14,8 +14,8 @@ from ..config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from ..config.values import BITWISE
 from ..decoding.refusals import refuse_beforehand
 from ..drafting.drafter import Drafter
-from ..forward.offloaded import why_unreadable
-from ..forward.sublayers import layout_of
+from ..forward.structure.offloaded import why_unreadable
+from ..forward.structure.sublayers import layout_of
 from ..support.messages import clipped, shown
 from ..support.warn import warn_once
 from ..tuning.automatic import automatic_config, check_budget

@@ -13,10 +13,10 @@ import torch
 from ..cache.layers import spare_slots
 from ..config import Costs, DraftingConfig, Provenance, SelfSpeculativeConfig
 from ..decoding.statistics import SpeculationStatistics
-from ..forward.low_bit import copies_of, copy_bytes
-from ..forward.resident import drafting_model
-from ..forward.skip_mode import draft_mode_with
-from ..forward.sublayers import layout_of
+from ..forward.copies.low_bit import copies_of, copy_bytes
+from ..forward.copies.resident import drafting_model
+from ..forward.structure.skip_mode import draft_mode_with
+from ..forward.structure.sublayers import layout_of
 from ..support.machine import cpu_name
 from ..support.versions import CACHE
 from ..tuning.automatic import weight_bytes

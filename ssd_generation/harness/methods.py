@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
-from ..forward.sublayers import DecoderLayout, locate_sublayers
+from ..forward.structure.sublayers import DecoderLayout, locate_sublayers
 
 __all__ = [
     "LLAMA_CPP",

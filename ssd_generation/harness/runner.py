@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..config import SelfSpeculativeConfig
-from ..forward.low_bit import copy_bytes, drop_copies
+from ..forward.copies.low_bit import copy_bytes, drop_copies
 from ..generation import enable_self_speculative, why_no_drafts
 from ..support.files import replacing
 from ..tuning.automatic import weight_bytes

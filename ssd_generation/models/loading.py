@@ -519,17 +519,17 @@ def _without_bars() -> Iterator[None]:
 
         gguf_loader.tqdm = silent_bar
 
-    def put_back() -> None:
+    def restore() -> None:
         if loader_bar is not None:
             gguf_loader.tqdm = loader_bar
         if was_enabled:
             logging.enable_progress_bar()
 
-    with undone_in_child(put_back):
+    with undone_in_child(restore):
         try:
             yield
         finally:
-            put_back()
+            restore()
 
 
 @contextlib.contextmanager

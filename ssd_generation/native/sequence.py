@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .kernels import Record, run_list
+from .ops.kernels import Record, run_list
 
 __all__ = ["Block", "KernelList", "Operand", "Step", "make_list"]
 

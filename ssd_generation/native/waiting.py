@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .pool import openmp_library
+from .codegen.pool import openmp_library
 
 __all__ = ["ThreadsAtWork", "sleeping_threads"]
 

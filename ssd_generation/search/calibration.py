@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..decoding.verified_text import VerifiedText
-from ..forward.sublayers import input_device
+from ..forward.structure.sublayers import input_device
 from ..harness.prompts import Prompt, encode_prompt, hub_rows, read_prompts
 from ..support.files import default_cache_dir
 from ..support.reading import RESULT, read_json

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import DraftingConfig, SelfSpeculativeConfig
-from ..forward.passes import captured_target
+from ..forward.captured.passes import captured_target
 from ..generation import enable_self_speculative
 from ..harness.interleaved import Timings, interleaved, timed
 from ..harness.methods import PLAIN

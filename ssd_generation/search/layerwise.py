@@ -16,8 +16,8 @@ import torch
 
 from ..config import SkipConfig
 from ..decoding.verified_text import VerifiedText
-from ..forward.skip_mode import SkipMode
-from ..forward.sublayers import LayerLayout, locate_sublayers
+from ..forward.structure.skip_mode import SkipMode
+from ..forward.structure.sublayers import LayerLayout, locate_sublayers
 from ..tuning.acceptance import round_inputs
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import PRECISIONS, Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
-from ..forward.kernels import linear_of_few_rows
-from ..forward.low_bit import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
-from ..forward.sublayers import locate_sublayers
+from ..forward.captured.linear_kernels import linear_of_few_rows
+from ..forward.copies.low_bit import LowBitCopies, check_precision, copies_of, copy_bytes, drop_copies
+from ..forward.structure.sublayers import locate_sublayers
 from ..generation import require_drafts
 from ..support.devices import wait_for
 from ..support.display import visible

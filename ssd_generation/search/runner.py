@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import optuna
 
 from ..config import PRECISIONS, DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
-from ..forward.low_bit import drop_copies
+from ..forward.copies.low_bit import drop_copies
 from ..generation import require_drafts
 from ..harness.prompts import Prompt
 from ..support.bounds import Integer

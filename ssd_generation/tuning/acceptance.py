@@ -31,12 +31,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..cache.recurrent import has_states
 from ..config import SkipConfig
 from ..decoding.verified_text import VerifiedText
-from ..forward.passes import skip_mode_of
-from ..forward.positions import cut_to_table
-from ..forward.prompt_mode import prompt_mode
+from ..forward.captured.passes import skip_mode_of
+from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.rounding import agree
-from ..forward.skip_mode import SkipMode
-from ..forward.sublayers import input_device
+from ..forward.structure.positions import cut_to_table
+from ..forward.structure.skip_mode import SkipMode
+from ..forward.structure.sublayers import input_device
 from ..support.model_state import Part, state_of
 from ..support.versions import CACHE
 

@@ -13,12 +13,12 @@ from transformers.utils import logging as hf_logging
 
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.policy import CostAwarePolicy
-from ..forward.adapters import numbers_of
-from ..forward.linears import has_foreign
-from ..forward.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
-from ..forward.offloaded import is_offloaded
-from ..forward.passes import skip_mode_of
-from ..forward.resident import check_memory, resident_bytes, why_not_resident
+from ..forward.captured.passes import skip_mode_of
+from ..forward.copies.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
+from ..forward.copies.resident import check_memory, resident_bytes, why_not_resident
+from ..forward.structure.adapters import numbers_of
+from ..forward.structure.linears import has_foreign
+from ..forward.structure.offloaded import is_offloaded
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
 from ..support.model_state import state_of

@@ -9,8 +9,8 @@ from ..drafting.drafter import CheckedDrafter, Drafter
 from ..drafting.policy import CostAwarePolicy, DraftPolicy, make_policy
 from ..drafting.self_drafter import self_drafter
 from ..forward.forward import Forward
-from ..forward.offloaded import is_offloaded
-from ..forward.sublayers import input_device
+from ..forward.structure.offloaded import is_offloaded
+from ..forward.structure.sublayers import input_device
 from ..support.display import visible
 from ..support.model_state import state_of
 from ..support.warn import warn_user

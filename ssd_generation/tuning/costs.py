@@ -19,17 +19,17 @@ from ..cache.own_lists import new_cache
 from ..cache.recurrent import Checkpoint, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
 from ..config.values import SECONDS
+from ..forward.copies.low_bit import copies_of
+from ..forward.copies.resident import drafting_model
+from ..forward.cuda_graph.graph_passes import NARROWER, GraphPart, target_graphs
+from ..forward.eager.row_by_row import RowByRowPart
 from ..forward.forward import Context, Forward
-from ..forward.low_bit import copies_of
-from ..forward.offloaded import is_offloaded, streamed_bytes
 from ..forward.pass_plan import PassPlan
-from ..forward.positions import cut_to_table
-from ..forward.replayed import NARROWER, GraphPart, replayed_target
-from ..forward.resident import drafting_model
-from ..forward.row_by_row import RowByRowPart
-from ..forward.skip_mode import SkipMode
-from ..forward.sublayers import input_device, layout_of
-from ..native.compiler import why_not
+from ..forward.structure.offloaded import is_offloaded, streamed_bytes
+from ..forward.structure.positions import cut_to_table
+from ..forward.structure.skip_mode import SkipMode
+from ..forward.structure.sublayers import input_device, layout_of
+from ..native.codegen.compiler import why_not
 from ..support.bounds import Number
 from ..support.devices import wait_for
 from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
@@ -239,7 +239,7 @@ class Passes:
                 logits = passes(ids, 0)
         argmax(logits[:, -count:].float()).tolist()
         if self.checkpoint is not None:
-            self.checkpoint.put_back(self.cache)
+            self.checkpoint.restore(self.cache)
         elif length:
             self.cache.crop(-count)
         watch.stop()
@@ -336,7 +336,7 @@ def _costs_of_replayed(model: PreTrainedModel) -> Costs | None:
     stands in. What they take was seen when they were recorded: to measure it would hold up a first call for as long as
     some hundred tokens take.
     """
-    passes = replayed_target(model)
+    passes = target_graphs(model)
     if passes is None or passes.refusal is not None:
         return None
     width = passes.widths[-1]

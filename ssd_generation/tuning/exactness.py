@@ -1,8 +1,8 @@
 """Whether a model's passes can be run so that their bits do not depend on their width: found out on this machine.
 
 A forced text is decoded by passes of each width, and the logits of every token are compared to the last bit. Widths
-that agree are the certificate (`Invariant`), which is stored with the other measurements: it holds for the model, its
-dtype, the processor, the number of threads and the versions of torch and transformers.
+that agree are the certificate (`BatchInvariance`), which is stored with the other measurements: it holds for the model,
+its dtype, the processor, the number of threads and the versions of torch and transformers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from transformers.utils import logging as hf_logging
 from ..cache.arena import BUCKETS
 from ..cache.layers import add_buffers
 from ..config.values import NUMERIC
-from ..forward.capturable import why_not_captured
+from ..forward.captured.batch_invariance import LINEARS, NATIVE, REPLAYED, WIDTHS, BatchInvariance
+from ..forward.captured.conditions import why_not_captured
+from ..forward.captured.passes import captured_target
+from ..forward.cuda_graph.graph_passes import GraphPasses, target_graphs, why_no_graphs
+from ..forward.cuda_graph.recorded import Tokens
 from ..forward.forward import Context, Forward
-from ..forward.invariant import LINEARS, NATIVE, REPLAYED, WIDTHS, Invariant
 from ..forward.pass_plan import PassPlan
-from ..forward.passes import captured_target
-from ..forward.positions import cut_to_table
-from ..forward.recorded_pass import Tokens
-from ..forward.replayed import ReplayedPasses, replayed_target, why_not_replayed
-from ..forward.sublayers import input_device
-from ..native.compiler import why_not
+from ..forward.structure.positions import cut_to_table
+from ..forward.structure.sublayers import input_device
+from ..native.codegen.compiler import why_not
 from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
 from ..support.model_state import Part, state_of
@@ -46,10 +46,10 @@ __all__ = [
     "HOW_TO_ASK",
     "Certificate",
     "ExactnessPart",
+    "batch_invariance_of",
+    "batch_invariance_to_check",
     "certificate_of",
     "cost_of",
-    "invariant_of",
-    "invariant_to_check",
     "is_free",
 ]
 
@@ -77,7 +77,7 @@ class ExactnessPart(Part):
     """Of a model: how passes are run that are exact to the bit, by what was asked for."""
 
     def __init__(self) -> None:
-        self.exactness: dict[Any, tuple[Invariant | None, str | None]] = {}
+        self.exactness: dict[Any, tuple[BatchInvariance | None, str | None]] = {}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Certificate:
         refusal: why there is no such way.
     """
 
-    invariant: Invariant | None
+    invariant: BatchInvariance | None
     refusal: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,10 +108,10 @@ class Certificate:
         widths = tuple(data["widths"])
         if data["linear"] not in LINEARS or not widths or widths != tuple(w for w in WIDTHS if w in widths):
             raise ValueError(f"there are no passes by {data['linear']!r} of the widths {data['widths']!r}")
-        return cls(Invariant(data["linear"], widths))
+        return cls(BatchInvariance(data["linear"], widths))
 
 
-def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | None, str | None]:
+def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
     """How the passes of a call are run: so that their bits do not depend on their width, or `None` and why not.
 
     Args:
@@ -120,8 +120,8 @@ def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invaria
     """
     if exactness == NUMERIC:
         return None, "it was asked for"
-    if why_not_replayed(model) is None:
-        return _invariant_of_replayed(model)
+    if why_no_graphs(model) is None:
+        return _batch_invariance_of_graphs(model)
     refusal = why_not_captured(model)
     if refusal is not None:
         return None, f"its passes run by the model's own code: {refusal}"
@@ -130,12 +130,12 @@ def invariant_of(model: PreTrainedModel, exactness: str | None) -> tuple[Invaria
     key = (exactness, model.dtype, torch.get_num_threads())
     if key not in known:
         known[key] = _decide(model, exactness)
-    found: tuple[Invariant | None, str | None] = known[key]
+    found: tuple[BatchInvariance | None, str | None] = known[key]
     return found
 
 
-def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | None, str | None]:
-    """See `invariant_of`, of a model whose passes can be captured."""
+def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
+    """See `batch_invariance_of`, of a model whose passes can be captured."""
     if exactness is None and not is_free(model) and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
         # Before their bits are checked, which takes longer.
         return None, f"passes exact to the bit would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
@@ -143,9 +143,9 @@ def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[Invariant | 
     return found.invariant, found.refusal
 
 
-def _invariant_of_replayed(model: PreTrainedModel) -> tuple[Invariant | None, str | None]:
-    """See `invariant_of`, of a model whose passes are replayed as they were recorded."""
-    passes = replayed_target(model)
+def _batch_invariance_of_graphs(model: PreTrainedModel) -> tuple[BatchInvariance | None, str | None]:
+    """See `batch_invariance_of`, of a model whose passes are replayed as they were recorded."""
+    passes = target_graphs(model)
     assert passes is not None
     if passes.refusal is not None:
         return None, f"its passes are not replayed: {passes.refusal}"
@@ -158,10 +158,10 @@ def _invariant_of_replayed(model: PreTrainedModel) -> tuple[Invariant | None, st
         return None, "another text was being decoded, so that the bits of its passes could not be checked"
     if not passes.keeps_bits:
         return None, "a token's bits hang on its place in a pass"
-    return Invariant(REPLAYED, passes.widths), None
+    return BatchInvariance(REPLAYED, passes.widths), None
 
 
-def _same_bits(model: PreTrainedModel, passes: ReplayedPasses) -> bool | None:
+def _same_bits(model: PreTrainedModel, passes: GraphPasses) -> bool | None:
     """Whether replayed passes give each token the same bits wherever it stands; `None`: they cannot be run just now."""
     # The text goes over the end of a bucket: passes read one or the next for the same token.
     text = _Text(model, BUCKETS[0] - passes.widths[-1] - _NEW // 2)
@@ -200,12 +200,12 @@ def is_free(model: PreTrainedModel) -> bool:
     """Whether exact passes are what others would be: code made here does all of a layer, whatever is asked for."""
     if NATIVE not in _kernels(model):
         return False
-    passes = captured_target(model, Invariant(NATIVE, WIDTHS))
+    passes = captured_target(model, BatchInvariance(NATIVE, WIDTHS))
     program = None if passes is None else passes.program(_TIMED[-1])
     return program is not None and ".attend(" not in program.source
 
 
-def invariant_to_check(model: PreTrainedModel, exactness: str | None) -> Invariant | None:
+def batch_invariance_to_check(model: PreTrainedModel, exactness: str | None) -> BatchInvariance | None:
     """How the passes of a call will be run, as far as that is known before their bits are looked at.
 
     Only in float32, where these passes are as near to the model's own as any.
@@ -216,7 +216,7 @@ def invariant_to_check(model: PreTrainedModel, exactness: str | None) -> Invaria
     """
     if exactness == NUMERIC or model.dtype != torch.float32 or why_not_captured(model) is not None:
         return None
-    return Invariant(NATIVE, WIDTHS) if is_free(model) else None
+    return BatchInvariance(NATIVE, WIDTHS) if is_free(model) else None
 
 
 def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
@@ -260,7 +260,7 @@ def _find_out(model: PreTrainedModel) -> Any:
                 once, again = logits[agreeing[0]], text.logits(name, agreeing[0], agreeing[0])
                 agreeing = agreeing if once is not None and again is not None and torch.equal(once, again) else ()
             if agreeing:
-                return Certificate(Invariant(name, agreeing)).to_dict()
+                return Certificate(BatchInvariance(name, agreeing)).to_dict()
     reason = text.refusal or "no kernel here gives a token the same bits wherever it stands in a pass"
     return Certificate(None, refusal=reason).to_dict()
 
@@ -328,7 +328,7 @@ class _Text:
             first: tokens of the first pass, which is filled up; the others are full.
             most: passes; the tokens behind them are left out.
         """
-        passes = captured_target(self.model, Invariant(linear, WIDTHS))
+        passes = captured_target(self.model, BatchInvariance(linear, WIDTHS))
         if passes is None:
             return None
         cache, at, count = self.cache(), 0, first
@@ -376,7 +376,7 @@ def _cost(model: PreTrainedModel) -> Any:
     with torch.no_grad():
         text = _Text(model)
 
-        def passes(invariant: Invariant | None) -> Callable[[int], float]:
+        def passes(invariant: BatchInvariance | None) -> Callable[[int], float]:
             forward, context = Forward(model, plan=PassPlan(invariant=invariant)), text.context()
 
             def once(count: int) -> float:
@@ -391,7 +391,7 @@ def _cost(model: PreTrainedModel) -> Any:
                 once(count)  # captured, touched
             return once
 
-        usual, exact = passes(None), passes(Invariant(_kernels(model)[0], WIDTHS))
+        usual, exact = passes(None), passes(BatchInvariance(_kernels(model)[0], WIDTHS))
         ratios, times = [], []
         for count in _TIMED:
             timings = time_in_turns(

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from ..forward.capturable import why_not_captured
-from ..forward.linears import is_plain
-from ..forward.replayed import why_not_replayed
-from ..forward.sublayers import input_device
+from ..forward.captured.conditions import why_not_captured
+from ..forward.cuda_graph.graph_passes import why_no_graphs
+from ..forward.structure.linears import is_plain
+from ..forward.structure.sublayers import input_device
 from ..support.devices import is_asynchronous
 from ..support.machine import cpu_name
 from ..support.once import looked_at_once
@@ -61,7 +61,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
             if isinstance(value, (int, float, str, bool)) and not key.startswith("_") and "token" not in key
         },
         "recorded": why_not_captured(model) is None,
-        "replayed": why_not_replayed(model) is None,
+        "replayed": why_no_graphs(model) is None,
         "format": 7,
     }
 

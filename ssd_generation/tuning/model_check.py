@@ -33,13 +33,14 @@ from transformers.cache_utils import Cache
 from ..cache.recurrent import slots_of
 from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
-from ..forward import linears, row_by_row, state_layers
-from ..forward.capturable import does_something, forbid_capture, why_not_captured
-from ..forward.dropout import active_dropout
-from ..forward.offloaded import CannotStandIn, is_offloaded, stand_in
+from ..forward.captured.conditions import does_something, forbid_capture, why_not_captured
+from ..forward.eager import row_by_row, state_layers
+from ..forward.eager.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.rounding import distances, moved_embeddings
-from ..forward.row_by_row import least_needed, run_row_by_row, ways
-from ..forward.sublayers import input_device
+from ..forward.structure import linears
+from ..forward.structure.dropout import active_dropout
+from ..forward.structure.offloaded import CannotStandIn, is_offloaded, stand_in
+from ..forward.structure.sublayers import input_device
 from ..support.measurements import cached_measurement
 from ..support.model_state import Part, state_of
 from ..support.structure import modules_of
@@ -84,7 +85,7 @@ class ModelCheck:
         capture_refusal: why its passes are not to be captured; `None` where they may be.
         uneven_refusal: of a batch, why all rows have to take the same number of tokens in each round; `None` where they
             may run at their own speed.
-        row_by_row: what is done for each token by itself in passes of the model's own code (forward/row_by_row.py).
+        row_by_row: what is done for each token by itself in passes of the model's own code (eager/row_by_row.py).
     """
 
     refusal: str | None = None
@@ -215,7 +216,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
         model: the target model.
         is_batch: more than one row.
         decode: decodes the forced text.
-        exactness: that was asked for: of the passes that are tried, as in `invariant_of`.
+        exactness: that was asked for: of the passes that are tried, as in `batch_invariance_of`.
     """
     if (refusal := active_dropout(model)) is not None:
         return ModelCheck(refusal=refusal)  # no two passes agree
@@ -292,7 +293,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
                 if parts is None:
                     return ModelCheck(row_by_row=how)
                 uneven = parts
-            even, how = _least_difference(model, text, plain, decode, is_batch, needed, in_step=True)
+            even, how = _least_difference(model, text, plain, decode, is_batch, needed, lockstep=True)
             return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven, row_by_row=how)
         forbid_capture(model, None)
         captured, how = _difference(model, text, plain, decode) if why_not_captured(model) is None else None, None
@@ -318,7 +319,7 @@ def _least_difference(
     decode: _DecodeText,
     is_batch: bool,
     needed: str | None = None,
-    in_step: bool = False,
+    lockstep: bool = False,
 ) -> tuple[str | None, str | None]:
     """`_difference` with as little done for each token by itself as will do, and what that is.
 
@@ -331,7 +332,7 @@ def _least_difference(
     first = None
     for way in ways(model, needed):
         run_row_by_row(model, is_batch, way)
-        parts = _difference(model, text, plain, decode, in_step)
+        parts = _difference(model, text, plain, decode, lockstep)
         if parts is None:
             return None, way
         first = first or parts
@@ -340,11 +341,11 @@ def _least_difference(
 
 
 def _difference(
-    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText, in_step: bool = False
+    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText, lockstep: bool = False
 ) -> str | None:
     """What parts a text decoded with drafts from plain decoding's logits, `(B, V)` per step; `None` for rounding."""
     try:
-        drafted = decode(text, True, in_step).logits
+        drafted = decode(text, True, lockstep).logits
     except CannotDraft:
         raise
     except Exception as error:
@@ -355,7 +356,7 @@ def _difference(
         return _too_far(model, distances(plain, drafted).max(), _TOLERANCE)
     # Rounding alone takes long texts apart here, in passes of another width. Of one width, it is no way out: a token's
     # logits hang on none behind it (but that there may be more of them for one expert).
-    others = distances(drafted, decode(text.with_other_drafts(), True, in_step).logits).max()
+    others = distances(drafted, decode(text.with_other_drafts(), True, lockstep).logits).max()
     # Where rounding decides between two experts, single tokens may lie apart.
     apart = distances(plain, drafted).median(dim=0).values.max()
     if others <= _TOLERANCE and apart <= _TOLERANCE_HALF:
@@ -375,7 +376,7 @@ def _difference(
         return reason
     # On some processors torch rounds a single row by itself otherwise than rows beside each other, whatever these are.
     # Then passes of this library's own over one token are the ones to compare with.
-    alone = decode(text.without_drafts(), True, in_step).logits
+    alone = decode(text.without_drafts(), True, lockstep).logits
     by_width = distances(alone, drafted).median(dim=0).values.max()
     return None if by_width <= _TOLERANCE_HALF else reason
 

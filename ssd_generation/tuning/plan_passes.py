@@ -9,7 +9,7 @@ import torch
 from ..config.values import BITWISE, NUMERIC
 from ..forward.pass_plan import PassPlan
 from ..support.warn import warn_once
-from .exactness import invariant_of, invariant_to_check
+from .exactness import batch_invariance_of, batch_invariance_to_check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ def plan_passes(
     # With "numeric" in half precision the model's own kernels run, so that the text is plain `generate`'s.
     own_kernels = exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
     if is_check:
-        invariant = invariant_to_check(model, exactness) if captured else None
+        invariant = batch_invariance_to_check(model, exactness) if captured else None
         return PassPlan(captured, False, invariant, own_kernels, "the model is checked")
     if rows > 1:
         return PassPlan(
@@ -51,7 +51,7 @@ def plan_passes(
         return PassPlan(
             captured, captured, None, own_kernels, "attentions and hidden states come from the model's own code"
         )
-    invariant, reason = invariant_of(model, exactness)
+    invariant, reason = batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None:
         warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
     return PassPlan(captured, captured, invariant, own_kernels, reason)

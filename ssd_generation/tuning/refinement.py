@@ -24,7 +24,7 @@ import torch
 
 from ..config import Costs, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..decoding.verified_text import VerifiedText
-from ..forward.sublayers import layout_of
+from ..forward.structure.sublayers import layout_of
 from .acceptance import judge_rounds, round_inputs, why_not_judged
 from .costs import costs_of
 from .measuring import describe_machine

@@ -18,7 +18,7 @@ from typing import Any
 
 from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.decoding.verified_text import VerifiedText
-from ssd_generation.forward.sublayers import locate_sublayers
+from ssd_generation.forward.structure.sublayers import locate_sublayers
 from ssd_generation.generation import enable_self_speculative
 from ssd_generation.models import load_model
 from ssd_generation.search.calibration import Calibration, calibrate, calibration_prompts

@@ -22,12 +22,12 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ssd_generation.config import PrecisionConfig, SelfSpeculativeConfig
-from ssd_generation.forward.invariant import WIDTHS, Invariant
-from ssd_generation.forward.passes import CapturedPasses, captured_target, draft_of
+from ssd_generation.forward.captured.batch_invariance import WIDTHS, BatchInvariance
+from ssd_generation.forward.captured.passes import CapturedPasses, captured_target, draft_of
 from ssd_generation.generation import enable_self_speculative
 from ssd_generation.models import load_model
-from ssd_generation.native.compiler import why_not
-from ssd_generation.native.linear import NativeLinear
+from ssd_generation.native.codegen.compiler import why_not
+from ssd_generation.native.ops.linear import NativeLinear
 from ssd_generation.native.sequence import KernelList
 from ssd_generation.tuning.costs import Passes
 from ssd_generation.tuning.measuring import describe_machine
@@ -80,7 +80,7 @@ def _captured(model: Any, weights: str) -> CapturedPasses:
         config = SelfSpeculativeConfig(precision=PrecisionConfig.named(weights))
         captured = draft_of(model, config)[1]
     else:
-        captured = captured_target(model, Invariant("native", WIDTHS))
+        captured = captured_target(model, BatchInvariance("native", WIDTHS))
     if captured is None or captured.program(1) is None:
         refusal = None if captured is None else captured.refusal or captured.uneven
         raise ValueError(f"The passes of {type(model).__name__} do not run by these kernels: {refusal}")

@@ -32,9 +32,9 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ssd_generation.forward.low_bit import CopiesPart
-from ssd_generation.forward.offloaded import sources_of, streamed_bytes
-from ssd_generation.forward.resident import FOLDER
+from ssd_generation.forward.copies.low_bit import CopiesPart
+from ssd_generation.forward.copies.resident import FOLDER
+from ssd_generation.forward.structure.offloaded import sources_of, streamed_bytes
 from ssd_generation.generation import enable_self_speculative
 from ssd_generation.support.machine import cpu_name
 from ssd_generation.support.model_state import state_of

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from ssd_generation.forward.low_bit import drop_copies
+from ssd_generation.forward.copies.low_bit import drop_copies
 from ssd_generation.models import load_model
 from ssd_generation.search.calibration import Calibration, calibrate, calibration_prompts, describe_weights
 from ssd_generation.search.confirm import confirm

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ssd_generation.config import Costs, DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
-from ssd_generation.forward.sublayers import layout_of
+from ssd_generation.forward.structure.sublayers import layout_of
 from ssd_generation.generation import enable_self_speculative
 
 from ..tables import YES, is_refusal, judged, kind_of, short

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from ssd_generation.config import Costs, DraftingConfig, SelfSpeculativeConfig, SkipConfig
-from ssd_generation.forward.row_by_row import RowByRowPart, row_by_row
+from ssd_generation.forward.eager.row_by_row import RowByRowPart, row_by_row
 from ssd_generation.generation import enable_self_speculative, why_no_drafts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE

@@ -1,0 +1,152 @@
+"""What lies between the logits of a replayed pass and its sampled tokens, recorded as well (cuda_graph/graphs.py).
+
+Logits processors, softmax and the race against noise (choice.py) are some dozens of small operations, and launching
+them takes a GPU's host as long as a part of the pass. Where they are functions of tensors alone they are recorded once
+for each setting and number of rows. The noise of step t is drawn into a row of a buffer and read from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..forward.cuda_graph.graph_passes import GraphPart
+from ..forward.cuda_graph.graphs import GraphBackend
+from ..support.forks import ForkSafeRLock
+from ..support.model_state import Part, state_of
+from .choice import SampledChoice, winners
+from .processors import PureProcessors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ChoiceGraph", "ChoicePart", "choice_graph"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS = (1, 2, 4, 8, 16)
+"""Places that a recorded choice is for; fewer are filled up with any."""
+
+_STEPS = 64
+"""Whose noise the buffer has room for."""
+
+_MOST = 8
+"""Settings of processors of which recordings are kept."""
+
+
+class ChoiceGraph:
+    """Sampled tokens from logits, for one call at a time.
+
+    Args:
+        replays: how it is run again.
+        vocabulary: tokens that the model knows, V.
+        dtype: of the logits.
+    """
+
+    def __init__(self, replays: GraphBackend, vocabulary: int, dtype: torch.dtype) -> None:
+        device = replays.device
+        self.replays, self.vocabulary, self.dtype = replays, vocabulary, dtype
+        with torch.inference_mode(False):  # written in any mode
+            self._logits = torch.zeros((1, _ROWS[-1], vocabulary), dtype=dtype, device=device)
+            self.noise = torch.ones((_STEPS, vocabulary), device=device)
+            self._first = torch.zeros((1,), dtype=torch.long, device=device)
+        self._recorded: dict[Hashable, dict[int, Callable[[], tuple[torch.Tensor, ...]]]] = {}
+        self._borrower: weakref.ref[SampledChoice] | None = None
+        self._guard = ForkSafeRLock()
+        self.refusal: str | None = None
+
+    def lend(self, choice: SampledChoice) -> bool:
+        """Have a call draw its noise into this buffer; `False` while another does, or where there is too much of it."""
+        with self._guard:
+            borrower = None if self._borrower is None else self._borrower()
+            if self.refusal is not None or (borrower is not None and borrower.ring is self.noise):
+                return False
+            self._borrower = weakref.ref(choice)
+            return choice.draw_into(self.noise)
+
+    def choose(
+        self, processors: PureProcessors, logits: torch.Tensor, choice: SampledChoice, step: int
+    ) -> torch.Tensor | None:
+        """The tokens that plain sampling takes at some places of a single text.
+
+        Args:
+            processors: of the call.
+            logits (`torch.FloatTensor` of shape `(1, n, V)`): the model's.
+            choice: that this was lent to.
+            step: of the first place.
+
+        Returns:
+            `torch.LongTensor` of shape `(n,)`, good until the next time, `IMPOSSIBLE` where nothing can be drawn;
+            `None` where that cannot be recorded.
+        """
+        count = logits.shape[1]
+        rows = next((rows for rows in _ROWS if rows >= count), None)
+        if rows is None or self.refusal is not None or not choice.draw_up_to(step + count, self.vocabulary):
+            return None
+        self._logits[:, :count].copy_(logits)
+        self._first.fill_(step % _STEPS)
+        known = self._recorded.pop(processors.setting, {})
+        self._recorded[processors.setting] = known  # the last that was used
+        while len(self._recorded) > _MOST:
+            del self._recorded[next(iter(self._recorded))]
+        try:
+            if rows not in known:
+                known[rows] = self._record(processors, rows)
+            return known[rows]()[0][:count]
+        except Exception as error:  # whatever a driver says, or a processor does, that is not known here
+            self.refusal = f"{type(error).__name__}: {error}"
+            self._recorded.clear()
+            logger.warning("Sampling is not recorded any more: %s", self.refusal)
+            return None
+
+    def _record(self, processors: PureProcessors, rows: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+        device = self.replays.device
+        with torch.inference_mode(False):
+            no_text = torch.zeros((rows, 1), dtype=torch.long, device=device)
+            places = torch.arange(rows, device=device)
+
+        def compute() -> tuple[torch.Tensor, ...]:
+            with torch.inference_mode():
+                scores = processors.once(no_text, self._logits[0, :rows].float())
+                race = scores.softmax(dim=-1)
+                race /= self.noise.index_select(0, (places + self._first) % _STEPS)
+                return (winners(race),)
+
+        return self.replays.record(compute)
+
+
+class ChoicePart(Part):
+    """Of a model: sampling from its logits, as it is run again."""
+
+    def __init__(self) -> None:
+        self.choice_graph: ChoiceGraph | None = None
+
+    def drop(self) -> None:
+        self.choice_graph = None
+
+
+def choice_graph(
+    model: PreTrainedModel, processors: PureProcessors, choice: SampledChoice, logits: torch.Tensor
+) -> ChoiceGraph | None:
+    """What chooses for a call; `None` where its processors have to see more than logits, or another call has it.
+
+    Args:
+        model: whose passes are replayed.
+        processors, choice: of the call, which is of a single text.
+        logits (`torch.FloatTensor` of shape `(1, n, V)`): such as there will be.
+    """
+    replays, state = state_of(model).get(GraphPart).replays, state_of(model).get(ChoicePart)
+    if processors.setting is None or replays is None:
+        return None
+    known = state.choice_graph
+    kind = replays, logits.shape[-1], logits.dtype
+    if known is None or (known.replays, known.vocabulary, known.dtype) != kind:
+        try:
+            known = state.choice_graph = ChoiceGraph(*kind)
+        except torch.OutOfMemoryError:
+            return None
+    return known if known.lend(choice) else None

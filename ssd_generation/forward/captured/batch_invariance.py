@@ -1,0 +1,164 @@
+"""Passes that give a token the same bits however many tokens stand beside it.
+
+What makes bits depend on the width of a pass are kernels that add up in another order for another number of rows. So
+each linear layer runs by a kernel whose rows were found to be independent of one another, at widths at which they were;
+a pass in between is filled up to the next of these, a single token to two. Attention is done for each token by itself,
+over exactly the keys that it sees: the very call that a pass over one token makes. Everything else in a layer works on
+each row alone; but torch computes exp and its kind for most of a tensor by vector instructions, and for what is left
+over at the end by others, which round otherwise now and then. Passes in which that can be are not used (`uneven`).
+Whether the rest holds, a check finds out on the model itself (tuning/exactness.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import Cache
+
+from ...cache.layers import BufferedLayer, BufferedSlidingLayer
+from ...native.ops.linear import native_linear
+from .cache_attention import CacheAttention
+from .fx_graph import CapturedPass
+from .linear_kernels import Linear, onednn_linear
+
+__all__ = [
+    "LINEARS",
+    "NATIVE",
+    "REPLAYED",
+    "WIDTHS",
+    "BatchInvariance",
+    "RowAttention",
+    "live_layers_of_any_window",
+    "uneven",
+]
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
+"""Widths that are tried: those of rounds, and of longer ones each at most half as wide again as the one before."""
+
+NATIVE, REPLAYED = "native", "replayed"
+
+LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
+    NATIVE: native_linear,
+    "linear": lambda weight, bias: None,
+    "onednn": onednn_linear,
+}
+"""Kernels for linear layers by name; `None` leaves a layer at `F.linear`. Those made here do not depend on the width by
+construction."""
+
+
+@dataclass(frozen=True)
+class BatchInvariance:
+    """How a model's passes are run for their bits not to depend on their width.
+
+    Attributes:
+        linear: the kernel of its linear layers, by its name in `LINEARS`; `REPLAYED` where passes are replayed as they
+            were recorded (graph_passes.py).
+        widths: widths that agree with each other, ascending; a pass is filled up to the next one.
+    """
+
+    linear: str
+    widths: tuple[int, ...]
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether it is by passes that are replayed, which are the same for whoever does not ask for exact ones."""
+        return self.linear == REPLAYED
+
+    def width(self, count: int) -> int | None:
+        """The width of a pass for `count` tokens; `None` where there is none as wide."""
+        return next((width for width in self.widths if width >= count), None)
+
+
+class RowAttention(CacheAttention):
+    """Attends for each token by itself, in passes that are filled up behind their tokens."""
+
+    __slots__ = ()
+
+    def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
+        """For a pass over `count` tokens behind the slots that each layer holds."""
+        super().begin(layers, at, count)
+        self.ends = [getattr(layer, "end", 0) for layer in layers]
+        self.windows = [getattr(layer, "sliding_window", None) for layer in layers]
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+    ) -> torch.Tensor:
+        at, count, window = self.ends[layer], self.count, self.windows[layer]
+        key_buffer, value_buffer = self.key_buffers[layer], self.value_buffers[layer]
+        key_buffer.narrow(2, at, count).copy_(key[:, :, :count])
+        value_buffer.narrow(2, at, count).copy_(value[:, :, :count])
+        if query.dtype is not key_buffer.dtype:
+            query = query.to(key_buffer.dtype)
+        heads, width, kv_heads = query.shape[1], query.shape[2], key_buffer.shape[1]
+        grouped = query.view(kv_heads, heads // kv_heads, width, -1)
+        rows = []
+        for place in range(count):
+            end = at + place + 1
+            first = 0 if window is None else max(end - window, 0)
+            rows.append(
+                functional.scaled_dot_product_attention(
+                    grouped[None, :, :, place],
+                    key_buffer.narrow(2, first, end - first),
+                    value_buffer.narrow(2, first, end - first),
+                    scale=scaling,
+                ).reshape(1, 1, heads, -1)
+            )
+        rows += rows[-1:] * (width - count)
+        return torch.cat(rows, dim=1)
+
+
+# Elementwise functions that vector instructions and others may round differently.
+_NAMES = (
+    "silu gelu tanh sigmoid logsigmoid exp exp2 expm1 log log2 log10 log1p softplus softsign mish erf erfc sin cos tan "
+    "pow hypot addcmul addcdiv lerp hardswish selu elu celu hardsigmoid"
+)
+_ROUNDED = frozenset(_NAMES.split())
+_EXACT_POWERS = (2, 3, 2.0, 3.0)  # products
+_GRAIN = 32768
+"""Elements from which on torch shares an elementwise operation among threads."""
+
+
+def uneven(captured: CapturedPass) -> str | None:
+    """The name of an operation that may round an element otherwise for its place in the pass; `None`: there is none.
+
+    torch's vectorised loops take two vectors at a time, of each thread's share, and the rest one by one.
+
+    Args:
+        captured: a pass of a certain length.
+    """
+    vector = 64 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 32  # bytes
+    threads = torch.get_num_threads()
+    for node in captured.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = name.strip("_")
+        shape = node.meta.get("shape")
+        if name == "pow" and len(node.args) > 1 and node.args[1] in _EXACT_POWERS:
+            continue
+        if name == "norm":  # of rewrites.py: hypot of one number for each token
+            shape = (*shape[:-1], 1) if shape else None
+        elif name not in _ROUNDED and name != "rotate":
+            continue
+        dtype = node.meta.get("dtype")
+        if not shape or dtype is None:
+            return name
+        step = 2 * vector // dtype.itemsize
+        count = math.prod(shape)
+        if count < step:
+            continue  # all of it one by one
+        shares = min(threads, -(-count // _GRAIN))
+        if shape[-1] % step or (shares > 1 and -(-count // shares) % step):
+            return name
+    return None
+
+
+def live_layers_of_any_window(cache: Cache) -> list[BufferedLayer] | None:
+    """The layers that a pass writes to, or `None` where one is of another kind."""
+    layers = cache.layers
+    if any(type(layer) not in (BufferedLayer, BufferedSlidingLayer) or not layer.is_initialized for layer in layers):
+        return None
+    return layers if all(layer.start == 0 for layer in layers if type(layer) is BufferedLayer) else None

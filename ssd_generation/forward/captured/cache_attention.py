@@ -1,0 +1,102 @@
+"""Attention of captured passes, in place on a KV cache with spare slots."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import Cache
+
+from ...cache.layers import BufferedLayer
+
+__all__ = ["CacheAttention", "live_layers"]
+
+
+class CacheAttention:
+    """Writes keys and values into the spare slots of a cache and attends to all before them.
+
+    One row; shapes as in `captured.Attention`. Query heads that share a key head are treated as further queries, so
+    that no key is repeated.
+    """
+
+    __slots__ = ("_begun", "_table", "at", "count", "ends", "key_buffers", "mask", "value_buffers", "windows")
+
+    def __init__(self) -> None:
+        self.mask: dict[Any, torch.Tensor] = {}
+        self._table: Any = None
+
+    def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
+        """For a pass over `count` tokens at slots `at …` of the buffers, which must be large enough."""
+        self.key_buffers: list[Any] = [getattr(layer, "key_buffer", None) for layer in layers]
+        self.value_buffers: list[Any] = [getattr(layer, "value_buffer", None) for layer in layers]
+        self.ends = [at] * len(layers)
+        self.windows: list[int | None] = [None] * len(layers)
+        self._table, self._begun = None, at
+        self.move_to(at, count)
+
+    def move_to(self, at: int, count: int) -> None:
+        self.at, self.count = at, count
+        self.mask.clear()
+        if self._table is not None:
+            self._table[0], self._table[1] = count, at - self._begun
+
+    def table(self) -> int:
+        """The address of what code made here knows of the cache (`attention_code.CACHE_FIELDS`)."""
+        if self._table is None:
+            numbers = [self.count, self.at - self._begun]
+            layers = zip(self.key_buffers, self.value_buffers, self.ends, self.windows, strict=True)
+            for keys, values, end, window in layers:
+                if keys is None or values is None:
+                    numbers += [0] * 6
+                else:
+                    addresses = keys.data_ptr(), values.data_ptr()
+                    numbers += [*addresses, keys.stride(1), values.stride(1), end, window or 0]
+            self._table = (ctypes.c_int64 * len(numbers))(*numbers)
+        return ctypes.addressof(self._table)
+
+    def let_go(self) -> None:
+        """Hold no tensor of a cache any longer: it may be about to grow, or to be dropped."""
+        self.key_buffers = self.value_buffers = []
+        self._table = None
+        self.mask.clear()
+
+    def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive, `(groups · n, slots)`: token i sees the slots before it and its own."""
+        known = self.mask.get((groups, dtype))
+        if known is None:
+            shape = self.count, self.at + self.count
+            known = torch.full(shape, float("-inf"), dtype=dtype, device="cpu").triu_(self.at + 1)
+            known = self.mask[groups, dtype] = known.repeat(groups, 1)
+        return known
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+    ) -> torch.Tensor:
+        at, count = self.at, self.count
+        key_buffer, value_buffer = self.key_buffers[layer], self.value_buffers[layer]
+        key_buffer.narrow(2, at, count).copy_(key)
+        value_buffer.narrow(2, at, count).copy_(value)
+        keys, values = key_buffer.narrow(2, 0, at + count), value_buffer.narrow(2, 0, at + count)
+        if query.dtype is not keys.dtype:
+            query = query.to(keys.dtype)
+        heads, kv_heads = query.shape[1], keys.shape[1]
+        groups = heads // kv_heads
+        if count == 1:
+            query = query.reshape(1, kv_heads, groups, -1)
+            result = functional.scaled_dot_product_attention(query, keys, values, scale=scaling)
+            return result.reshape(1, 1, heads, -1)
+        query = query.reshape(1, kv_heads, groups * count, -1)
+        mask = self._mask(groups, query.dtype)
+        result = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        return result.reshape(1, heads, count, -1).transpose(1, 2)
+
+
+def live_layers(cache: Cache, skipped: frozenset[int]) -> list[BufferedLayer] | None:
+    """The layers that a pass writes to, or `None` where one is not of the plain kind."""
+    live = [layer for index, layer in enumerate(cache.layers) if index not in skipped]
+    if any(type(layer) is not BufferedLayer or not layer.is_initialized or layer.start != 0 for layer in live):
+        return None
+    return live

@@ -1,0 +1,377 @@
+"""A forward pass over a few tokens, captured from the model's own code as a `torch.fx.Graph`.
+
+A small model spends more time in Python (modules, keyword arguments, masks, cache objects) than in its matrices. One
+pass over n tokens behind a KV cache always does the same operations on the same shapes, so it is captured once and
+played back (fx_graph.py). Nothing is known about model families: what is captured are the torch functions that the
+model's `forward` calls.
+
+The nodes are made by a torch function mode of our own. fx's symbolic tracer cannot follow the models (branches on
+shapes and on the cache), and while it traces, it patches `nn.Module` for every thread. Dynamo and `torch.export` follow
+them, but take seconds per model, and guard on what is looked at here once.
+
+A pass can be captured where it is a pure function of token ids, positions and the cache, and where it attends through
+transformers' attention interface. Everything else is refused with `CannotCapture`, and the caller runs the model
+itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import masking_utils, modeling_utils
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...support.forks import ForkSafeRLock, undone_in_child
+from ...support.versions import CACHE
+from .fx_graph import CapturedPass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["CannotCapture", "capture_pass", "own_attention"]
+
+_LARGE = 1 << 16
+"""Elements from which on a linear layer's product is not computed while capturing: only shapes matter then."""
+
+# By name, as functions and as methods. What would bring a tensor's values into Python, where the capture cannot follow;
+# what gives a result whose shape depends on them; and random numbers.
+_NAMES = (
+    "item tolist numpy __bool__ __int__ __float__ __index__ __contains__ __iter__ __array__ __complex__ data_ptr "
+    "nonzero argwhere equal allclose is_nonzero unique unique_consecutive bincount masked_select "
+    "rand randn rand_like randn_like randint randint_like randperm normal normal_ poisson multinomial bernoulli "
+    "bernoulli_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ gumbel_softmax"
+)
+_DEPENDS_ON_VALUES = frozenset(_NAMES.split())
+
+# One target for what is the same operation, so that a rewrite's pattern has one form; Python's operators where there is
+# one, as `torch.fx` traces them.
+_SAME: dict[Any, Callable[..., Any]] = {
+    **{getattr(torch.Tensor, name): operator.mul for name in ("mul", "__mul__", "__rmul__")},
+    **{getattr(torch.Tensor, name): operator.add for name in ("add", "__add__", "__radd__")},
+    **{getattr(torch.Tensor, name): operator.neg for name in ("neg", "__neg__")},
+    **{getattr(torch.Tensor, name): torch.pow for name in ("pow", "__pow__")},
+    torch.mul: operator.mul,
+    torch.add: operator.add,
+    torch.neg: operator.neg,
+    torch.concat: torch.cat,
+    torch.Tensor.rsqrt: torch.rsqrt,
+    torch.Tensor.mean: torch.mean,
+    torch.Tensor.__getitem__: operator.getitem,
+}
+_OPERANDS = {operator.mul: 2, operator.add: 2, operator.neg: 1, operator.getitem: 2}
+
+_INPUTS = {"input_ids", "position_ids"}
+
+# What the generated code can write down; anything else is a constant of the graph.
+_LITERALS = frozenset(
+    {type(None), bool, int, float, complex, str, type(Ellipsis), torch.dtype, torch.device, torch.layout}
+    | {torch.memory_format}
+)
+
+
+class CannotCapture(Exception):
+    """This pass cannot be played back; the message says why."""
+
+
+def _has_size_of_values(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of the result depends on the values in the arguments."""
+    if name == "where":
+        return len(args) == 1
+    if name in ("arange", "linspace"):
+        return any(isinstance(argument, torch.Tensor) for argument in args)
+    if name == "repeat_interleave":
+        return any(isinstance(argument, torch.Tensor) for argument in args[1:])
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) for entry in index)
+    return False
+
+
+def _drops(p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> bool:
+    """Whether `functional.dropout` is random, by the arguments that follow its input."""
+    return training and p > 0
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes into one of its arguments."""
+    return (
+        name == "__setitem__"
+        or kwargs.get("out") is not None
+        or kwargs.get("inplace") is True
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"))
+    )
+
+
+def _storages(tree: Any) -> set[int]:
+    """Addresses of the memory that tensors in a tree lie in."""
+    found = set()
+
+    def visit(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            found.add(leaf.untyped_storage().data_ptr())
+
+    map_aggregate(tree, visit)
+    return found
+
+
+class _Capture(TorchFunctionMode):
+    """Runs what it sees, and makes a node of it; `names` gives those of parameters and buffers by id."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.constants: dict[str, Any] = {}
+        self._names = names
+        # Results are held weakly: the model lets them go as it goes along, and all together would take much memory.
+        self._nodes: Any = WeakTensorKeyDictionary()
+        self._outside: dict[int, Node] = {}  # ids are good as long as their objects live: `constants` holds these
+
+    def input(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor for an argument of the pass."""
+        self.noted(self.graph.placeholder(name), tensor)
+
+    def node_of(self, tensor: torch.Tensor) -> Node | None:
+        """The node that made a tensor, `None` for those from outside the pass."""
+        node: Node | None = self._nodes.get(tensor)
+        return node
+
+    def noted(self, node: Node, result: Any, writes: bool = False, is_view: bool = False) -> Node:
+        """Note what a node's result is, for the rewrites, and whose it is, for the arguments to come."""
+        node.meta |= {"shape": None, "dtype": None, "writes": writes, "is_view": is_view}
+        if isinstance(result, torch.Tensor):
+            node.meta |= {"shape": tuple(result.shape), "dtype": result.dtype}
+            self._nodes[result] = node
+        return node
+
+    def argument(self, leaf: Any) -> Any:
+        """What stands for an argument in the graph: the node that made it, or a constant's."""
+        if isinstance(leaf, torch.Tensor):
+            node = self.node_of(leaf)
+            if node is not None:
+                return node
+        elif type(leaf) in _LITERALS:
+            return leaf
+        if id(leaf) not in self._outside:
+            name = self._names.get(id(leaf), f"constant_{len(self.constants)}").replace(".", "_")
+            while name in self.constants:
+                name += "_"
+            self.constants[name] = leaf
+            self._outside[id(leaf)] = self.noted(self.graph.get_attr(name), None)
+        return self._outside[id(leaf)]
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name in _DEPENDS_ON_VALUES or _has_size_of_values(name, args):
+            raise CannotCapture(f"the pass depends on values: it calls {name}")
+        if name == "__set__":
+            raise CannotCapture("the pass assigns to an attribute of a tensor")
+        writes = _writes(name, kwargs)
+        if writes:
+            for target in (args[0] if args else None, kwargs.get("out")):
+                if isinstance(target, torch.Tensor) and self.node_of(target) is None:
+                    raise CannotCapture(f"the pass writes into a tensor that outlives it: it calls {name}")
+        if func is nn.functional.linear and args[1].numel() >= _LARGE:
+            result = args[0].new_zeros((*args[0].shape[:-1], args[1].shape[0]))
+        elif func is nn.functional.dropout and not _drops(*args[1:], **kwargs):
+            return args[0]
+        elif name in ("dropout", "alpha_dropout"):
+            raise CannotCapture("the pass draws random numbers: dropout")
+        else:
+            result = func(*args, **kwargs)
+        several = isinstance(result, (tuple, list)) and any(isinstance(entry, torch.Tensor) for entry in result)
+        if not writes and not several and not isinstance(result, torch.Tensor):
+            return result  # a shape, a dtype, a device
+        if not writes and any(result is argument for argument in args):
+            return result  # such as `.to` of a tensor that is what it should be already
+        self.add(func, name, args, kwargs, result, writes)
+        return result
+
+    def add(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, writes: bool
+    ) -> None:
+        """Make the node of a call, and one more for each of several results."""
+        op, target = "call_function", _SAME.get(func, func)
+        if target in _OPERANDS and (kwargs or len(args) != _OPERANDS[target] or not isinstance(args[0], torch.Tensor)):
+            target = func  # such as the `alpha` of an addition
+        if name == "__get__":
+            target, args = getattr, (args[0], func.__self__.__name__)
+        elif target is getattr(torch.Tensor, name, None):
+            op, target = "call_method", name
+        is_view = not _storages(result).isdisjoint(_storages((args, kwargs)))
+        made = self.graph.create_node(op, target, *map_aggregate((args, kwargs), self.argument))
+        self.noted(made, result, writes, is_view)
+        if isinstance(result, (tuple, list)):
+            for index, entry in enumerate(result):
+                if isinstance(entry, torch.Tensor):
+                    self.noted(self.graph.call_function(operator.getitem, (made, index)), entry, is_view=True)
+
+
+class _PretendLayer(CacheLayerMixin):
+    """A cache layer that claims to hold a prefix, and hands back what it is given."""
+
+    is_sliding = False
+
+    def __init__(self, index: int, length: int, keys: dict[int, tuple[int, Any, Any]]) -> None:
+        super().__init__()
+        self.index = index
+        self.length = length
+        self.is_initialized = True
+        self._keys = keys
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # New tensor objects, by which the attention knows the layer; outside the capture.
+        with torch._C.DisableTorchFunction():
+            key, value = key_states.view_as(key_states), value_states.view_as(value_states)
+        self._keys[id(key)] = (self.index, key, key_states)
+        self._keys[id(value)] = (self.index, value, value_states)
+        return key, value
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+_LOCK = ForkSafeRLock()
+
+
+@contextmanager
+def own_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]], has_masks: bool) -> Iterator[None]:
+    """Let this thread's sdpa attention be a function of this library; other threads see no difference.
+
+    Args:
+        make: makes the function of the one that it stands for.
+        has_masks: whether it is given masks.
+    """
+    owner = threading.get_ident()
+    attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == owner else original)(*args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == owner else original_mask(*args, **kwargs)
+
+    places = [(attention._local_mapping, forward)]
+    if not has_masks:
+        places.append((masks._local_mapping, mask))
+    with _LOCK:
+        # Looked up here: before, it may be that of another thread's capture.
+        original, original_mask = attention["sdpa"], masks["sdpa"]
+        function = make(original)
+        before = [mapping.get("sdpa") for mapping, _ in places]
+
+        def restore() -> None:
+            for (mapping, _), known in zip(places, before, strict=True):
+                if known is None:
+                    mapping.pop("sdpa", None)
+                else:
+                    mapping["sdpa"] = known
+
+        with undone_in_child(restore):
+            try:
+                for mapping, replacement in places:
+                    mapping["sdpa"] = replacement
+                yield
+            finally:
+                restore()
+
+
+def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequence[int | None] = ()) -> CapturedPass:
+    """Capture a pass over `length` tokens behind a cache that holds `behind`.
+
+    The large products are not computed: what a capture takes is the time of the model's Python code and little more.
+
+    Args:
+        model: the target model, in skip mode or not.
+        length: n ≥ 1.
+        behind: tokens in the cache, ≥ 1. What is captured must not depend on it: see `captured.same_pass`.
+        windows: by layer, the sliding window that the attention it is played back with knows of.
+
+    Raises:
+        CannotCapture: the pass is not a pure function of ids, positions and cache.
+    """
+    config = model.config.get_text_config(decoder=True)
+    device = model.get_input_embeddings().weight.device
+    capture = _Capture({id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())})
+    keys: dict[int, tuple[int, Any, Any]] = {}
+    cache = Cache(layers=[_PretendLayer(index, behind, keys) for index in range(int(config.num_hidden_layers))])
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if id(key) not in keys or id(value) not in keys or keys[id(key)][0] != keys[id(value)][0]:
+            raise CannotCapture("an attention reads keys or values that did not come from the cache of one layer")
+        unknown = ("softcap", "s_aux", "position_bias", "sliding_window", "cache")
+        layer = keys[id(key)][0]
+        if layer < len(windows) and windows[layer] is not None and kwargs.get("sliding_window") == windows[layer]:
+            kwargs["sliding_window"] = None
+        odd = [name for name in unknown if kwargs.get(name) is not None]
+        if odd or attention_mask is not None or dropout or is_causal is False:
+            raise CannotCapture(f"an attention of its own kind ({', '.join(odd) or 'mask, dropout or not causal'})")
+        if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != length or query.shape[1] % key.shape[1]:
+            raise CannotCapture("an attention with shapes of its own")
+        with torch._C.DisableTorchFunction():
+            # Laid out as when it is played back, where code that needs it otherwise would fail.
+            result = query.new_zeros((1, query.shape[1], length, value.shape[3])).transpose(1, 2)
+            (_, _, new_key), (_, _, new_value) = keys[id(key)], keys[id(value)]
+            scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+            states = map(capture.argument, (query, new_key, new_value))
+            made = capture.graph.call_method("attend", (attend, *states, layer, scale))
+            capture.noted(made, result, writes=True)  # into the cache, which `attend` stands for
+        return result, None
+
+    with torch.inference_mode(), own_attention(lambda original: attention, has_masks=False):
+        ids = torch.zeros((1, length), dtype=torch.long, device=device)
+        positions = torch.arange(behind, behind + length, device=device)[None]
+        inputs = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=length, attention_mask=None, position_ids=positions, **{CACHE: cache}
+        )
+        extra = {key for key, value in inputs.items() if isinstance(value, torch.Tensor)} - _INPUTS
+        if extra or not isinstance(inputs.get("input_ids"), torch.Tensor):
+            raise CannotCapture(f"the model wants further tensors: {', '.join(sorted(extra))}")
+        if inputs.get("position_ids") is None:
+            raise CannotCapture("the model takes no position ids")
+        capture.input("ids", inputs["input_ids"])
+        capture.input("positions", inputs["position_ids"])
+        attend = capture.noted(capture.graph.placeholder("attention"), None)
+        with capture:
+            logits = model(**inputs, return_dict=True).logits
+        made = capture.node_of(logits)
+        if made is None or tuple(logits.shape[:2]) != (1, length):
+            raise CannotCapture("the logits are not what a pass of the model gives")
+    capture.noted(capture.graph.output(made), None)
+    captured = CapturedPass(capture.graph, capture.constants, length)
+    captured.eliminate_dead_code()
+    return captured

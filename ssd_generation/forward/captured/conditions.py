@@ -1,0 +1,96 @@
+"""Whether passes of a model may be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules import module as global_hooks
+
+from ...cache.recurrent import has_states
+from ...support.model_state import Part, state_of
+from ...support.once import looked_at_once
+from ...support.structure import modules_of
+from ..structure.dropout import active_dropout
+from ..structure.linears import is_plain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ConditionsPart", "does_something", "forbid_capture", "why_not_captured", "why_not_on"]
+
+
+class ConditionsPart(Part):
+    """Of a model: why none of its passes may be captured, as its check found."""
+
+    def __init__(self) -> None:
+        self.capture_refusal: str | None = None
+
+
+def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
+    """Have no pass of this model captured, or played back, from now on.
+
+    Args:
+        model: the target model.
+        reason: what its captured passes were found to do wrong; `None`: they may be captured again.
+    """
+    state_of(model).get(ConditionsPart).capture_refusal = reason
+
+
+def why_not_captured(
+    model: PreTrainedModel, even_forbidden: bool = False, replaced: Collection[int] = ()
+) -> str | None:
+    """Why passes of this model are not captured; `None` where they may be.
+
+    Args:
+        model: the target model.
+        even_forbidden: do not count what `forbid_capture` said.
+        replaced: ids of modules that something else stands for in the passes, so that their make does not matter.
+    """
+    if not even_forbidden and (refusal := state_of(model).get(ConditionsPart).capture_refusal) is not None:
+        return refusal
+    return why_not_on(model, torch.device("cpu"), "it is not on the CPU", frozenset(replaced))
+
+
+@looked_at_once
+def why_not_on(
+    model: PreTrainedModel, device: torch.device, elsewhere: str, replaced: Collection[int] = frozenset()
+) -> str | None:
+    """Why passes are not captured on a device; `elsewhere` where a weight is not on it."""
+    if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
+        return "its attention implementation is not sdpa"
+    if has_states(model):
+        return "it keeps recurrent states"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
+        return "adapters are loaded"
+    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        return "global module hooks are installed"
+    for module in modules_of(model):
+        is_replaced = bool(replaced) and id(module) in replaced
+        for tensor in module._parameters.values():
+            if tensor is not None and (tensor.device.type, tensor.device.index or 0) != (
+                device.type,
+                device.index or 0,
+            ):
+                return elsewhere
+            if tensor is not None and not is_replaced and not is_plain(tensor):
+                return "its weights are not plain tensors"
+        hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
+        if hooks and any(map(does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+            return f"a hook is installed on {type(module).__name__}"
+        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+            return f"the forward of {type(module).__name__} is patched or compiled"
+        if not is_replaced and not type(module).__module__.startswith(("torch.nn.", "transformers.")):
+            return f"{type(module).__name__} is not a class of torch or transformers"
+    return active_dropout(model)
+
+
+def does_something(hook: Any) -> bool:
+    """Whether a hook is more than what transformers leaves behind once a call has asked for hidden states.
+
+    That one does nothing until the next such call, whose passes are not played back.
+    """
+    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"

@@ -1,0 +1,460 @@
+"""Passes of a model over a few tokens behind its cache, captured and played back where that is possible.
+
+A pass is captured (capture.py) from the model's own code and used as long as the model is the one captured: same
+modules, same weights, no hooks, nothing patched. Where a pass cannot be captured, the caller runs the model itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import Cache, DynamicCache
+
+from ...cache.layers import BufferedLayer, add_buffers, append_written
+from ...config import SkipConfig
+from ...native.codegen.compiler import why_not
+from ...native.ops.kernels import NAMES
+from ...support.model_state import Part, state_of
+from ...support.versions import CACHE
+from ..copies.low_bit import LowBitCopies, LowBitCopy, copies_of
+from ..rounding import agree, moved_embeddings
+from ..structure.positions import cut_to_table
+from ..structure.skip_mode import SkipMode
+from ..structure.sublayers import layout_of
+from ..structure.weights import fingerprint
+from .any_length import LONGEST, PassCapture
+from .batch_invariance import LINEARS, NATIVE, BatchInvariance, RowAttention, live_layers_of_any_window, uneven
+from .cache_attention import CacheAttention, live_layers
+from .capture import CannotCapture
+from .conditions import why_not_captured
+from .fx_graph import CapturedPass, Program, compile_pass
+from .kernel_lists import use_kernel_lists
+from .linear_kernels import Linear, fastest_kernels, linear_of_few_rows
+from .rewrites import (
+    fuse_norms,
+    fuse_rotary,
+    linear_weight,
+    merge_linears,
+    rotate_together,
+    share_results,
+    swap_linears,
+    use_bfloat16,
+    use_native_rows,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...config import SelfSpeculativeConfig
+
+__all__ = ["CapturedPart", "CapturedPasses", "captured_draft", "captured_target", "draft_of", "skip_mode_of"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_DRAFTS = 4
+"""Skip sets whose captured drafts are kept: each holds code and constants, some a megabyte."""
+
+_TIMES, _MOST = 4, 0.35
+"""Half precision: logits of other kernels may differ by so many times what another rounding of the embeddings changes,
+and by so many standard deviations, as a root mean square."""
+
+
+_BEHIND = 9
+"""Tokens before a pass that is tried out."""
+
+
+class CapturedPasses:
+    """Passes of one model, whole or as a draft, over one row of a batch.
+
+    Args:
+        model: the target model.
+        skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
+        skipped_attention: layers whose attention the draft leaves out.
+        copies: low-bit copies that the draft computes from, or `None`.
+        invariant: of the whole model: how its bits are kept from depending on the width of a pass; `None`: they may.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        skip_mode: SkipMode | None = None,
+        skipped_attention: frozenset[int] = frozenset(),
+        copies: LowBitCopies | None = None,
+        invariant: BatchInvariance | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.invariant = invariant
+        self._skip_mode = skip_mode
+        self._skipped = skipped_attention
+        # Not held: the copies hold their passes, and are to go when they are dropped.
+        self._copies = None if copies is None else weakref.ref(copies)
+        self._programs: dict[int, Program | None] = {}
+        self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
+        self._capture = PassCapture(skip_mode, invariant is not None)
+        self._attention = threading.local()
+        self._fingerprint = fingerprint(model)
+        self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Not passes that run by torch's own kernels.
+        may_be = self.is_draft or model.dtype == torch.float32 if invariant is None else invariant.linear == NATIVE
+        self._is_native = may_be and model.dtype in NAMES and why_not() is None
+        self._dtype = model.dtype
+        self.refusal: str | None = None
+        self.uneven: str | None = None
+        """An operation of the last pass that was captured that keeps its bits from being the same at any width."""
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether these are drafting passes, whose tokens are verified."""
+        return self._skip_mode is not None
+
+    def is_current(self, model: PreTrainedModel) -> bool:
+        """Whether the model is still what was captured."""
+        return self._fingerprint == fingerprint(model) and all(
+            torch.equal(tensor, then) for tensor, then in self._copied.values()
+        )
+
+    def program(self, length: int) -> Program | None:
+        """The pass over `length` tokens; `None` where it cannot be captured."""
+        if self.refusal is not None or not 1 <= length <= LONGEST:
+            return None
+        if length not in self._programs:
+            model = self._model()
+            assert model is not None
+            try:
+                captured = self._capture.at(model, length, self._simplify)
+                self.uneven = None if self.invariant is None else uneven(captured)
+                self._programs[length] = None if self.uneven is not None else self._make(model, captured)
+            except Exception as error:
+                if self.is_draft and self._is_native and not isinstance(error, CannotCapture):
+                    # What a model computes beside its linear layers may not go with what kernels made here give.
+                    self._is_native = False
+                    self._capture.forget()
+                    return self.program(length)
+                # Whatever a model's code does that the capture does not know: its passes are then run as they are.
+                self.refusal = f"{type(error).__name__}: {error}"
+                self._programs[length] = None
+                level = logging.DEBUG if isinstance(error, CannotCapture) else logging.INFO
+                logger.log(level, "Passes of %s are not captured: %s", type(model).__name__, error)
+        return self._programs[length]
+
+    def can_run(self, cache: Cache, length: int) -> bool:
+        """Whether `run` can play back a pass over `length` tokens behind this cache."""
+        return self.program(length) is not None and bool(self._live(cache))
+
+    def _live(self, cache: Cache) -> list[BufferedLayer] | None:
+        live = live_layers(cache, self._skipped) if self.invariant is None else live_layers_of_any_window(cache)
+        if live and self._is_native and any(layer.dtype is not self._dtype for layer in live):
+            return None  # which torch's attention would take
+        return live
+
+    def _new_attention(self) -> CacheAttention:
+        return CacheAttention() if self.invariant is None else RowAttention()
+
+    def run(
+        self,
+        cache: Cache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        drafted: int = 0,
+        ahead: int = 0,
+        width: int | None = None,
+    ) -> torch.Tensor | None:
+        """Run a pass.
+
+        Args:
+            cache: the target's cache. The whole model's tokens are appended to it; a draft's are written behind it and
+                not counted.
+            ids (`torch.LongTensor` of shape `(1, n)`): the tokens.
+            positions (`torch.LongTensor` of shape `(1, n)`): their positions.
+            drafted: tokens of this round's draft that are behind the cache already.
+            ahead: tokens that this round's draft will have in all, to reserve cache for them at once.
+            width: to fill the pass up to; by default that of `invariant`, where there is one.
+
+        Returns:
+            Logits `(1, n, V)`, or `None` where the pass cannot be played back: nothing has happened then.
+        """
+        count = ids.shape[1]
+        if self.invariant is not None and count > (widest := self.invariant.widths[-1]):
+            for layer in self._live(cache) or ():
+                layer.reserve(count)  # at once: a window is to be rolled back by all of it
+            parts = zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True)
+            found = [self.run(cache, *part) for part in parts]
+            return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
+        if width is None:
+            width = count if self.invariant is None else self.invariant.width(count)
+        program = None if width is None else self.program(width)
+        if program is None:
+            return None
+        if program.length > count:
+            # What fills a pass up is computed for nobody.
+            fill = (1, program.length - count)
+            ids = torch.cat((ids, ids[:, -1:].expand(fill)), dim=1)
+            positions = torch.cat((positions, positions[:, -1:].expand(fill)), dim=1)
+        attention: CacheAttention | None = getattr(self._attention, "value", None)
+        if attention is None:
+            attention = self._attention.value = self._new_attention()
+        if self.is_draft and drafted:
+            attention.move_to(attention.at + attention.count, count)
+        else:
+            live = self._live(cache)
+            if not live:
+                return None
+            for layer in live:
+                layer.reserve(max(count, ahead))
+            attention.begin(cache.layers, live[0].end, count)
+        try:
+            with torch.inference_mode():
+                logits = program.run(ids, positions, attention)
+        except BaseException:
+            attention.let_go()
+            raise
+        if not self.is_draft:
+            attention.let_go()
+            append_written(cache, count)
+        return logits[:, :count] if program.length > count else logits
+
+    def end_round(self) -> None:
+        """No further step of this round's draft: what is held of the cache is let go."""
+        attention: CacheAttention | None = getattr(self._attention, "value", None)
+        if attention is not None:
+            attention.let_go()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _make(self, model: PreTrainedModel, captured: CapturedPass) -> Program:
+        length, copies = captured.length, None
+        if self._copies is not None:
+            copies = self._copies()
+            if copies is None:
+                raise CannotCapture("the low-bit copies were dropped")
+            _use_copies(captured, copies)
+        elif self.invariant is not None:
+            swap_linears(captured, self._invariant_linear)
+        elif self.is_draft or model.dtype == torch.float32:
+            layers = [layer for node in captured.nodes if (layer := linear_weight(captured, node)) is not None]
+            swap_linears(captured, fastest_kernels(model, layers, length))
+        activation = torch.bfloat16 if copies is not None else model.dtype
+        if self._is_native:
+            if self.is_draft:
+                _try_out(model, compile_pass(captured))
+            use_kernel_lists(captured, activation, model.dtype)
+        program = compile_pass(captured)
+        for tensor in program.copied_weights:  # unlike others, these would not be seen to change in place
+            self._copied.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+        if self.is_draft:
+            if not self._is_native:
+                _try_out(model, program)
+        elif not any(self._programs.values()):
+            self._compare(model, program, length)
+        return program
+
+    def _invariant_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        """A layer whose bits do not depend on the width of a pass, the same for passes of all lengths."""
+        assert self.invariant is not None
+        key = id(weight), id(bias)
+        if key not in self._linears:
+            self._linears[key] = weight, bias, LINEARS[self.invariant.linear](weight, bias)
+        return self._linears[key][2]
+
+    def _simplify(self, model: PreTrainedModel, captured: CapturedPass) -> None:
+        share_results(captured)
+        if self._is_native:
+            use_native_rows(captured)
+        if self.is_draft or model.dtype == torch.float32:
+            fuse_norms(captured)
+            fuse_rotary(captured)
+
+    def _compare(self, model: PreTrainedModel, program: Program, length: int) -> None:
+        """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
+
+        Two of three texts have to agree: in half precision there are tokens whose logits hang on every rounding.
+
+        Raises:
+            CannotCapture: the logits differ by more than rounding.
+        """
+        agree = [self._agrees(model, program, length, seed) for seed in range(2)]
+        if agree[0] != agree[1]:
+            agree.append(self._agrees(model, program, length, 2))
+        if sum(agree) < 2:
+            raise CannotCapture("the captured pass gives other logits than the model")
+
+    def _agrees(self, model: PreTrainedModel, program: Program, length: int, seed: int) -> bool:
+        """Whether a pass over random tokens gives the model's logits, but for rounding."""
+        with torch.inference_mode():
+            vocabulary = model.get_input_embeddings().weight.shape[0]
+            generator = torch.Generator(device="cpu").manual_seed(seed)
+            behind = cut_to_table(model, _BEHIND, length)
+            text = torch.randint(0, vocabulary, (1, behind + length), generator=generator, device="cpu")
+            prompt, ids = text[:, :behind], text[:, behind:]
+            positions = torch.arange(behind, behind + length, device="cpu")[None]
+            # Layers with a window have none here, unless the attention knows about windows.
+            config = model.config.get_text_config(decoder=True)
+            own = DynamicCache() if self.invariant is None else DynamicCache(config=config)
+            model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: own})
+            buffered = copy.deepcopy(own)
+            add_buffers(buffered)
+            expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits.float()
+            live, attention = self._live(buffered), self._new_attention()
+            if not live:
+                raise CannotCapture("its cache has layers of a kind of their own")
+            for layer in live:
+                layer.reserve(length)
+            attention.begin(buffered.layers, behind, length)
+            got = program.run(ids, positions, attention).float()
+            if got.shape != expected.shape:
+                return False
+            if agree(got, expected, model.dtype):
+                return True
+            if model.dtype == torch.float32:
+                return False
+            own.crop(-length)
+            other = _TIMES * _sensitivity(model, ids, positions, own, expected)
+            difference, spread = got - expected, expected.std()
+            return bool(difference.norm() <= min(other, _MOST * spread * expected.numel() ** 0.5))
+
+
+def _sensitivity(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, expected: torch.Tensor
+) -> torch.Tensor:
+    """How far logits move where the embeddings are rounded otherwise."""
+    moved = moved_embeddings(model, ids)
+    logits = model(inputs_embeds=moved, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
+    return (logits.float() - expected).norm()  # type: ignore[no-any-return]
+
+
+def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:
+    """Let a draft's linear layers compute from their low-bit copies."""
+    copies = held.by_weight
+
+    def group_of(weight: torch.Tensor) -> LowBitCopy | None:
+        return copies[id(weight)][0] if id(weight) in copies else None
+
+    def kernel_of(
+        group: LowBitCopy, weights: Sequence[torch.Tensor]
+    ) -> tuple[Callable[..., Any], Callable[[torch.Tensor], int] | None]:
+        if len(group.sizes) == 1:
+            return group.whole, None
+        return group.apart, lambda weight: copies[id(weight)][1]
+
+    merge_linears(captured, group_of, kernel_of)
+    use_bfloat16(captured)
+    if captured.length == 1:
+        rotate_together(captured, lambda node: getattr(node.target, "__func__", None) is LowBitCopy.apart)
+    swap_linears(captured, _mixed)
+
+
+def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
+    """A layer that stays as it is in a draft whose activations are bfloat16."""
+    faster = linear_of_few_rows(weight, bias, 1)
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(weight.dtype)
+        return (functional.linear(x, weight, bias) if faster is None else faster(x)).to(torch.bfloat16)
+
+    return linear
+
+
+def _try_out(model: PreTrainedModel, program: Program) -> None:
+    """Play a draft back without a cache. What it says is verified later; that it can be run must be known before.
+
+    A model may mix what a draft computes in bfloat16 with weights of its own in a way that torch refuses.
+    """
+
+    class Nothing:
+        def attend(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+        ) -> torch.Tensor:
+            shape = (1, query.shape[1], program.length, value.shape[3])
+            return query.new_zeros(shape, dtype=model.dtype).transpose(1, 2)
+
+    ids = torch.zeros((1, program.length), dtype=torch.long, device="cpu")
+    with torch.inference_mode():
+        behind = cut_to_table(model, _BEHIND, program.length)
+        program.run(ids, torch.arange(behind, behind + program.length, device="cpu")[None], Nothing())
+
+
+class CapturedPart(Part):
+    """Of a model: its captured passes.
+
+    Attributes:
+        captured_targets: of the whole model, by the kernel that keeps their bits the same.
+        captured_drafts: of its drafts, by skip set.
+    """
+
+    def __init__(self) -> None:
+        self.captured_targets: dict[str | None, CapturedPasses] = {}
+        self.captured_drafts: dict[SkipConfig, CapturedPasses] = {}
+
+    def drop(self) -> None:
+        self.captured_targets, self.captured_drafts = {}, {}
+
+    drop_captures = drop
+
+
+def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:
+    """A draft's passes, or `None` where they may not be captured; made once, and anew when the model changed."""
+    replaced = set() if copies is None else {id(m) for module in copies.modules for m in module.modules()}
+    if replaced:
+        # What the draft does not run may be of any make.
+        layers = layout_of(model).layers
+        skipped = [layers[index].attention for index in skip.attention] + [layers[index].mlp for index in skip.mlp]
+        replaced.update(id(m) for sub in skipped if sub is not None for top in sub.modules for m in top.modules())
+    if why_not_captured(model, replaced=replaced) is not None:
+        return None
+    known: dict[SkipConfig, CapturedPasses] = state_of(model).get(CapturedPart).captured_drafts
+    passes: CapturedPasses | None = known.pop(skip, None) if copies is None else copies.passes
+    if passes is None or not passes.is_current(model):
+        others = () if copies is None else (*copies.others, *copies.stand_ins())
+        passes = CapturedPasses(model, SkipMode(model, skip, others), frozenset(skip.attention), copies)
+    if copies is not None:
+        copies.passes = passes
+        return passes
+    known[skip] = passes  # the last that was used
+    while len(known) > _MOST_DRAFTS:
+        del known[next(iter(known))]
+    return passes
+
+
+def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, CapturedPasses | None]:
+    """What makes a model the draft of a config: its skip mode, low-bit copies in place, and its captured passes.
+
+    Raises:
+        ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
+    """
+    skip_mode, copies = skip_mode_of(model, config)
+    return skip_mode, captured_draft(model, config.skip, copies) if config.drafts_itself else None
+
+
+def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, LowBitCopies | None]:
+    """The skip mode of a config, with its low-bit copies in place, and these.
+
+    Raises:
+        ValueError: as `draft_of`.
+    """
+    copies = copies_of(model, config.skip, config.precision) if config.precision else None
+    return SkipMode(model, config.skip, () if copies is None else copies.forwards()), copies
+
+
+def captured_target(model: PreTrainedModel, invariant: BatchInvariance | None = None) -> CapturedPasses | None:
+    """The whole model's passes, or `None` where they may not be captured; made anew when the model changed.
+
+    Args:
+        model: the target model.
+        invariant: how bits are kept from depending on the width of a pass; `None`: they may.
+    """
+    if why_not_captured(model) is not None:
+        return None
+    known: dict[str | None, CapturedPasses] = state_of(model).get(CapturedPart).captured_targets
+    kind = None if invariant is None else invariant.linear
+    passes = known.get(kind)
+    if passes is None or not passes.is_current(model):
+        passes = known[kind] = CapturedPasses(model, invariant=invariant)
+    passes.invariant = invariant  # the same passes, at fewer widths
+    return passes

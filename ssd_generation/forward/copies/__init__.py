@@ -1,0 +1,1 @@
+"""Low-bit copies of a model's weights, for drafting."""

@@ -1,0 +1,396 @@
+"""The draft of a model with offloaded weights: everything that it reads is in memory.
+
+Of the model a second one is made (`clone_without_hooks`) that has low-bit copies in place of its linear layers, the
+embedding in bfloat16, and whatever else there is (norms, biases, routers) as it is. No hook is on it, so that its
+passes are captured like those of any draft, and none of them reads an offloaded weight. The copies are made a few
+layers at a time, each written to the offload folder when it is made: the next process reads them, also where this one
+is killed in the middle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import re
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+from transformers.utils import logging as hf_logging
+
+from ...config import SkipConfig
+from ...support.files import is_temporary
+from ...support.memory import available_bytes
+from ...support.messages import clipped
+from ...support.model_state import state_of
+from ...support.tensors import fingerprint_of
+from ...support.trusted import UntrustedFolderError, check_folder, name_of_open, opened, storing
+from ..structure.offloaded import (
+    CannotStandIn,
+    Source,
+    clone_without_hooks,
+    is_offloaded,
+    replace_tensor,
+    sources_of,
+    why_unreadable,
+)
+from ..structure.sublayers import LayoutPart, input_device, layout_of
+from .low_bit import CopiesPart, LowBitCopies, LowBitCopy, check_precision, estimated_bytes, packing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...config import PrecisionConfig, SelfSpeculativeConfig
+
+__all__ = [
+    "FOLDER",
+    "ResidentDraft",
+    "check_copies",
+    "check_memory",
+    "drafting_model",
+    "resident_bytes",
+    "why_not_resident",
+]
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "ssd_low_bit"
+"""The folder in the offload folder in which copies are kept."""
+
+_FORMAT = 1
+_COPY = re.compile(r"[0-9a-f]{24}-[0-9a-f]{24}\.safetensors")
+"""Names of the files; no others are ever taken away."""
+
+_OLD_SECONDS = 3600.0
+"""A file that was being written so long ago was left behind."""
+
+
+def drafting_model(model: PreTrainedModel, config: SelfSpeculativeConfig) -> PreTrainedModel:
+    """The model whose passes draft by a config: the model itself, or one that has all that a draft reads in memory.
+
+    Args:
+        model: the target model.
+        config: what to draft with.
+
+    Raises:
+        ValueError: low-bit copies were asked for of offloaded weights and cannot be made here; or a file of these
+            weights is gone.
+    """
+    if not config.precision or not is_offloaded(model):
+        return model
+    return _resident(model, config.skip, config.precision).model
+
+
+def check_copies(model: PreTrainedModel) -> None:
+    """Whether `generate` can draft from low-bit copies of this model, here, be its weights offloaded or not.
+
+    Raises:
+        ValueError: it cannot; see `check_precision`.
+    """
+    if not is_offloaded(model):
+        check_precision(model)
+        return
+    reason = why_not_resident(model)
+    if reason is not None:
+        raise ValueError(
+            f"No low-bit copies can be made of the offloaded weights of {type(model).__name__}: {reason}. Leave "
+            "`precision` out there: skipping sub-layers and prompt lookup work."
+        )
+
+
+def why_not_resident(model: PreTrainedModel) -> str | None:
+    """Why a model with offloaded weights has no draft in memory; `None` where it can have one."""
+    device = input_device(model)
+    others = {p.device.type for p in model.parameters()} - {"meta", "cpu"}
+    if device.type != "cpu" or others:
+        return f"low-bit drafts run on the CPU only, and its passes on {', '.join(sorted({device.type, *others}))}"
+    if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
+        return "adapters are loaded"
+    try:
+        other, _ = clone_without_hooks(model)
+        _replace_offloaded(other, sources_of(model))
+        check_precision(other)
+    except CannotStandIn as error:
+        return str(error)
+    except ValueError as error:
+        return str(error).split(":")[0]
+    return None
+
+
+def resident_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:
+    """About how many bytes the draft of a model with offloaded weights takes, before it is made."""
+    draft = state_of(model).get(CopiesPart).resident
+    if draft is not None and draft.is_of(model, skip, precision):
+        return int(draft.num_bytes())
+    embedding = model.get_input_embeddings()
+    total = estimated_bytes(model, skip, precision)
+    if type(embedding) is nn.Embedding:
+        total += 2 * embedding.weight.numel()
+    linears = {id(m.weight) for m in model.modules() if type(m) is nn.Linear}
+    for parameter in model.parameters():
+        if parameter.device.type == "meta" and id(parameter) not in linears and parameter is not embedding.weight:
+            total += parameter.numel() * parameter.element_size()
+    return total
+
+
+def check_memory(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> str | None:
+    """Why the draft does not fit into memory beside the largest layer of a pass; `None` where it does."""
+    draft = state_of(model).get(CopiesPart).resident
+    if draft is not None and draft.is_of(model, skip, precision):
+        return None
+    available = available_bytes()
+    largest = max(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "meta")
+    needed = resident_bytes(model, skip, precision) + largest
+    if available is not None and needed > available:
+        needs, left = f"{needed / 1e9:.2f} GB", f"{available / 1e9:.2f} GB"
+        return f"beside the largest layer of a pass they take {needs}, and {left} of memory are left"
+    return None
+
+
+def _resident(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> ResidentDraft:
+    state = state_of(model).get(CopiesPart)
+    unreadable = why_unreadable(model)
+    if unreadable is not None:
+        raise ValueError(unreadable)
+    if state.resident is None or not state.resident.is_of(model, skip, precision):
+        check_copies(model)
+        reason = check_memory(model, skip, precision)
+        if reason is not None:
+            raise ValueError(
+                f"The low-bit copies of the offloaded weights of {type(model).__name__} do not fit into memory: "
+                f'{reason}. Take `precision="int4"` with `head="int4"`, which is the smallest, or leave `precision` '
+                "out: prompt lookup needs no copies."
+            )
+        state.resident = None  # before another one is made
+        state.resident = ResidentDraft(model, skip, precision)
+    draft: ResidentDraft = state.resident
+    return draft
+
+
+class ResidentDraft:
+    """A model that drafts for another one with offloaded weights.
+
+    Args:
+        model: the target model.
+        skip: what the draft leaves out.
+        precision: of its layers.
+
+    Attributes:
+        model: the model that drafts. Its low-bit copies are known to `copies_of`.
+        made: copies that were made, not read.
+        read: copies that were read from the offload folder.
+        folder: where the copies are kept; `None` where they are not.
+
+    Raises:
+        OSError: a file of the weights is gone.
+    """
+
+    def __init__(self, model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> None:
+        self._asked = (skip, precision)
+        self._sources = sources_of(model)
+        named = model.named_parameters(remove_duplicate=False)
+        self._original = {name: tensor for name, tensor in named if tensor.device.type != "meta"}
+        self._identity = _identity(model, self._sources)
+        self.made = self.read = 0
+        self.folder = _folder_of(self._sources)
+        self._may_write = self.folder is not None
+        self.model, modules = clone_without_hooks(model)
+        # Values of no layer that has a copy are ever read: shape and type of all are there at once, and no memory.
+        offloaded = _replace_offloaded(self.model, self._sources)
+        layout = layout_of(model)
+        state_of(self.model).get(LayoutPart).layout = dataclasses.replace(
+            layout, layers=tuple(layer.of_modules(modules) for layer in layout.layers)
+        )
+        linears = [m for m in self.model.modules() if type(m) is nn.Linear]
+        with hf_logging.tqdm(
+            total=len(linears),
+            desc="Copying the offloaded weights in low bits, once",
+            leave=False,
+            bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
+        ) as bar:
+            self._bar = bar
+            copies = LowBitCopies(self.model, skip, precision, make=self._copy)
+            del self._bar
+        state_of(self.model).get(CopiesPart).low_bit_drafts[skip, precision] = copies
+        # A copy has its biases, too. It is known by the module's tensors: none may be another one from here on.
+        covered = {id(tensor) for module in copies.modules for tensor in module.parameters()}
+        self._resident: int = 0
+        embedding = self.model.get_input_embeddings()
+        for name, (module, key) in offloaded.items():
+            held = getattr(module, key)
+            if id(held) in covered:
+                continue
+            if module is embedding and type(module) is nn.Embedding and key == "weight" and module.max_norm is None:
+                copies.others.append((module, self._embedding(name, module)))
+                continue
+            value = self._sources[name].load().to("cpu")
+            replace_tensor(module, key, value)
+            self._resident += value.nbytes
+        self._clean_up()
+
+    def is_of(self, model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> bool:
+        """Whether it is the draft of these, and the weights are those that were copied."""
+        if (skip, precision) != self._asked:
+            return False
+        try:
+            return bool(self._identity == _identity(model, sources_of(model)))
+        except OSError:
+            return False
+
+    def num_bytes(self) -> int:
+        """Memory of all that the draft has for itself."""
+        copies: dict[Any, LowBitCopy] = state_of(self.model).get(CopiesPart).low_bit_copies
+        return self._resident + sum(copy.num_bytes() for copy in copies.values())
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return self._original[name].detach() if name in self._original else self._sources[name].load()
+
+    def _copy(self, names: Sequence[str], layers: Sequence[nn.Linear], precision: str, group_size: int) -> LowBitCopy:
+        what = (tuple(names), precision, group_size, packing(layers[0].weight, precision))
+        wanted = [f"{name}.{key}" for name in names for key in ("weight", "bias")]
+        weights = [layer.weight for layer in layers]
+        found = self._stored(what, wanted)
+        copy: LowBitCopy | None = None
+        if found is not None:
+            try:
+                copy = LowBitCopy.of_tensors(found, weights, precision, group_size)
+                self.read += 1
+            except (KeyError, ValueError) as error:
+                logger.warning("A low-bit copy in %s cannot be used (%s); making it again.", self.folder, error)
+        if copy is None:
+            pairs = [
+                (self._weight(f"{name}.weight"), None if layer.bias is None else self._weight(f"{name}.bias"))
+                for name, layer in zip(names, layers, strict=True)
+            ]
+            copy = LowBitCopy(pairs, precision, group_size)
+            self.made += 1
+            self._store(what, wanted, copy.tensors())
+        self._bar.update(len(layers))
+        return copy
+
+    def _embedding(self, name: str, module: nn.Embedding) -> Any:
+        """What stands for the embedding's forward: its rows in bfloat16, which is what a draft computes in."""
+        what = ((name,), "bfloat16", 0, "")
+        found = self._stored(what, [name])
+        weight = None if found is None else found.get("weight")
+        if weight is None or weight.shape != module.weight.shape or weight.dtype is not torch.bfloat16:
+            weight = self._sources[name].load().to("cpu", torch.bfloat16)
+            self._store(what, [name], {"weight": weight})
+        self._resident += weight.nbytes
+        rows, dtype = weight, module.weight.dtype
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            return functional.embedding(ids, rows).to(dtype)
+
+        return forward
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # on the disk
+
+    def _path(self, what: tuple[Any, ...], names: Sequence[str]) -> Path:
+        """A file by what is in it, and by the files of the weights that it was made of."""
+        assert self.folder is not None
+        known: dict[Path, tuple[int, int]] = {}
+        of = [self._sources[name].identity(known) for name in names if name in self._sources]
+        shapes = [tuple(self._original[name].shape) for name in names if name in self._original]
+        return self.folder / f"{_digest((_FORMAT, *what))}-{_digest((of, shapes))}.safetensors"
+
+    def _is_kept(self, names: Sequence[str]) -> bool:
+        """Whether all of this comes from files, by which it would be known again."""
+        weights = [name for name in names if name.endswith("weight")]
+        return self.folder is not None and all(
+            name in self._sources and self._sources[name].file() is not None for name in weights
+        )
+
+    def _stored(self, what: tuple[Any, ...], names: Sequence[str]) -> Mapping[str, torch.Tensor] | None:
+        if not self._is_kept(names):
+            return None
+        path = self._path(what, names)
+        try:
+            with opened(path) as stored, safe_open(name_of_open(stored, path), framework="pt") as file:
+                # Copied out of the mapped file, whose pages the system may take back at any time.
+                return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        except (FileNotFoundError, UntrustedFolderError):  # of such a folder `_store` says so
+            return None
+        except (OSError, ValueError, SafetensorError) as error:
+            logger.warning("A low-bit copy, %s, cannot be read (%s); making it again.", path, clipped(error))
+            return None
+
+    def _store(self, what: tuple[Any, ...], names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a copy, whole or not at all."""
+        if not self._may_write or not self._is_kept(names):
+            return
+        path = self._path(what, names)
+        try:
+            with storing(path) as temporary:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        except (OSError, ValueError, SafetensorError) as error:
+            self._may_write = False
+            warnings.warn(
+                f"Low-bit copies of offloaded weights could not be kept in {path.parent}: they are in memory for this "
+                "process, and the next one makes them again, which takes about a pass of the model. "
+                f"{clipped(error, 1000)}",
+                stacklevel=2,
+            )
+
+    def _clean_up(self) -> None:
+        """Take away copies of weights that are no more, and what a killed process left behind."""
+        if self.folder is None or not self._may_write or not self.made:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            check_folder(self.folder)
+            ours = (path for path in self.folder.iterdir() if is_temporary(path.name) or _COPY.fullmatch(path.name))
+            written = sorted((path.lstat().st_mtime, path) for path in ours)
+            newest = {path.name.partition("-")[0]: path for _, path in written if not is_temporary(path.name)}
+            for when, path in written:
+                if is_temporary(path.name):
+                    is_old = time.time() - when > _OLD_SECONDS
+                else:
+                    is_old = newest[path.name.partition("-")[0]] != path
+                if is_old:
+                    path.unlink(missing_ok=True)
+
+
+def _replace_offloaded(other: nn.Module, sources: Mapping[str, Source]) -> dict[str, tuple[nn.Module, str]]:
+    """Put tensors of the same shape and type, of zeros that take no memory, in place of offloaded ones."""
+    places = {}
+    for name in sources:
+        prefix, _, key = name.rpartition(".")
+        module = other.get_submodule(prefix)
+        meta = getattr(module, key)
+        replace_tensor(module, key, torch.zeros((), dtype=meta.dtype, device="cpu").expand(meta.shape))
+        places[name] = module, key
+    return places
+
+
+def _identity(model: nn.Module, sources: Mapping[str, Source]) -> tuple[Any, ...]:
+    """Changes when weights do, or modules.
+
+    Raises:
+        OSError: a file is gone.
+    """
+    known: dict[Path, tuple[int, int]] = {}
+    read = tuple((name, id(source.weights_map), source.identity(known)) for name, source in sources.items())
+    held = tuple(fingerprint_of(p) for p in model.parameters() if p.device.type != "meta")
+    return tuple(map(id, model.modules())), read, held
+
+
+def _folder_of(sources: Mapping[str, Source]) -> Path | None:
+    """Where copies are kept: in the folder that was named for offloading."""
+    found = next((folder for source in sources.values() if (folder := source.folder()) is not None), None)
+    return None if found is None else found / FOLDER
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:24]

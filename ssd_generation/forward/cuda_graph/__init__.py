@@ -1,0 +1,1 @@
+"""Captured passes replayed as CUDA graphs."""

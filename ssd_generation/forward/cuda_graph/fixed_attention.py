@@ -1,0 +1,72 @@
+"""Attention over a cache of fixed address: slots are numbers in a tensor, and what a token may not see is masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from ...cache.arena import Arena
+
+__all__ = ["FixedAttention"]
+
+
+class FixedAttention:
+    """Writes keys and values into slots of an arena and attends to a bucket of them.
+
+    One row; shapes as in `captured.Attention`. Nothing here reads a value: which slots there are, and what is masked,
+    is computed from a tensor. Query heads that share a key head are treated as further queries, so that no key is
+    repeated.
+
+    Args:
+        arena: its buffers are read and written where they lie.
+        bucket: slots that are read, the first ones.
+        slots (`torch.LongTensor` of shape `(n,)`): where the tokens of the pass are written. A token sees the slots
+            before its own, and that.
+        windows: by layer, how many slots it sees; `None`: all.
+    """
+
+    def __init__(self, arena: Arena, bucket: int, slots: torch.Tensor, windows: Sequence[int | None]) -> None:
+        self._keys = list(arena.keys)
+        self._values = list(arena.values)
+        self._bucket = bucket
+        self._slots = slots
+        self._windows = list(windows)
+        self._columns = torch.arange(bucket, device=slots.device)
+        self._masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Begin a pass: the slots are others."""
+        self._masks.clear()
+
+    def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive, `(groups · n, bucket)`, made once per pass for all layers that are alike."""
+        key = (window, groups, dtype)
+        if key not in self._masks:
+            own = self._slots[:, None]
+            seen = self._columns <= own
+            if window is not None:
+                seen &= self._columns > own - window
+            mask = torch.where(seen, 0.0, -torch.inf).to(dtype)
+            self._masks[key] = mask.repeat(groups, 1)
+        return self._masks[key]
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+    ) -> torch.Tensor:
+        """See `captured.Attention`."""
+        keys, values = self._keys[layer], self._values[layer]
+        keys.index_copy_(2, self._slots, key.to(keys.dtype))
+        values.index_copy_(2, self._slots, value.to(values.dtype))
+        heads, count = query.shape[1], query.shape[2]
+        kv_heads = keys.shape[1]
+        groups = heads // kv_heads
+        result = functional.scaled_dot_product_attention(
+            query.to(keys.dtype).reshape(1, kv_heads, groups * count, -1),
+            keys.narrow(2, 0, self._bucket),
+            values.narrow(2, 0, self._bucket),
+            attn_mask=self._mask(self._windows[layer], groups, keys.dtype),
+            scale=scaling,
+        )
+        return result.reshape(1, heads, count, -1).transpose(1, 2)

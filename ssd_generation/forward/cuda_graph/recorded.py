@@ -1,0 +1,116 @@
+"""One pass that is replayed at fixed addresses (graphs.py): where it reads its tokens, and what is recorded.
+
+What differs from run to run is copied to where the pass reads it. A draft's pass over one token leaves that as the next
+one needs it, so that a chain of them is replays and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...support.devices import is_asynchronous
+from ..captured.fx_graph import Program
+from .fixed_attention import FixedAttention
+from .graphs import GraphBackend, Results
+
+__all__ = ["LONGEST_CHAIN", "ChainInputs", "GraphPass", "Inputs", "Tokens"]
+
+LONGEST_CHAIN = 64
+"""Tokens that a draft takes one behind the other without the host's help."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a pass over a single text.
+
+    Attributes:
+        known: those that the host knows, the first ones. If there are any, it must have waited for the pass before.
+        others (`torch.LongTensor` of shape `(1, n)`): the device's, behind them; `None`: none.
+    """
+
+    known: Sequence[int]
+    others: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """All of them."""
+        return len(self.known) + (0 if self.others is None else self.others.shape[1])
+
+
+class Inputs:
+    """Where passes of one width read: `ids (1, w)`, `positions (1, w)`, `slots (w,)`."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.width = width
+        self.all = torch.zeros((4, width), dtype=torch.long, device=device)
+        self.ids, self.positions, self.slots = self.all[:1], self.all[1:2], self.all[2]
+        self._host = torch.zeros((4, width), dtype=torch.long, pin_memory=is_asynchronous(device), device="cpu")
+        self._numbers = self._host.numpy()
+        self._steps = torch.arange(width, device=device)
+
+    def set(self, tokens: Tokens, slot: int, position: int) -> None:
+        """For a pass over these tokens from a slot and a position on.
+
+        What the host knows takes one copy, which must be through before the next.
+
+        Args:
+            tokens: at most w.
+            slot: of the first token.
+            position: of the first token; what fills the pass up has that of the last one.
+        """
+        count, first = len(tokens), len(tokens.known)
+        if first:
+            numbers = self._numbers
+            numbers[0, :first] = tokens.known
+            for place in range(self.width):
+                numbers[1, place] = position + min(place, count - 1)
+                numbers[2, place] = slot + place
+            self.all.copy_(self._host, non_blocking=True)
+        else:
+            torch.add(self._steps, slot, out=self.slots)
+            torch.clamp(self._steps, max=count - 1, out=self.positions[0]).add_(position)
+        if tokens.others is not None:
+            self.ids[:, first:count].copy_(tokens.others)
+
+
+class ChainInputs(Inputs):
+    """Of a draft's passes over one token, each of which leaves them as the next one needs them.
+
+    Attributes:
+        chain (`torch.LongTensor` of shape `(1, LONGEST_CHAIN)`): what they chose, one after the other.
+    """
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        super().__init__(1, device)
+        self._at = self.all[3]  # 0 where a chain begins: the host's number is never another
+        self._last = capacity - 1
+        self.chain = torch.zeros((1, LONGEST_CHAIN), dtype=torch.long, device=device)
+
+    def go_on(self, choices: torch.Tensor) -> None:
+        """A token was chosen, `(1,)`; part of what is recorded."""
+        self.chain.index_copy_(1, self._at, choices[None])
+        self.ids.copy_(choices[None])
+        self.positions.add_(1)
+        # While it is being recorded a pass may be run more often than there is room for.
+        self.slots.add_(1).clamp_(max=self._last)
+        self._at.add_(1).clamp_(max=LONGEST_CHAIN - 1)
+
+
+class GraphPass:
+    """A pass of one width over one bucket."""
+
+    def __init__(self, program: Program, attention: FixedAttention, inputs: Inputs, replays: GraphBackend) -> None:
+        self.program, self.attention, self.inputs = program, attention, inputs
+        self.replay = replays.record(self.compute)
+
+    def compute(self) -> Results:
+        """`logits (1, w, V)` and the tokens with the largest `(w,)`: what is recorded."""
+        with torch.inference_mode():
+            self.attention.begin()
+            logits = self.program.run(self.inputs.ids, self.inputs.positions, self.attention)
+            choices = logits[0].argmax(dim=-1)
+            if isinstance(self.inputs, ChainInputs):
+                self.inputs.go_on(choices)
+            return logits, choices

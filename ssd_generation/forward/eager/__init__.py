@@ -1,0 +1,1 @@
+"""Passes by the model's own code, and what is put in place for them."""

@@ -1,0 +1,125 @@
+"""Linear layers of a model's own passes by code made for the processor, where a pass is over a few rows.
+
+Passes that are not captured (of a batch, of models with recurrent states, behind adapters) run by the model's own code,
+whose linear layers call a GEMM that reads weights at half of memory's speed or less for so few rows. For the time of
+such a pass a kernel of native/ stands in for `forward` of each linear layer of torch's own make. It adds up each row in
+one order, whatever else is in the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ...config import SkipConfig
+from ...native.codegen.compiler import why_not
+from ...native.ops.linear import NativeLinear, native_linear
+from ...support.model_state import Part, state_of
+from ...support.structure import modules_of
+from ...support.tensors import place_of
+from ..structure.linears import has_foreign, is_plain_linear
+from ..structure.skip_mode import SkipMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["MOST_ROWS", "FewRowsPart", "few_rows"]
+
+MOST_ROWS = 64
+_MOST_HALF = 32
+"""Rows of a pass, in float32 and in half precision, beyond which arithmetic is what takes the time."""
+
+_SMALL = 2**16
+"""Weights of fewer elements are left to torch: a call takes longer than their arithmetic."""
+
+
+class FewRowsPart(Part):
+    """Of a model: its linear layers, and what replaces their `forward` in passes over few rows."""
+
+    def __init__(self) -> None:
+        self.few_rows: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+
+    def drop(self) -> None:
+        self.few_rows = {}
+
+    drop_captures = drop
+
+
+def few_rows(model: PreTrainedModel) -> SkipMode | None:
+    """What makes passes over at most `MOST_ROWS` rows fast; `None` where there is no code for any of the layers.
+
+    Weights are read where they lie; of a layer whose weights have moved since, torch's code is run.
+
+    Args:
+        model: the target model.
+    """
+    forwards = _forwards(model)
+    return SkipMode(model, SkipConfig(), forwards) if forwards else None
+
+
+def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """The linear layers that there is code for, and what stands in for their `forward`; known from call to call.
+
+    None of a quantised model: its own layers stay torch's in any case, and some of them make much of another rounding.
+    """
+    if why_not() is not None or torch.is_autocast_enabled("cpu"):
+        return []
+    modules = modules_of(model)
+    if any(map(_is_compiled, modules)) or has_foreign(model):
+        return []
+    before = state_of(model).get(FewRowsPart).few_rows
+    found: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+    for module in modules:
+        if (
+            isinstance(module, nn.Linear)
+            and is_plain_linear(module)
+            and module.weight.numel() >= _SMALL
+            and "forward" not in module.__dict__
+        ):
+            _, place = _held(module)
+            known = before.get(module)
+            forward = known[1] if known is not None and known[0] == place else _forward(module, place)
+            if forward is not None:
+                found[module] = place, forward
+    state_of(model).get(FewRowsPart).few_rows = found
+    return [(module, forward) for module, (_, forward) in found.items()]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch has compiled it: that would be done anew for what stands in for a layer."""
+    forward = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def _held(module: nn.Linear) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """Weight and bias of a layer, held by tensors of our own, and their place.
+
+    As long as these are held, no other thread can free the memory that a kernel reads.
+    """
+    held = [tensor.detach() for tensor in (module.weight, module.bias) if tensor is not None]
+    return held, tuple(map(place_of, held))
+
+
+def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | None:
+    kernel = native_linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+    if not isinstance(kernel, NativeLinear):
+        return None
+    kernel.held = kernel.held[-1:]  # not the weights, which are the module's: those of old are to go
+    columns, dtype = module.weight.shape[1], module.weight.dtype
+    most = columns * (MOST_ROWS if dtype is torch.float32 else _MOST_HALF)
+
+    def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002, the name that torch's own has
+        is_few = input.dtype is dtype and 0 < input.numel() <= most
+        if is_few and input.shape[-1] == columns:
+            held, its_place = _held(module)
+            if its_place == place:
+                output = kernel(input)
+                del held  # not before
+                return output
+        return functional.linear(input, module.weight, module.bias)
+
+    return forward

@@ -1,0 +1,225 @@
+"""Passes of a model's own code over several tokens that give each token what a pass over it alone gives.
+
+Where activations are rounded to a few bits on their way (quantised models), rounding of another order of sums is no
+small thing: a number falls to the other side, and the logits of a whole model part by a tenth of their spread. What
+sums in another order for another number of tokens is attention, which costs little to do for each token by itself,
+with the very call that a pass over that token makes. Linear layers of some makes are another function of a token for
+the tokens beside it (outliers are looked for in all of them): then they, too, run for each token by itself, which takes
+as long as so many steps, but for what comes between. And some layers of states have a scan of their own for several
+tokens, which is another one (state_layers.py).
+
+Which of it a model needs, its check finds out (tuning/model_check.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...config import SkipConfig
+from ...support.model_state import Part, state_of
+from ..captured.capture import own_attention
+from ..structure.linears import features, is_foreign, linears, mixes_rows, rounds_activations
+from ..structure.skip_mode import SkipMode, forward_of
+from .state_layers import StateLayer, state_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "ATTENTION",
+    "EVERYTHING",
+    "STATES",
+    "RowByRowPart",
+    "has_scans_of_its_own",
+    "least_needed",
+    "row_by_row",
+    "run_row_by_row",
+    "ways",
+]
+
+STATES, ATTENTION, EVERYTHING = "layers of states", "attention", "attention and linear layers"
+"""What is done for each token by itself."""
+_WIDTHS = (2, 5, 12)
+_NUMBERS = 2**17
+"""Numbers of a linear layer's output that are looked at: in half precision one of 20,000 may be rounded otherwise."""
+
+
+class RowByRowPart(Part):
+    """Of a model: what is done for each token by itself in passes of its own code, as its check found it to be needed.
+
+    Attributes:
+        state_layers: its layers of states, where these may have to be run token by token.
+        row_by_row: one of `ways`, for a batch (`True`) and for a single text.
+    """
+
+    def __init__(self) -> None:
+        self.state_layers: list[StateLayer] | None = None
+        self.row_by_row: dict[bool, str | None] = {}
+
+    def drop(self) -> None:
+        self.state_layers = None
+
+
+def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> None:
+    """Have passes of a model's own code over several tokens run like this from now on.
+
+    Args:
+        model: the target model.
+        is_batch: those of several texts, or those of a single one.
+        what: one of `ways(model)`.
+    """
+    state_of(model).get(RowByRowPart).row_by_row[is_batch] = what
+
+
+def ways(model: PreTrainedModel, least: str | None) -> list[str | None]:
+    """What may be done for each token by itself, the cheapest first: `None` is nothing.
+
+    Args:
+        model: the target model.
+        least: leave out what is cheaper.
+    """
+    found = [None, *([STATES] if _state_layers(model) else []), ATTENTION, EVERYTHING]
+    return found[found.index(least) :]
+
+
+def _state_layers(model: PreTrainedModel) -> list[StateLayer]:
+    state = state_of(model).get(RowByRowPart)
+    if state.state_layers is None:
+        state.state_layers = state_layers(model)
+    return state.state_layers
+
+
+def least_needed(model: PreTrainedModel) -> str | None:
+    """What has to be done for each token by itself, as far as the linear layers show it, whatever a short text says.
+
+    One layer of each class is looked at. Where there are foreign ones, in half precision, no pass is captured, and
+    attention is done for each token. All that is worth nothing where linear layers round otherwise beside other tokens.
+    """
+    classes = {(type(m), type(getattr(m, "weight", None))): m for m in linears(model) if is_foreign(m)}
+    needed = ATTENTION if classes and model.dtype in (torch.bfloat16, torch.float16) else None
+    for module in classes.values():
+        try:
+            if mixes_rows(module, model.dtype):
+                return EVERYTHING
+            if rounds_activations(module, model.dtype):
+                needed = ATTENTION
+        except Exception:  # not a layer like others: the check tells
+            continue
+    return EVERYTHING if needed is not None and _any_hangs_on_width(model) else needed
+
+
+def _any_hangs_on_width(model: PreTrainedModel) -> bool:
+    """Whether a linear layer gives a token other bits beside other tokens: one of each make and shape is looked at.
+
+    In float32 the last layer does not count, whose last bits nothing behind it makes larger.
+    """
+    head = model.get_output_embeddings() if model.dtype is torch.float32 else None
+    tops = {(type(m), type(getattr(m, "weight", None)), features(m)): m for m in linears(model, False) if m is not head}
+    for module in tops.values():
+        try:
+            if _hangs_on_width(module, model.dtype):
+                return True
+        except Exception:  # not a layer like others: the check tells
+            continue
+    return False
+
+
+def _hangs_on_width(module: nn.Module, dtype: torch.dtype) -> bool:
+    columns, outputs = features(module) or (0, 1)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    widest = max(_WIDTHS)
+    with torch.no_grad():
+        for _ in range(-(-_NUMBERS // (widest * outputs))):
+            x = torch.randn((1, widest, columns), generator=generator, device="cpu").to(dtype)
+            alone = torch.cat([module(row.contiguous()) for row in torch.split(x, 1, dim=1)], dim=1)
+            if any(not torch.equal(module(x[:, :width].contiguous()), alone[:, :width]) for width in _WIDTHS):
+                return True
+    return False
+
+
+def has_scans_of_its_own(model: PreTrainedModel, texts: int) -> bool:
+    """Whether the model's own code over several tokens of so many texts was found to be another function of states."""
+    return state_of(model).get(RowByRowPart).row_by_row.get(texts > 1) == STATES
+
+
+@contextmanager
+def row_by_row(model: PreTrainedModel, texts: int) -> Iterator[None]:
+    """For a pass over several tokens of each of so many texts: what was found to be needed, token by token."""
+    what = state_of(model).get(RowByRowPart).row_by_row.get(texts > 1)
+    if what is None:
+        yield
+        return
+    if what == STATES:
+        with SkipMode(model, SkipConfig(), [patch for layer in _state_layers(model) for patch in layer.patches()]):
+            yield
+        return
+    with own_attention(_token_by_token, has_masks=True):
+        if what == ATTENTION:
+            yield
+            return
+        tops = list(linears(model, wrapped=False))
+        with SkipMode(model, SkipConfig(), [(module, _each_row(module)) for module in tops]):
+            yield
+
+
+def _each_row(module: nn.Module) -> Callable[..., Any]:
+    forward = forward_of(module)
+
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        place = 1 if x.ndim > 2 else 0
+        if x.ndim < 2 or x.shape[place] == 1:
+            return forward(x, *args, **kwargs)
+        rows = torch.split(x, 1, dim=place)
+        return torch.cat([forward(row.contiguous(), *args, **kwargs) for row in rows], dim=place)
+
+    return run
+
+
+def _token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function that calls another one for each token, with the keys that the token sees."""
+    seen: list[Any] = [None, []]  # the last mask, and what was found of it: layers share one
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        count, slots = query.shape[2], key.shape[2]
+        if attention_mask is None or count == 1 or attention_mask.shape[-2:] != (count, slots):
+            return original(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        if seen[0] is not attention_mask:
+            seen[:] = attention_mask, _visible(attention_mask)
+        parts = []
+        for token, (start, end, mask) in enumerate(seen[1]):
+            one, keys, values = query[:, :, token : token + 1], key[:, :, start:end], value[:, :, start:end]
+            parts.append(original(module, one, keys, values, mask, **kwargs)[0])
+        return torch.cat(parts, dim=1), None
+
+    return attention
+
+
+def _visible(mask: torch.Tensor) -> list[tuple[int, int, torch.Tensor | None]]:
+    """For each token, where the keys that it sees begin and end, and the mask over these, if it hides any of them.
+
+    Args:
+        mask (`torch.BoolTensor` or `torch.FloatTensor` of shape `(B, 1 or H, tokens, keys)`): added to scores, where it
+            has numbers.
+    """
+    is_seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    by_anyone = is_seen.flatten(0, 1).any(dim=0).int()  # of several texts, one may see more than another
+    starts = by_anyone.argmax(dim=1).tolist()
+    ends = (by_anyone.shape[1] - by_anyone.flip(1).argmax(dim=1)).tolist()
+    found = []
+    for token, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        own = mask[:, :, token : token + 1, start:end]
+        says_nothing = bool(own.all()) if mask.dtype is torch.bool else not bool(own.any())
+        found.append((start, end, None if says_nothing else own))
+    return found

@@ -1,0 +1,105 @@
+"""Which adapters (PEFT's) are in use, and whether that has changed: what was learnt, copied or verified with others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...support.once import looked_at_once
+from ...support.tensors import fingerprint_of
+from .linears import few_of, is_plain, linears_of, sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["AdapterWatch", "numbers_of", "weights_in_use"]
+
+# How a layer with adapters says which of them are in use, and how much of each.
+_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+
+_FEW = 4
+"""Numbers of each of the adapters' own weights that are looked at."""
+
+
+class AdapterWatch:
+    """Tells whether the adapters of a model were switched, added, merged, taken away, or their weights written to.
+
+    Looking is cheap enough for each token: the layers are looked up once.
+
+    Args:
+        model: the target model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._names: Any = None
+        self._layers: list[tuple[nn.Module, str, nn.Module, list[torch.Tensor]]] = []
+        self._numbers: list[torch.Tensor] = []
+        self.state = self._look()
+
+    def has_changed(self) -> bool:
+        """Whether anything is other than when this was last asked, or at first."""
+        before, self.state = self.state, self._look()
+        return self.state != before
+
+    def _look(self) -> Hashable:
+        names = tuple(getattr(self._model, "peft_config", None) or ())
+        if names != self._names:
+            self._names, self._layers = names, list(_adapted_layers(self._model)) if names else []
+            # Views: what is written to in a way that torch does not count (`weight.data`) is seen in them.
+            self._numbers = [few_of(w, _FEW) for *_, weights in self._layers for w in weights if is_plain(w)]
+        if not names:
+            return ()
+        found: list[Any] = [names]
+        for parent, name, module, weights in self._layers:
+            # One that was taken out of the model is in use no more.
+            found.append(parent._modules.get(name) is module)
+            found += [_frozen(module.__dict__.get(switch, getattr(type(module), switch, None))) for switch in _SWITCHES]
+            found += map(fingerprint_of, weights)
+        if self._numbers:
+            found += torch.cat(self._numbers).tolist()
+        return tuple(found)
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, dict):
+        return tuple(value.items())
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, list[torch.Tensor]]]:
+    """`(parent, name in it, layer, the adapters' own weights)` of all layers with adapters."""
+    for parent in model.modules():
+        for name, module in parent._modules.items():
+            if module is not None and hasattr(module, _SWITCHES[0]):
+                base = getattr(module, "base_layer", None)
+                others = set() if base is None else {id(p) for p in base.parameters()}
+                yield parent, name, module, [p for p in module.parameters() if id(p) not in others]
+
+
+def weights_in_use(model: PreTrainedModel) -> Hashable:
+    """What tells the weights that a model computes with from those before: with adapters that are switched, merged.
+
+    Other weights written into the same place are noticed by a few numbers of each layer.
+    """
+    numbers = _sample_of(model).double()
+    return AdapterWatch(model).state, tuple(numbers.tolist())
+
+
+@looked_at_once
+def _sample_of(model: PreTrainedModel) -> torch.Tensor:
+    """A few numbers of each layer."""
+    return sample(linears_of(model))
+
+
+def numbers_of(model: PreTrainedModel) -> str:
+    """A fingerprint of the same kind that holds from one process to the next."""
+    layers = list(_adapted_layers(model)) if getattr(model, "peft_config", None) else []
+    few = [_sample_of(model)]
+    few += [few_of(w, _FEW) for *_, weights in layers for w in weights if is_plain(w)]
+    numbers = torch.cat([one.to("cpu", torch.float64) for one in few])
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]

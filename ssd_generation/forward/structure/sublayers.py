@@ -1,0 +1,778 @@
+"""Where a model's attention and MLP sub-layers are, and how one is skipped.
+
+The only file that knows model families, and it knows them by shape: the decoder layers are the `ModuleList` as long as
+the config says, their sub-layers are found by the usual attribute names, and everything else (what a sub-layer returns,
+which norms belong to it alone, whether it adds the residual itself) is read off one forward pass over a single token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from ...cache.recurrent import layers_without_keys
+from ...support.model_state import Part, state_of
+from .offloaded import CannotStandIn, is_offloaded, stand_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...config import SkipConfig
+
+__all__ = [
+    "DecoderLayout",
+    "LayerLayout",
+    "LayoutPart",
+    "SubLayer",
+    "input_device",
+    "layout_of",
+    "locate_sublayers",
+]
+
+Kind = Literal["attention", "mlp"]
+Stub = Callable[..., Any]
+
+# Attribute names that transformers gives to the sub-layers, most common first.
+_ATTENTION_NAMES = ("self_attn", "attn", "self_attention", "attention", "temporal_block")
+_MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "mlp_block")
+# The MLP of a layer without an MLP module: (first linear, last linear).
+_MLP_PAIRS = (("fc1", "fc2"), ("intermediate", "output"))
+
+
+@dataclass(frozen=True, eq=False)
+class SubLayer:
+    """One attention or MLP sub-layer of one decoder layer.
+
+    Attributes:
+        kind: `"attention"` or `"mlp"`.
+        layer: index of the decoder layer.
+        name: attribute name inside the layer (`"self_attn"`, `"fc1 … fc2"`).
+        modules: the modules that make the sub-layer up; the last one gives its output.
+        private_norms: norms that serve this sub-layer only, so that they can be left out with it.
+        output_length: `None` where the sub-layer returns a tensor, else the length of the tuple it returns.
+        residual_index: position of the argument that is the residual, where the sub-layer adds it itself, else `None`.
+        beside: of the first of `modules`, which run beside the others and add what they give as these do (another
+            mixer of the layer, shared experts): what each returns, as `output_length` says it.
+    """
+
+    kind: Kind
+    layer: int
+    name: str
+    modules: tuple[nn.Module, ...]
+    private_norms: tuple[nn.Module, ...]
+    output_length: int | None
+    residual_index: int | None
+    beside: tuple[int | None, ...] = ()
+
+    def of_modules(self, others: Mapping[int, nn.Module]) -> SubLayer:
+        """The same of another model, whose modules these are by id of those here."""
+        modules, norms = (tuple(others[id(m)] for m in held) for held in (self.modules, self.private_norms))
+        return replace(self, modules=modules, private_norms=norms)
+
+    def num_parameters(self) -> int:
+        """Parameters of the sub-layer, its private norms included."""
+        seen = {id(p): p.numel() for m in (*self.modules, *self.private_norms) for p in m.parameters()}
+        return sum(seen.values())
+
+    def stubs(self) -> Iterator[tuple[nn.Module, Stub]]:
+        """`(module, forward)` pairs that leave the sub-layer out: its contribution to the residual stream becomes 0."""
+        parts = len(self.beside)
+        for module, length in zip(self.modules, self.beside, strict=False):
+            yield module, _contribution_stub(length, None)
+        for module in (*self.modules[parts:-1], *self.private_norms):
+            yield module, _identity
+        yield self.modules[-1], _contribution_stub(self.output_length, self.residual_index)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerLayout:
+    """One decoder layer: its sub-layers and what it returns.
+
+    Attributes:
+        module: the decoder layer.
+        index: its position.
+        attention: its attention sub-layer, or `None`.
+        mlp: its MLP sub-layer, or `None`.
+        output_length: `None` where the layer returns a tensor, else the length of the tuple.
+        can_be_bypassed: whether leaving out both sub-layers leaves nothing of the layer. False where the layer
+            normalises the residual stream itself (post-norm), which then stays in the draft.
+        refusals: of sub-layers that were found and cannot be skipped: why. They are not among the layer's.
+    """
+
+    module: nn.Module
+    index: int
+    attention: SubLayer | None
+    mlp: SubLayer | None
+    output_length: int | None
+    can_be_bypassed: bool
+    refusals: Mapping[Kind, str] = field(default_factory=dict)
+
+    def of_modules(self, others: Mapping[int, nn.Module]) -> LayerLayout:
+        """The same of another model, as in `SubLayer.of_modules`."""
+        attention, mlp = (None if sub is None else sub.of_modules(others) for sub in (self.attention, self.mlp))
+        return replace(self, module=others[id(self.module)], attention=attention, mlp=mlp)
+
+    def bypass(self) -> tuple[nn.Module, Stub]:
+        """The `(module, forward)` pair that leaves the whole layer out: its input is handed on."""
+        return self.module, _passthrough(self.output_length)
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayout:
+    """The decoder layers of a model, and which of their sub-layers can be skipped.
+
+    Attributes:
+        layers: in their order; empty where nothing can be skipped.
+        num_parameters: of the model.
+        shares_kv: layers whose keys and values other layers read: their attention cannot be skipped.
+        refusal: why no sub-layer can be skipped, whichever it is; `None`: some can.
+        depth: decoder layers, as the model's config says.
+        ran: whether the model's pass over a token, by which sub-layers are found, came to its end.
+        without_keys: layers of which the cache holds states alone, or nothing.
+    """
+
+    layers: tuple[LayerLayout, ...]
+    num_parameters: int
+    shares_kv: frozenset[int]
+    refusal: str | None = None
+    depth: int = 0
+    ran: bool = True
+    without_keys: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.layers) or self.depth
+
+    def is_current(self) -> bool:
+        """Whether the model still consists of the modules this layout names."""
+        for layer in self.layers:
+            for sub in (layer.attention, layer.mlp):
+                if sub is not None and any(m not in _parts(layer.module).values() for m in sub.modules):
+                    return False
+        return True
+
+    def sublayer(self, kind: Kind, layer: int) -> SubLayer:
+        """The sub-layer `kind` of layer `layer`.
+
+        Raises:
+            ValueError: the layer does not exist, has no such sub-layer, or other layers depend on it; or nothing can be
+                skipped in this model.
+        """
+        if self.refusal is not None:
+            raise ValueError(
+                f"{self.refusal} Leave the skip set out: prompt lookup and low-bit copies (`precision`) need none."
+            )
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(
+                f"The skip set names {kind} {layer}, but this model has layers 0 to {len(self.layers) - 1}. "
+                "Use a config that was made for this model."
+            )
+        layout = self.layers[layer]
+        sub = layout.attention if kind == "attention" else layout.mlp
+        if sub is None and kind in layout.refusals:
+            raise ValueError(f"{layout.refusals[kind]} Leave {kind} {layer} out of the skip set.")
+        if sub is None:
+            raise ValueError(
+                f"Layer {layer} ({type(layout.module).__name__}) has no {kind} sub-layer that can be found: it "
+                f"consists of {_names(layout.module)}. Leave {kind} {layer} out of the skip set."
+            )
+        if kind == "attention" and layer in self.shares_kv:
+            raise ValueError(
+                f"The attention of layer {layer} stores keys and values that other layers read: it cannot be skipped. "
+                f"Take {layer} out of the skip set's attention."
+            )
+        return sub
+
+    def stubs(self, skip: SkipConfig) -> list[tuple[nn.Module, Stub]]:
+        """`(module, forward)` pairs that put the model in skip mode.
+
+        A layer of which both sub-layers go is bypassed whole, norms and additions included.
+
+        Raises:
+            ValueError: a sub-layer of `skip` cannot be skipped, or all attention is.
+        """
+        attention, mlp = set(skip.attention), set(skip.mlp)
+        # Checked before anything is built, so that the message names the first bad entry.
+        chosen = [self.sublayer("attention", i) for i in skip.attention] + [self.sublayer("mlp", i) for i in skip.mlp]
+        found = {layer.index for layer in self.layers if layer.attention is not None}
+        kept = {layer.index for layer in self.layers if "attention" in layer.refusals}
+        with_attention = (found | kept) - self.without_keys or found | kept
+        if with_attention and with_attention <= attention:
+            raise ValueError(
+                f"The skip set leaves out all {len(with_attention)} attention sub-layers: the draft would not see the "
+                "context. Keep at least one."
+            )
+        bypassed = {i for i in attention & mlp if self.layers[i].can_be_bypassed}
+        pairs: list[tuple[nn.Module, Stub]] = [self.layers[i].bypass() for i in sorted(bypassed)]
+        for sub in chosen:
+            if sub.layer not in bypassed:
+                pairs.extend(sub.stubs())
+        return pairs
+
+    def skipped_parameters(self, skip: SkipConfig) -> int:
+        """Parameters that a draft with this skip set does not read."""
+        subs = [self.sublayer("attention", i) for i in skip.attention] + [self.sublayer("mlp", i) for i in skip.mlp]
+        return sum(sub.num_parameters() for sub in subs)
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where token ids go: the device of the embedding, or, of one that is offloaded, that on which it runs."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    device: torch.device = next(embedding.parameters()).device
+    if device.type != "meta":
+        return device
+    hook = getattr(embedding, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", None) or [hook]
+    where = next((w for h in hooks if (w := getattr(h, "execution_device", None)) is not None), "cpu")
+    return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+
+
+class _CannotSkip(ValueError):
+    """A part that skipping needs is missing or unknown."""
+
+
+class _DoesNotRun(_CannotSkip):
+    """The pass by which the parts are found fails."""
+
+
+def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
+    """Find the attention and MLP sub-layers of a causal language model, for what is about skipping them.
+
+    Args:
+        model: a decoder-only transformers model.
+
+    Raises:
+        ValueError: a part that skipping needs is missing or unknown; the message says which.
+    """
+    layout = layout_of(model)
+    if layout.refusal is not None:
+        raise ValueError(layout.refusal)
+    return layout
+
+
+class LayoutPart(Part):
+    """Of a model: its attention and MLP sub-layers."""
+
+    def __init__(self) -> None:
+        self.layout: DecoderLayout | None = None
+
+    def drop(self) -> None:
+        self.layout = None
+
+
+def layout_of(model: PreTrainedModel) -> DecoderLayout:
+    """Find the attention and MLP sub-layers of a causal language model, or why none can be skipped.
+
+    The first call runs the model on one token, to see what the sub-layers return and which norms serve one of them
+    only; the answer is kept with the model and made anew when its modules were exchanged.
+
+    Args:
+        model: a decoder-only transformers model.
+
+    Returns:
+        The layout of its decoder layers.
+
+    Raises:
+        ValueError: it is an encoder-decoder model.
+    """
+    state = state_of(model).get(LayoutPart)
+    layout: DecoderLayout | None = state.layout
+    if layout is None or not layout.is_current():
+        layout = state.layout = _locate(model)
+    return layout
+
+
+def _locate(model: PreTrainedModel) -> DecoderLayout:
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model; self-speculative decoding is for decoder-only models."
+        )
+    total, depth = sum(p.numel() for p in model.parameters()), int(config.num_hidden_layers)
+    try:
+        layouts = _layouts_without_weights(model, depth) if is_offloaded(model) else _layouts(model, depth)
+    except _CannotSkip as error:
+        ran = not isinstance(error, _DoesNotRun)
+        return DecoderLayout((), total, frozenset(), refusal=str(error), depth=depth, ran=ran)
+    shared, without_keys = _layers_read_by_others(config, depth), layers_without_keys(model)
+    return DecoderLayout(layouts, total, shared, depth=depth, without_keys=without_keys)
+
+
+def _layouts_without_weights(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
+    """See `_layouts`, of a model with offloaded weights, none of which is read."""
+    try:
+        with stand_in(model) as (other, made):
+            layouts = _layouts(other, depth)
+    except (CannotStandIn, _DoesNotRun):
+        return _layouts(model, depth)
+    originals = {id(made[id(module)]): module for module in model.modules()}
+    return tuple(layer.of_modules(originals) for layer in layouts)
+
+
+def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
+    """The layers and what was seen of them.
+
+    Raises:
+        _CannotSkip: a part that skipping needs is missing or unknown.
+    """
+    lists = _layer_lists(model, depth)
+    try:
+        traces = _trace(model, [slot.module for slots in lists for slot in slots])
+    except Exception as error:  # whatever a model's code raises
+        said = " ".join(str(error).split())[:200]
+        raise _DoesNotRun(
+            f"A pass of {type(model).__name__} over a single token, by which its sub-layers would be found, fails "
+            f"({type(error).__name__}: {said}). This model cannot be skipped in."
+        ) from error
+    # A tower for pictures or sound may have as many layers: text does not go through it.
+    starts = range(0, len(traces), depth)
+    run = [start for start in starts if any(trace.ran for trace in traces[start : start + depth])]
+    if len(run) != 1:
+        found = "none" if not run else f"{len(run)} of them"
+        raise _CannotSkip(_one_list(model, depth, f"a token goes through {found}"))
+    slots, trace = lists[run[0] // depth], traces[run[0] : run[0] + depth]
+    used = {id(value) for each in trace for call in each.calls for value in call.inputs}
+    layouts = tuple(_layer_layout(i, slot, trace[i], used) for i, slot in enumerate(slots))
+    refusals = [reason for layer in layouts for reason in layer.refusals.values()]
+    if refusals and all(layer.attention is None and layer.mlp is None for layer in layouts):
+        raise _CannotSkip(f"{refusals[0]} No other sub-layer of this model can be skipped either.")
+    if not refusals and all(layer.attention is None for layer in layouts):
+        raise _CannotSkip(
+            f"No attention sub-layer was found in the layers of {type(model).__name__}: a layer consists of "
+            f"{_names(slots[0].module)}, and none of them is called {', '.join(_ATTENTION_NAMES)} or is an attention "
+            "class."
+        )
+    return layouts
+
+
+def _names(module: nn.Module) -> str:
+    return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "no sub-modules"
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A decoder layer, or a part of one that counts as a layer: its attention and MLP number `part` of several."""
+
+    module: nn.Module
+    part: int | None = None
+
+    def parts(self) -> dict[str, nn.Module]:
+        """What it may consist of, by name."""
+        if self.part is None:
+            return {name: module for name, module in self.module._modules.items() if module is not None}
+        return {
+            name: module[self.part]
+            for name, module in self.module._modules.items()
+            if isinstance(module, nn.ModuleList) and self.part < len(module)
+        }
+
+
+def _parts(layer: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a layer consists of, by name; of a list of modules, its entries."""
+    parts: dict[str, nn.Module] = {}
+    for name, module in layer.named_children():
+        if isinstance(module, nn.ModuleList):
+            parts.update({f"{name}.{place}": entry for place, entry in enumerate(module)})
+        else:
+            parts[name] = module
+    return parts
+
+
+def _layer_lists(model: PreTrainedModel, num_layers: int) -> list[list[_Slot]]:
+    """What there is as often as there are decoder layers, with attention inside; one of these lists has them.
+
+    A layer may hold several attentions, each of which counts as one (longcat_flash).
+    """
+    lists: list[list[_Slot]] = []
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or not len(module) or num_layers % len(module):
+            continue
+        several = num_layers // len(module)
+        places = [None] if several == 1 else range(several)
+        slots = [_Slot(layer, place) for layer in module for place in places]
+        if any(_attention_of(slot.parts()) is not None for slot in slots):
+            lists.append(slots)
+    if not lists:
+        raise _CannotSkip(_one_list(model, num_layers, "found none"))
+    return lists
+
+
+def _one_list(model: PreTrainedModel, num_layers: int, but: str) -> str:
+    return (
+        f"{type(model).__name__} should have one list of {num_layers} decoder layers with an attention sub-layer "
+        f"(called {', '.join(_ATTENTION_NAMES)}); {but}. This model cannot be skipped in."
+    )
+
+
+def _attention_of(parts: Mapping[str, nn.Module]) -> tuple[str, nn.Module] | None:
+    """The attention among a layer's parts, or what mixes tokens in its place: a state space, a convolution."""
+    found = _child(parts, _ATTENTION_NAMES, ("Attention",))
+    if found is not None:
+        return found
+    mlp = _mlp_of(parts)
+    return next(((name, m) for name, m in _mixers(parts) if mlp is None or m not in mlp[1]), None)
+
+
+def _mixers(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Those that have a place in the cache."""
+    for name, module in parts.items():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            yield name, module
+
+
+def _mlp_of(parts: Mapping[str, nn.Module]) -> tuple[str, tuple[nn.Module, ...]] | None:
+    found = _child(parts, _MLP_NAMES, ("MLP", "MoE", "FeedForward", "SparseMoeBlock"))
+    if found is not None:
+        return found[0], (found[1],)
+    for first, last in _MLP_PAIRS:
+        if first in parts and last in parts:
+            return f"{first} … {last}", (parts[first], parts[last])
+    return None
+
+
+def _child(
+    parts: Mapping[str, nn.Module], names: Iterable[str], endings: tuple[str, ...]
+) -> tuple[str, nn.Module] | None:
+    for name in names:
+        if name in parts:
+            return name, parts[name]
+    for name, module in parts.items():
+        if type(module).__name__.endswith(endings) and "cross" not in name:
+            return name, module
+    return None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# one token through the model, to see how its layers are wired
+
+
+@dataclass
+class _Call:
+    """One call of a direct child of a layer during the tracing pass."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[torch.Tensor, ...]
+    output: Any
+
+
+@dataclass
+class _LayerTrace:
+    calls: list[_Call]
+    inner: list[_Call]
+    """Of the children of direct children."""
+    output: Any = None
+    ran: bool = False
+
+
+def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]:
+    traces = [_LayerTrace([], []) for _ in layers]
+    handles = []
+    here = threading.get_ident()  # another thread may be running the model just now
+
+    def watch_child(calls: list[_Call], name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if threading.get_ident() != here:
+                return
+            inputs = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            calls.append(_Call(name, module, inputs, output))
+
+        return hook
+
+    def watch_layer(trace: _LayerTrace) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if threading.get_ident() == here:
+                trace.output, trace.ran = output, True
+
+        return hook
+
+    token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
+    try:
+        for layer, trace in zip(layers, traces, strict=True):
+            handles.append(layer.register_forward_hook(watch_layer(trace)))
+            for name, child in _parts(layer).items():
+                handles.append(child.register_forward_hook(watch_child(trace.calls, name), with_kwargs=True))
+                for inside, grandchild in child.named_children():
+                    handles.append(grandchild.register_forward_hook(watch_child(trace.inner, inside), with_kwargs=True))
+        # `forward` and not `__call__`: a compiled model need not be compiled for one token with hooks. The random state
+        # is put back, so that a dropout in training mode changes no sampled text.
+        with torch.no_grad(), torch.random.fork_rng(devices=[], enabled=True):
+            model.forward(input_ids=token, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return traces
+
+
+def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -> LayerLayout:
+    """What was seen of a layer; `used`: ids of the tensors that any part of any layer was given."""
+    attention, mlp = _attention_of(slot.parts()), _mlp_of(slot.parts())
+    found: dict[Kind, tuple[str, tuple[nn.Module, ...]]] = {}
+    if attention is not None:
+        found["attention"] = (attention[0], (attention[1],))
+    if mlp is not None:
+        found["mlp"] = mlp
+    beside = _parts_beside(slot, found, trace)
+    for kind, parts in beside.items():
+        name, modules = found[kind]
+        found[kind] = " + ".join((name, *(call.name for call in parts))), (*(call.module for call in parts), *modules)
+    members = {id(m) for _, modules in found.values() for m in modules}
+    # Others stay in the draft. What they are given must then be what a left-out sub-layer gives.
+    others = [
+        call
+        for call in trace.calls
+        if id(call.module) not in members and not _is_norm(call.module) and any(True for _ in call.module.parameters())
+    ]
+    norms = [call for call in trace.calls if _is_norm(call.module)]
+    refusals: dict[Kind, str] = {}
+    sublayers: dict[Kind, SubLayer] = {}
+    owned: set[int] = set()
+    for kind, (name, modules) in found.items():
+        parts = beside.get(kind, [])
+        reason = _why_kept(kind, modules, len(parts), trace, others, used)
+        if reason is not None:
+            where = f"The {kind} of layer {index} ({name}, {type(modules[-1]).__name__})"
+            refusals[kind] = f"{where} {reason}: skipping it would not be safe."
+            continue
+        last, first = (_calls_of(modules[place], trace)[0] for place in (-1, len(parts)))
+        output = last.output
+        private = [norm for norm in norms if _stands_before(norm, first, trace.calls)]
+        residual_index = _residual_index(modules[-1])
+        if residual_index is None:
+            own_inputs = [call.inputs[0] for call in (first, *private) if call.inputs]
+            residual_index = _given_again(last, own_inputs, trace.inner)
+        if name.startswith("intermediate") and residual_index is None:
+            where = f"The {kind} of layer {index} ({name})"
+            refusals[kind] = f"{where} is not given what it is to add its output to: skipping it would not be safe."
+            continue
+        if residual_index is None:  # otherwise what follows is the residual stream
+            private += [norm for norm in norms if _stands_behind(norm, output, trace.calls)]
+        owned |= {id(norm) for norm in private}
+        sublayers[kind] = SubLayer(
+            kind=kind,
+            layer=index,
+            name=name,
+            modules=modules,
+            private_norms=tuple(norm.module for norm in private),
+            output_length=_length(output),
+            residual_index=residual_index,
+            beside=tuple(_length(call.output) for call in parts),
+        )
+    # A norm shared by both sub-layers (parallel attention and MLP) goes when both go; one on the residual stream stays.
+    inputs_of_sublayers = {id(call.inputs[0]) for call in trace.calls if id(call.module) in members and call.inputs}
+    stream_norms = [
+        norm
+        for norm in norms
+        if id(norm) not in owned
+        and (
+            id(norm.output) not in inputs_of_sublayers
+            or _uses(norm.output, trace.calls) != _first_uses(norm.output, trace.calls)
+        )
+    ]
+    output = trace.output
+    return LayerLayout(
+        module=slot.module,
+        index=index,
+        attention=sublayers.get("attention"),
+        mlp=sublayers.get("mlp"),
+        output_length=_length(output),
+        can_be_bypassed=not stream_norms and not others,
+        refusals=refusals,
+    )
+
+
+def _calls_of(module: nn.Module, trace: _LayerTrace) -> list[_Call]:
+    return [call for call in trace.calls if call.module is module]
+
+
+def _why_kept(
+    kind: Kind, modules: tuple[nn.Module, ...], parts: int, trace: _LayerTrace, others: list[_Call], used: set[int]
+) -> str | None:
+    """Why a sub-layer cannot be left out; `None` where it can.
+
+    Args:
+        kind: of the sub-layer.
+        modules: that it consists of; the first `parts` run beside the others.
+        parts: see `modules`.
+        trace: what was seen of the layer.
+        others: calls of what is no sub-layer and no norm, and stays in the draft.
+        used: ids of the tensors that any part of any layer was given.
+    """
+    if kind == "attention":
+        inside = [call for call in others if any(map(_holds_attention, call.module.modules()))]
+        if inside:
+            return f"is not all of the layer's: there is more inside of {_listed(inside)}"
+    calls = _calls_of(modules[-1], trace)
+    if len(calls) != 1:
+        return f"ran {len(calls)} times for one token instead of once"
+    output = calls[0].output
+    if isinstance(output, tuple) and any(isinstance(v, torch.Tensor) and id(v) in used for v in output[1:]):
+        return "gives other parts more than its output"
+    first = _calls_of(modules[parts], trace)
+    if others and not _is_of_shape(output, first[0].inputs if first else ()):
+        return f"does not give what it is given, and the layer has other parts ({_listed(others)})"
+    return None
+
+
+def _holds_attention(module: nn.Module) -> bool:
+    return _attention_of(_Slot(module).parts()) is not None
+
+
+def _listed(calls: list[_Call]) -> str:
+    return ", ".join(f"{call.name}: {type(call.module).__name__}" for call in calls)
+
+
+def _parts_beside(
+    slot: _Slot, found: Mapping[Kind, tuple[str, tuple[nn.Module, ...]]], trace: _LayerTrace
+) -> dict[Kind, list[_Call]]:
+    """What runs beside a layer's sub-layers and is left out with them: other mixers, and shared experts.
+
+    A mixer has a place in the cache. A shared expert is given what the MLP is given and gives as much, to nobody else.
+    """
+    members = {id(m) for _, modules in found.values() for m in modules}
+    mixers = {id(module) for _, module in _mixers(slot.parts())}
+    mlp = found["mlp"][1][0] if "mlp" in found else None
+    given = next((call.inputs[0] for call in trace.calls if call.module is mlp and call.inputs), None)
+    beside: dict[Kind, list[_Call]] = {}
+    for call in trace.calls:
+        if id(call.module) in members or _is_norm(call.module) or not call.inputs:
+            continue
+        if sum(other.module is call.module for other in trace.calls) != 1:
+            continue
+        if id(call.module) in mixers and "attention" in found:
+            beside.setdefault("attention", []).append(call)
+        elif (
+            given is not None
+            and call.inputs[0] is given
+            and _is_of_shape(call.output, call.inputs)
+            and not _uses(call.output, trace.calls)
+        ):
+            beside.setdefault("mlp", []).append(call)
+    return beside
+
+
+def _length(output: Any) -> int | None:
+    """Of the tuple that a module returns; `None` where it returns a tensor."""
+    return len(output) if isinstance(output, tuple) else None
+
+
+def _is_of_shape(output: Any, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a module gives as much as it is given."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    return isinstance(tensor, torch.Tensor) and bool(inputs) and tensor.shape == inputs[0].shape
+
+
+def _uses(tensor: Any, calls: list[_Call]) -> int:
+    return sum(value is tensor for call in calls for value in call.inputs)
+
+
+def _first_uses(tensor: Any, calls: list[_Call]) -> int:
+    return sum(bool(call.inputs) and call.inputs[0] is tensor for call in calls)
+
+
+# Tensors are compared by identity: a norm that is fed the residual stream plus a sub-layer's output sees another tensor
+# than the sub-layer's output, and one whose result is also used as the residual is used twice.
+
+
+def _stands_before(norm: _Call, first: _Call, calls: list[_Call]) -> bool:
+    """Whether a norm feeds the sub-layer that starts with `first`, and nothing else."""
+    return bool(first.inputs) and norm.output is first.inputs[0] and _uses(norm.output, calls) == 1
+
+
+def _stands_behind(norm: _Call, output: Any, calls: list[_Call]) -> bool:
+    """Whether a norm is fed a sub-layer's output as it is, and nothing else is."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    return bool(norm.inputs) and norm.inputs[0] is tensor and _uses(tensor, calls) == 1
+
+
+def _residual_index(module: nn.Module) -> int | None:
+    """Position of a parameter called `residual`: the sub-layer adds the residual itself (bloom, mpt)."""
+    parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+    return parameters.index("residual") if "residual" in parameters else None
+
+
+def _given_again(call: _Call, own_inputs: list[torch.Tensor], inner: list[_Call]) -> int | None:
+    """Position of the residual in the call that gives a sub-layer's output, where it is the sub-layer's own input.
+
+    BERT and its kind add the residual in the last part of a sub-layer: the part is given the sub-layer's input beside
+    what was made of it. That part may be the call itself, or stand at the end of what it calls.
+    """
+
+    def place(part: _Call, own: list[torch.Tensor]) -> int | None:
+        first, *others = part.inputs or (None,)
+        if any(first is value for value in own):  # queries, keys and values of one source, say
+            return None
+        return next((place for place, value in enumerate(others, 1) if any(value is one for one in own)), None)
+
+    if (found := place(call, own_inputs)) is not None:
+        return found
+    output = call.output[0] if isinstance(call.output, tuple) else call.output
+    for part in inner:
+        if part.output is output and place(part, list(call.inputs[:1])) is not None:
+            return 0
+    return None
+
+
+def _layers_read_by_others(config: Any, num_layers: int) -> frozenset[int]:
+    """Layers whose attention stores keys and values for later layers (KV sharing, as in gemma3n and gemma4)."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return frozenset(i for i, mode in enumerate(modes) if mode not in (None, "none", "reuse"))
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    return frozenset(range(num_layers - shared)) if shared else frozenset()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the stubs
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    if args:
+        return args[0]  # type: ignore[no-any-return]
+    states: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+    return states
+
+
+def _identity(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return _hidden_states(args, kwargs)
+
+
+def _passthrough(output_length: int | None) -> Stub:
+    """`forward` of a decoder layer that is left out whole."""
+    if output_length is None:
+        return _identity
+    rest = (None,) * (output_length - 1)
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (_hidden_states(args, kwargs), *rest)
+
+    return forward
+
+
+def _contribution_stub(output_length: int | None, residual_index: int | None) -> Stub:
+    """`forward` of a sub-layer that adds nothing to the residual stream.
+
+    It returns fresh zeros each time, since some layers add to the result in place (falcon), or the residual alone where
+    the sub-layer is the one to add it.
+    """
+    rest = () if output_length is None else (None,) * (output_length - 1)
+
+    def contribution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        if residual_index is None:
+            return torch.zeros_like(_hidden_states(args, kwargs))
+        if residual_index == 0:
+            return _hidden_states(args, kwargs)
+        return kwargs["residual"] if "residual" in kwargs else args[residual_index]  # type: ignore[no-any-return]
+
+    if output_length is None:
+        return lambda *args, **kwargs: contribution(args, kwargs)
+    return lambda *args, **kwargs: (contribution(args, kwargs), *rest)

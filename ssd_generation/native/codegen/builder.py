@@ -1,0 +1,307 @@
+"""What modules in LLVM's language are put together from.
+
+Vectors have 16 lanes, which stand for one, two or four registers; sums of the lanes are those of their halves, and so
+on. So what is computed does not depend on the processor. Whatever imports this needs llvmlite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from .teams import RUN
+
+LANES = 16
+
+FLOAT, HALF = ir.FloatType(), ir.HalfType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+ADDRESS = ir.PointerType()
+VOID = ir.VoidType()
+
+STORED: dict[str, Any] = {"float32": FLOAT, "bfloat16": I16, "float16": HALF, "int8": I8}
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
+
+
+def vector(kind: Any) -> Any:
+    """The type of 16 of these."""
+    return ir.VectorType(kind, LANES)
+
+
+FLOATS, INTS = vector(FLOAT), vector(I32)
+
+
+class _BFloat(ir.Type):
+    """bfloat16, which llvmlite has no name for; stored as integers of 16 bits, and these only where it must be."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def integer(value: int) -> Any:
+    """A constant of 64 bits."""
+    return ir.Constant(I64, value)
+
+
+def splat(kind: Any, value: float) -> Any:
+    """A constant in all lanes."""
+    return ir.Constant(vector(kind), [value] * LANES)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a kernel is given: a record of its own, a table of addresses, and which of how many parts to do.
+
+    Record and table are of 64-bit numbers. The table begins with the number of rows (sequence.py); of the record,
+    places 0 and 1 are not the kernel's. An operand is two places of a record: which address of the table, and how many
+    bytes from there.
+    """
+
+    record: Any
+    table: Any
+    part: Any
+    parts: Any
+
+    def field(self, b: Any, at: int) -> Any:
+        """A number of the record."""
+        return b.load(Module.at(b, self.record, integer(at), I64), typ=I64)
+
+    def address(self, b: Any, at: int) -> Any:
+        """The address that stands in the record."""
+        return b.inttoptr(self.field(b, at), ADDRESS)
+
+    def number(self, b: Any, at: int) -> Any:
+        """A float32 number that stands in the record."""
+        return b.load(Module.at(b, self.record, integer(at), I64), typ=FLOAT)
+
+    def operand(self, b: Any, at: int) -> Any:
+        """The address of an operand."""
+        base = b.load(Module.at(b, self.table, self.field(b, at), I64), typ=ADDRESS)
+        return Module.at(b, base, self.field(b, at + 1), I8)
+
+    def entry(self, b: Any, at: int) -> Any:
+        """A number of the table."""
+        return b.load(Module.at(b, self.table, integer(at), I64), typ=I64)
+
+    def share(self, b: Any, count: Any) -> tuple[Any, Any]:
+        """This part of `count` things: the first, and the first that is another's."""
+        first, end = (b.mul(count, part) for part in (self.part, b.add(self.part, integer(1))))
+        return b.sdiv(first, self.parts), b.sdiv(end, self.parts)
+
+
+def least(b: Any, one: Any, other: Any) -> Any:
+    """The smaller of two numbers of 64 bits."""
+    return b.select(b.icmp_signed("<", one, other), one, other)
+
+
+class Module:
+    """A module for activations of one type.
+
+    Args:
+        name: of the module.
+        activation: `"float32"`, `"bfloat16"` or `"float16"`.
+    """
+
+    def __init__(self, name: str, activation: str) -> None:
+        self.activation = activation
+        self.module = ir.Module(name=name)
+        self._declared: dict[str, Any] = {}
+
+    def function(self, name: str, args: list[Any], *attributes: str) -> Any:
+        """A function without a result; `run` is the one that is called from outside."""
+        function = ir.Function(self.module, ir.FunctionType(VOID, args), name)
+        if name != RUN:
+            function.linkage = "internal"
+        for attribute in ("nounwind", *attributes):
+            function.attributes.add(attribute)
+        return function
+
+    def kernel(self) -> tuple[Any, Task]:
+        """The module's kernel, `run(record, table, part, parts)`: a builder at its beginning, and its task."""
+        function = self.function(RUN, [ADDRESS, ADDRESS, I64, I64])
+        return ir.IRBuilder(function.append_basic_block("entry")), Task(*function.args)
+
+    def call(self, b: Any, name: str, result: Any, *args: Any) -> Any:
+        """The call of a function from outside the module, or of one of LLVM's own."""
+        if name not in self._declared:
+            kind = ir.FunctionType(result, [arg.type for arg in args])
+            self._declared[name] = ir.Function(self.module, kind, name)
+        return b.call(self._declared[name], args)
+
+    def fma(self, b: Any, one: Any, other: Any, total: Any) -> Any:
+        """A product and a sum, rounded once."""
+        return self.call(b, f"llvm.fma.v{LANES}f32", FLOATS, one, other, total)
+
+    @staticmethod
+    def at(b: Any, address: Any, offset: Any, kind: Any) -> Any:
+        """The address of element `offset`."""
+        return b.gep(address, [offset], source_etype=kind)
+
+    def load(self, b: Any, address: Any, kind: Any, count: Any = None) -> Any:
+        """16 elements as they are stored, and with `count` only so many of them and zeros."""
+        if count is None:
+            return b.load(address, typ=vector(kind), align=1)
+        mask = self._first(b, count)
+        zeros = ir.Constant(vector(kind), None)
+        name = {FLOAT: "f32", HALF: "f16", I8: "i8", I16: "i16", I32: "i32"}[kind]
+        return self.call(
+            b, f"llvm.masked.load.v{LANES}{name}.p0", vector(kind), address, ir.Constant(I32, 1), mask, zeros
+        )
+
+    def load_pairs(self, b: Any, address: Any, count: Any = None) -> Any:
+        """32 numbers of 16 bits, and with `count` only so many of them and zeros."""
+        pairs = ir.VectorType(I16, 2 * LANES)
+        if count is None:
+            return b.load(address, typ=pairs, align=1)
+        each = ir.VectorType(I32, 2 * LANES)
+        single = b.insert_element(ir.Constant(each, ir.Undefined), b.trunc(count, I32), ir.Constant(I32, 0))
+        many = b.shuffle_vector(single, single, ir.Constant(each, None))
+        mask = b.icmp_signed("<", ir.Constant(each, list(range(2 * LANES))), many)
+        zeros = ir.Constant(pairs, None)
+        return self.call(b, "llvm.masked.load.v32i16.p0", pairs, address, ir.Constant(I32, 1), mask, zeros)
+
+    def spread(self, b: Any, value: Any) -> Any:
+        """One number in all lanes."""
+        single = b.insert_element(ir.Constant(vector(value.type), ir.Undefined), value, ir.Constant(I32, 0))
+        return b.shuffle_vector(single, single, ir.Constant(INTS, None))
+
+    @staticmethod
+    def floats(b: Any, values: Any, stored: str) -> Any:
+        """What was loaded as float32."""
+        if stored == "bfloat16":
+            return b.bitcast(b.shl(b.zext(values, INTS), splat(I32, 16)), FLOATS)
+        if stored == "float16":
+            return b.fpext(values, FLOATS)
+        if stored == "int8":
+            return b.sitofp(b.sext(values, INTS), FLOATS)
+        return values
+
+    def sum(self, b: Any, values: Any) -> Any:
+        """The sum of the lanes: of the halves, of their halves, and so on."""
+        width = LANES
+        while width > 1:
+            width //= 2
+            halves = [ir.Constant(ir.VectorType(I32, width), list(range(at, at + width))) for at in (0, width)]
+            values = b.fadd(*(b.shuffle_vector(values, values, half) for half in halves))
+        return b.extract_element(values, ir.Constant(I32, 0))
+
+    def greatest(self, b: Any, values: Any) -> Any:
+        """The greatest of the lanes."""
+        width = LANES
+        while width > 1:
+            width //= 2
+            halves = [ir.Constant(ir.VectorType(I32, width), list(range(at, at + width))) for at in (0, width)]
+            one, other = (b.shuffle_vector(values, values, half) for half in halves)
+            values = b.select(b.fcmp_ordered(">", one, other), one, other)
+        return b.extract_element(values, ir.Constant(I32, 0))
+
+    def narrow(self, b: Any, value: Any, stored: str | None = None) -> Any:
+        """float32 numbers, one or 16, as activations or others are stored: rounded to the nearest, or even."""
+        stored = stored or self.activation
+        if stored == "float32":
+            return value
+        many = value.type == FLOATS
+        if stored == "float16":
+            return b.fptrunc(value, vector(HALF) if many else HALF)
+
+        def constant(number: int) -> Any:
+            return splat(I32, number) if many else ir.Constant(I32, number)
+
+        bits = b.bitcast(value, INTS if many else I32)
+        even = b.and_(b.lshr(bits, constant(16)), constant(1))
+        rounded = b.add(b.add(bits, constant(0x7FFF)), even)
+        quiet = b.or_(bits, constant(0x400000))
+        bits = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
+        return b.trunc(b.lshr(bits, constant(16)), vector(I16) if many else I16)
+
+    def rounded(self, b: Any, values: Any) -> Any:
+        """16 float32 numbers as if they had been stored and loaded again."""
+        return self.floats(b, self.narrow(b, values), self.activation)
+
+    def store(self, b: Any, value: Any, address: Any) -> None:
+        """One float32 number, as activations are stored."""
+        b.store(self.narrow(b, value), address)
+
+    def store_many(self, b: Any, values: Any, address: Any, count: Any, stored: str | None = None) -> None:
+        """The first `count` of 16 float32 numbers, as activations are stored (or others)."""
+        narrow = self.narrow(b, values, stored)
+        name = {FLOAT: "f32", HALF: "f16", I16: "i16"}[STORED[stored or self.activation]]
+        mask = self._first(b, count)
+        self.call(b, f"llvm.masked.store.v{LANES}{name}.p0", VOID, narrow, address, ir.Constant(I32, 1), mask)
+
+    def _first(self, b: Any, count: Any) -> Any:
+        lanes = ir.Constant(INTS, list(range(LANES)))
+        return b.icmp_signed("<", lanes, self.spread(b, b.trunc(count, I32)))
+
+    def one(self, b: Any, address: Any) -> Any:
+        """One number of those that activations are, as float32."""
+        value = b.load(address, typ=STORED[self.activation])
+        if self.activation == "bfloat16":
+            return b.bitcast(b.shl(b.zext(value, I32), ir.Constant(I32, 16)), FLOAT)
+        return b.fpext(value, FLOAT) if self.activation == "float16" else value
+
+    def exp(self, b: Any, x: Any) -> Any:
+        """e^x to two units in the last place: 2ⁿ · e^r, |r| ≤ ln 2 / 2, by Cephes' polynomial (Moshier, expf.c).
+
+        Below the least normal number, 0.
+        """
+        high, low = 88.72283, -87.33654
+        clipped = b.select(b.fcmp_ordered(">", x, splat(FLOAT, high)), splat(FLOAT, high), x)
+        clipped = b.select(b.fcmp_ordered("<", x, splat(FLOAT, low)), splat(FLOAT, low), clipped)
+        # Adding 1.5 · 2²³ leaves a float32 no fraction: its last bits are then n.
+        magic = splat(FLOAT, 12582912.0)
+        shifted = self.fma(b, clipped, splat(FLOAT, 1.4426950408889634), magic)
+        n = b.fsub(shifted, magic)
+        r = self.fma(b, n, splat(FLOAT, -0.693359375), clipped)
+        r = self.fma(b, n, splat(FLOAT, 2.12194440e-4), r)
+        series = splat(FLOAT, 1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+            series = self.fma(b, series, r, splat(FLOAT, factor))
+        # 2ⁿ in two factors, since that of the greatest n is no float32.
+        bits = b.bitcast(shifted, INTS)
+        halves = b.ashr(b.shl(bits, splat(I32, 9)), splat(I32, 10))  # n / 2, rounded down
+        rest = b.sub(b.ashr(b.shl(bits, splat(I32, 9)), splat(I32, 9)), halves)
+        for part in (halves, rest):
+            power = b.shl(b.add(part, splat(I32, 127)), splat(I32, 23))
+            series = b.fmul(series, b.bitcast(power, FLOATS))
+        series = b.select(b.fcmp_ordered(">", x, splat(FLOAT, high)), splat(FLOAT, float("inf")), series)
+        return b.select(b.fcmp_ordered("<", x, splat(FLOAT, low)), splat(FLOAT, 0.0), series)
+
+    @contextmanager
+    def loop(self, b: Any, first: Any, end: Any, step: Any, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+        """`for i in range(first, end, step)`: gives i and what is carried, in which the new values are to be put.
+
+        Afterwards the list holds what came out.
+        """
+        function = b.function
+        before, head = b.block, function.append_basic_block("head")
+        body, after = function.append_basic_block("body"), function.append_basic_block("after")
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(I64)
+        index.add_incoming(first, before)
+        phis = [b.phi(value.type) for value in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, before)
+        b.cbranch(b.icmp_signed("<", index, end), body, after)
+        b.position_at_end(body)
+        values = list(phis)
+        yield index, values
+        index.add_incoming(b.add(index, step), b.block)
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        carried[:] = phis

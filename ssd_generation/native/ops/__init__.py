@@ -1,0 +1,1 @@
+"""Operations of a pass: the code of their kernels, and what calls them."""

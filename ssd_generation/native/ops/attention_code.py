@@ -1,0 +1,256 @@
+"""Code for attention of a few tokens over a KV cache, in place.
+
+Each token attends by itself, head by head, over exactly the keys that it sees: so its bits depend on nothing else in
+the pass. Scores are dot products by 16 lanes, whose sums are added by halves; the softmax goes by pieces of `_PIECE`
+keys with the greatest score so far (online softmax, Milakov and Gimelshein, arXiv 1805.02867); values are added in the
+order of their slots. Everything is float32 in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from ..codegen.builder import ADDRESS, FLOAT, FLOATS, I32, I64, LANES, STORED, Module, Task, integer, least, splat
+
+__all__ = ["CACHE_FIELDS", "attention_module"]
+
+CACHE_FIELDS = ("keys", "values", "key stride", "value stride", "end", "window")
+"""Of each layer in the cache's table, behind its two numbers: tokens of the pass, and tokens before them that the
+layers' ends do not count. Strides are numbers from a head to the next; a window of 0 is none."""
+
+_PIECE = 256
+_SIDE_BY_SIDE = 8
+"""Vectors of a head's values that are summed at the same time."""
+
+
+class _Attention(Module):
+    """For heads of one size."""
+
+    def __init__(self, activation: str, cached: str, size: int) -> None:
+        super().__init__(f"attention_{activation}_{cached}_{size}", activation)
+        self.cached, self.size = cached, size
+        self._kind, self._cached_kind = STORED[activation], STORED[cached]
+        self._blocks = range(0, size, LANES)
+
+    def _left(self, block: int) -> Any:
+        """How many lanes of a vector are the head's; `None`: all."""
+        left = self.size - block
+        return None if left >= LANES else integer(left)
+
+    def _vector(self, b: Any, address: Any, block: int, stored: str) -> Any:
+        """Numbers of a head from `block` on, as float32."""
+        kind = STORED[stored]
+        place = self.at(b, address, integer(block), kind)
+        return self.floats(b, self.load(b, place, kind, self._left(block)), stored)
+
+    def _layer(self, b: Any, task: Task, at: int) -> tuple[list[Any], Any, Any]:
+        """Of the layer whose number stands in the record: its fields, tokens of the pass, and the first one's slot."""
+        cache = b.inttoptr(task.entry(b, 2), ADDRESS)
+        place = b.add(b.mul(task.field(b, at), integer(len(CACHE_FIELDS))), integer(2))
+        entry = self.at(b, cache, place, I64)
+        fields = [b.load(self.at(b, entry, integer(n), I64), typ=I64) for n in range(len(CACHE_FIELDS))]
+        count, shift = (b.load(self.at(b, cache, integer(n), I64), typ=I64) for n in range(2))
+        return fields, count, b.add(fields[4], shift)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def append(self) -> None:
+        """Write keys and values into the slots of their tokens.
+
+        The record: key, value, number of the layer, heads, and for both the numbers from a row to the next and from a
+        head to the next.
+        """
+        b, task = self.kernel()
+        fields, count, slot = self._layer(b, task, 6)
+        first, end = task.share(b, task.field(b, 7))
+        for which in range(2):
+            states, row_stride, head_stride = (
+                task.operand(b, 2 + 2 * which),
+                task.field(b, 8 + 2 * which),
+                task.field(b, 9 + 2 * which),
+            )
+            buffer = b.inttoptr(fields[which], ADDRESS)
+            with self.loop(b, first, end, integer(1), []) as (head, _):  # noqa: SIM117
+                with self.loop(b, integer(0), count, integer(1), []) as (row, _):
+                    offset = b.add(b.mul(head, head_stride), b.mul(row, row_stride))
+                    source = self.at(b, states, offset, self._kind)
+                    place = b.add(b.mul(head, fields[2 + which]), b.mul(b.add(slot, row), integer(self.size)))
+                    target = self.at(b, buffer, place, self._cached_kind)
+                    for block in self._blocks:
+                        values = self._vector(b, source, block, self.activation)
+                        left = self._left(block) or integer(LANES)
+                        address = self.at(b, target, integer(block), self._cached_kind)
+                        self.store_many(b, values, address, left, self.cached)
+        b.ret_void()
+
+    def attend(self) -> None:
+        """softmax(q Kᵀ · scale) V of each row and head; rows beyond the pass's tokens become zeros.
+
+        The record: query, result, number of the layer, heads, heads that share a key's, numbers from a row of the query
+        to the next and from a head to the next, scale. The result is `(rows, heads, size)`.
+        """
+        one = self._one()
+        b, task = self.kernel()
+        query, result = task.operand(b, 2), task.operand(b, 4)
+        heads, shared, row_stride, head_stride = (task.field(b, at) for at in (7, 8, 9, 10))
+        scale = task.number(b, 11)
+        fields, count, slot = self._layer(b, task, 6)
+        rows = task.entry(b, 0)
+        together = b.mul(rows, shared)
+        first, end = task.share(b, b.mul(rows, heads))
+        scores = b.alloca(FLOAT, size=integer(_PIECE))
+        sums = b.alloca(FLOAT, size=integer(-(-self.size // LANES) * LANES))
+        with self.loop(b, first, end, integer(1), []) as (item, _):
+            # Rows of heads that share keys follow each other.
+            of_keys, within = b.sdiv(item, together), b.srem(item, together)
+            row = b.sdiv(within, shared)
+            head = b.add(b.mul(of_keys, shared), b.srem(within, shared))
+            its_query = self.at(b, query, b.add(b.mul(row, row_stride), b.mul(head, head_stride)), self._kind)
+            place = b.mul(b.add(b.mul(row, heads), head), integer(self.size))
+            its_result = self.at(b, result, place, self._kind)
+            last = b.add(slot, b.add(row, integer(1)))
+            window = fields[5]
+            has_window = b.icmp_signed(">", window, integer(0))
+            outside = b.sub(last, window)
+            outside = b.select(b.icmp_signed(">", outside, integer(0)), outside, integer(0))
+            begin = b.select(has_window, outside, integer(0))
+            seen = b.select(b.icmp_signed("<", row, count), b.sub(last, begin), integer(0))
+            keys, values = (
+                self.at(
+                    b,
+                    b.inttoptr(fields[which], ADDRESS),
+                    b.add(b.mul(of_keys, fields[2 + which]), b.mul(begin, integer(self.size))),
+                    self._cached_kind,
+                )
+                for which in range(2)
+            )
+            b.call(one, [its_query, keys, values, its_result, seen, scale, scores, sums])
+        b.ret_void()
+
+    def _one(self) -> Any:
+        """One head of one token, over `seen` keys."""
+        function = self.function("one", [ADDRESS] * 4 + [I64, FLOAT, ADDRESS, ADDRESS], "noinline")
+        query, keys, values, result, seen, scale, scores, sums = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        queries = [self._vector(b, query, block, self.activation) for block in self._blocks]
+        scales = self.spread(b, scale)
+        zeros, least_of_all = splat(FLOAT, 0.0), splat(FLOAT, float("-inf"))
+        for block in self._blocks:
+            b.store(zeros, self.at(b, sums, integer(block), FLOAT), align=4)
+        carried = [least_of_all, zeros]  # the greatest score so far, in all lanes; sums of weights, by lanes
+        with self.loop(b, integer(0), seen, integer(_PIECE), carried) as (piece, state):
+            count = least(b, b.sub(seen, piece), integer(_PIECE))
+            its_keys, its_values = (
+                self.at(b, address, b.mul(piece, integer(self.size)), self._cached_kind) for address in (keys, values)
+            )
+            most = [least_of_all]
+            with self.loop(b, integer(0), count, integer(LANES), most) as (k, found):
+                score = b.fmul(self._scores(b, queries, its_keys, k, count), scales)
+                score = b.select(self._first(b, b.sub(count, k)), score, least_of_all)
+                b.store(score, self.at(b, scores, k, FLOAT), align=4)
+                found[0] = b.select(b.fcmp_ordered(">", score, found[0]), score, found[0])
+            greatest, before = self.spread(b, self.greatest(b, most[0])), state[0]
+            greatest = b.select(b.fcmp_ordered(">", greatest, before), greatest, before)
+            smaller = self.exp(b, b.fsub(before, greatest))
+            total = [b.fmul(state[1], smaller)]
+            with self.loop(b, integer(0), count, integer(LANES), total) as (k, found):
+                place = self.at(b, scores, k, FLOAT)
+                weight = self.exp(b, b.fsub(b.load(place, typ=FLOATS, align=4), greatest))
+                weight = b.select(self._first(b, b.sub(count, k)), weight, zeros)
+                b.store(weight, place, align=4)
+                found[0] = b.fadd(found[0], weight)
+            self._add_values(b, scores, its_values, count, smaller, sums)
+            state[:] = [greatest, total[0]]
+        whole = self.spread(b, self.sum(b, carried[1]))
+        nothing = b.icmp_signed("<", seen, integer(1))
+        for block in self._blocks:
+            quotient = b.fdiv(b.load(self.at(b, sums, integer(block), FLOAT), typ=FLOATS, align=4), whole)
+            quotient = b.select(nothing, zeros, quotient)
+            place = self.at(b, result, integer(block), self._kind)
+            self.store_many(b, quotient, place, self._left(block) or integer(LANES))
+        b.ret_void()
+        return function
+
+    def _scores(self, b: Any, queries: list[Any], keys: Any, k: Any, count: Any) -> Any:
+        """16 dot products with keys from slot k on; beyond `count`, the last one's again."""
+        last = b.sub(count, integer(1))
+        rows = [
+            self.at(b, keys, b.mul(least(b, b.add(k, integer(j)), last), integer(self.size)), self._cached_kind)
+            for j in range(LANES)
+        ]
+        sums = [splat(FLOAT, 0.0)] * LANES
+        for block, query in zip(self._blocks, queries, strict=True):
+            for j, row in enumerate(rows):
+                sums[j] = self.fma(b, self._vector(b, row, block, self.cached), query, sums[j])
+        # The sums of the lanes of each, by halves: in each step two vectors become one.
+        width = LANES
+        while width > 1:
+            half = width // 2
+            picks = [
+                [
+                    place + (LANES if other else 0)
+                    for other in (0, 1)
+                    for group in range(0, LANES, width)
+                    for place in range(group + low, group + low + half)
+                ]
+                for low in (0, half)
+            ]
+            sums = [
+                b.fadd(*(b.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, LANES), pick)) for pick in picks))
+                for one, other in zip(sums[::2], sums[1::2], strict=True)
+            ]
+            width = half
+        order = self._order()
+        return b.shuffle_vector(sums[0], sums[0], ir.Constant(ir.VectorType(I32, LANES), order))
+
+    @staticmethod
+    def _order() -> list[int]:
+        """Where each key's sum lies once all lanes have been added."""
+        lanes: list[list[int]] = [[j] * LANES for j in range(LANES)]
+        width = LANES
+        while width > 1:
+            half = width // 2
+            lanes = [
+                [
+                    source[place]
+                    for source in (one, other)
+                    for group in range(0, LANES, width)
+                    for place in range(group, group + half)
+                ]
+                for one, other in zip(lanes[::2], lanes[1::2], strict=True)
+            ]
+            width = half
+        return [lanes[0].index(j) for j in range(LANES)]
+
+    def _add_values(self, b: Any, weights: Any, values: Any, count: Any, smaller: Any, sums: Any) -> None:
+        """Multiply the sums by `smaller`, and add weight · value in the order of the slots."""
+        for first in range(0, len(self._blocks), _SIDE_BY_SIDE):
+            blocks = self._blocks[first : first + _SIDE_BY_SIDE]
+            places = [self.at(b, sums, integer(block), FLOAT) for block in blocks]
+            totals = [b.fmul(b.load(place, typ=FLOATS, align=4), smaller) for place in places]
+            with self.loop(b, integer(0), count, integer(1), totals) as (k, carried):
+                weight = self.spread(b, b.load(self.at(b, weights, k, FLOAT), typ=FLOAT))
+                row = self.at(b, values, b.mul(k, integer(self.size)), self._cached_kind)
+                for n, block in enumerate(blocks):
+                    carried[n] = self.fma(b, self._vector(b, row, block, self.cached), weight, carried[n])
+            for place, total in zip(places, totals, strict=True):
+                b.store(total, place, align=4)
+
+
+def attention_module(what: str, activation: str, cached: str, size: int) -> str:
+    """The text of a module whose kernel appends to a cache or attends to it; records (`builder.Task`) begin at 2.
+
+    The table's number 2 is the address of the cache's own table (`CACHE_FIELDS`), whose tensors are `(…, slots, size)`
+    for each head without gaps.
+
+    Args:
+        what: `"append"` or `"attend"`.
+        activation: `"float32"`, `"bfloat16"` or `"float16"`.
+        cached: what the cache holds, one of these.
+        size: of a head, in numbers.
+    """
+    attention = _Attention(activation, cached, size)
+    getattr(attention, what)()
+    return str(attention.module)

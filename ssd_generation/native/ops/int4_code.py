@@ -1,0 +1,357 @@
+"""Code for linear layers whose weights are stored in 4 bits, w = q · s + z with a scale and an offset for each group.
+
+Sixteen rows of W lie side by side, a lane for each: what a thread reads is one stream, a lane's sum is a row's, and
+scales are applied to sixteen rows at once (as in the interleaved formats of llama.cpp). Where there are instructions
+for sums of products of small integers, each 32 numbers of x become integers of 8 bits with a scale of their own, and
+their products are added up exactly. x is rounded by that, to 1 / 254 of the greatest of 32 at the most, which a draft
+does not notice. Elsewhere digits become float32 numbers. Offsets are multiplied by sums of x, which are those of its
+own numbers in either case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from ..codegen.builder import (
+    ADDRESS,
+    FLOAT,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    STORED,
+    Module,
+    integer,
+    least,
+    splat,
+)
+from .linear_code import Layer
+
+__all__ = ["COLUMNS", "Integers", "int4_module"]
+
+COLUMNS = 32
+"""Columns whose weights lie together, 256 bytes for 16 rows: of each four bytes of a row and 64, the lower bits are
+those of columns 4 j … 4 j + 3, the upper ones those of 16 + 4 j …"""
+
+
+_AHEAD = 8192
+"""Bytes by which memory is asked for before it is read."""
+
+
+class _Digits(Module):
+    """By float32 numbers."""
+
+    name = "int4"
+
+    bits = 4
+
+    most_rows = 4
+    """Rows of x that one reading of the weights serves."""
+
+    per_column = 4
+    """Bytes that a number of x takes once it is prepared."""
+
+    def __init__(self, activation: str, group: int) -> None:
+        super().__init__(f"{self.name}_{activation}", activation)
+        self.group = integer(group)
+        self.bytes_of_block = COLUMNS * LANES * self.bits // 8
+
+    def build(self) -> str:
+        """The module's text."""
+        rows_of_tiles = range(1, self.most_rows + 1)
+        tiles = {(rows, blocks): self._tile(rows, blocks) for rows in rows_of_tiles for blocks in (1, 2)}
+        prepare = self._prepare()
+        b, task = self.kernel()
+        record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
+        rows = task.entry(b, 0)
+        layer = Layer.of(self, b, record)
+        size = self._bytes(b, layer.columns)[2]
+        memory = b.alloca(I8, size=b.mul(size, integer(self.most_rows)))
+        memory.align = 64
+        own = b.ptrtoint(memory, I64)
+        first, end = task.share(b, b.sdiv(layer.rows, integer(LANES)))
+        even = b.sub(end, b.srem(b.sub(end, first), integer(2)))
+        of_x = STORED[self.activation]
+        with self.loop(b, integer(0), rows, integer(self.most_rows), []) as (m, _):
+            count = least(b, b.sub(rows, m), integer(self.most_rows))
+            its_x = self.at(b, x, b.mul(m, layer.columns), of_x)
+            its_y = self.at(b, y, b.mul(m, layer.rows), of_x)
+            its_own = b.inttoptr(own, ADDRESS)
+            b.call(prepare, [its_x, its_own, layer.columns, count])
+            after = b.append_basic_block("after_tiles")
+            choice = b.switch(count, after)
+            for many in rows_of_tiles:
+                block = b.append_basic_block(f"of_{many}")
+                choice.add_case(integer(many), block)
+                b.position_at_end(block)
+                for blocks, begin, until in ((2, first, even), (1, even, end)):
+                    b.call(tiles[many, blocks], [record, its_own, its_y, begin, until])
+                b.branch(after)
+            b.position_at_end(after)
+        b.ret_void()
+        return str(self.module)
+
+    def _bytes(self, b: Any, columns: Any) -> tuple[Any, Any, Any]:
+        """Of a prepared row: the bytes of its scales, where its numbers begin behind three tables as long, its size."""
+        scales = b.lshr(columns, integer(3))  # 4 bytes for each 32 columns
+        numbers = b.mul(scales, integer(3))
+        size = b.add(numbers, b.mul(columns, integer(self.per_column)))
+        return scales, numbers, b.and_(b.add(size, integer(63)), integer(-64))
+
+    def _prepare(self) -> Any:
+        """Rows of x as they are multiplied."""
+        function = self.function("prepare", [ADDRESS, ADDRESS, I64, I64], "noinline")
+        x, prepared, columns, rows = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        sums, numbers, size = self._bytes(b, columns)
+        of_x = STORED[self.activation]
+        with self.loop(b, integer(0), rows, integer(1), []) as (row, _):
+            its_x = self.at(b, x, b.mul(row, columns), of_x)
+            own = self.at(b, prepared, b.mul(row, size), I8)
+            with self.loop(b, integer(0), columns, integer(COLUMNS), []) as (k, _):
+                places = [self.at(b, its_x, b.add(k, integer(at)), of_x) for at in (0, LANES)]
+                parts = [self.floats(b, self.load(b, place, of_x), self.activation) for place in places]
+                place = b.lshr(k, integer(3))
+                if self.has_offsets:
+                    total = self.sum(b, b.fadd(*parts))
+                    b.store(total, self.at(b, own, b.add(sums, place), I8), align=4)
+                target = self.at(b, own, b.add(numbers, b.mul(k, integer(self.per_column))), I8)
+                scale, begin = self.put(b, parts, target)
+                b.store(scale, self.at(b, own, place, I8), align=4)
+                b.store(begin, self.at(b, own, b.add(b.shl(sums, integer(1)), place), I8), align=4)
+        b.ret_void()
+        return function
+
+    def put(self, b: Any, parts: list[Any], target: Any) -> tuple[Any, Any]:
+        """Write 32 numbers as they are multiplied; gives their scale, and what their products are added to."""
+        for at, part in enumerate(parts):
+            b.store(part, self.at(b, target, integer(4 * LANES * at), I8), align=4)
+        return ir.Constant(FLOAT, 1.0), ir.Constant(FLOAT, 0.0)
+
+    def _tile(self, rows: int, blocks: int) -> Any:
+        """Prepared rows of x with blocks of 16 rows of W from the first up to the last, so many side by side."""
+        function = self.function(f"rows_{rows}_{blocks}", [ADDRESS] * 3 + [I64] * 2, "noinline")
+        record, prepared, y, first, end = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        layer = Layer.of(self, b, record)
+        sums_at, numbers_at, size = self._bytes(b, layer.columns)
+        own = [self.at(b, prepared, b.mul(size, integer(m)), I8) for m in range(rows)]
+        bytes_of_rows = b.mul(b.lshr(layer.columns, integer(5)), integer(self.bytes_of_block))
+        with self.loop(b, first, end, integer(blocks), []) as (block, _):
+            its_blocks = [b.add(block, integer(t)) for t in range(blocks)]
+            streams = [self.at(b, layer.weight, b.mul(its_block, bytes_of_rows), I8) for its_block in its_blocks]
+            sums = [splat(FLOAT, 0.0)] * (rows * blocks)
+            with self.loop(b, integer(0), layer.columns, integer(COLUMNS), sums) as (k, carried):
+                place = b.lshr(k, integer(3))
+                at_number = b.add(numbers_at, b.mul(k, integer(self.per_column)))
+                numbers = [self.at(b, row, at_number, I8) for row in own]
+                for t, (stream, its_block) in enumerate(zip(streams, its_blocks, strict=True)):
+                    weights = self.at(b, stream, b.mul(k, integer(self.bytes_of_block // COLUMNS)), I8)
+                    for line in range(0, self.bytes_of_block, 64):
+                        self._ask_for(b, self.at(b, weights, integer(_AHEAD + line), I8))
+                    lines = range(0, self.bytes_of_block, 64)
+                    words = [b.load(self.at(b, weights, integer(line), I8), typ=INTS, align=1) for line in lines]
+                    begins = [
+                        b.load(self.at(b, row, b.add(b.shl(sums_at, integer(1)), place), I8), typ=self.total, align=4)
+                        for row in own
+                    ]
+                    totals = self.products(b, words, numbers, [self.spread(b, begin) for begin in begins])
+                    add = self.scaling(b, layer, its_block, k)
+                    for m, total in enumerate(totals):
+                        of_x = [self.at(b, own[m], b.add(part, place), I8) for part in (integer(0), sums_at)]
+                        at = m * blocks + t
+                        carried[at] = add(total, of_x[0], of_x[1], carried[at])
+            for t, its_block in enumerate(its_blocks):
+                row = b.mul(its_block, integer(LANES))
+                for m in range(rows):
+                    place = self.at(b, y, b.add(b.mul(layer.rows, integer(m)), row), STORED[self.activation])
+                    self._finish(b, layer, sums[m * blocks + t], row, place)
+        b.ret_void()
+        return function
+
+    def scaling(self, b: Any, layer: Layer, block: Any, k: Any) -> Callable[..., Any]:
+        """Read the scales of 16 rows of W from column k on.
+
+        Gives a function of the products, the places of the scale and the sum of 32 numbers of x, and what was added up
+        before, to which it adds them.
+        """
+        groups = b.sdiv(layer.columns, self.group)
+        group = b.add(b.mul(block, groups), b.sdiv(k, self.group))
+        both = b.load(self.at(b, layer.scales, b.mul(group, integer(LANES)), I32), typ=INTS, align=4)
+        scale, offset = b.bitcast(both, FLOATS), b.bitcast(b.shl(both, splat(I32, 16)), FLOATS)
+        if self.base:
+            offset = self.fma(b, scale, splat(FLOAT, self.base), offset)
+
+        def add(total: Any, x_scale: Any, x_sum: Any, before: Any) -> Any:
+            if self.scaled:
+                total = b.fmul(total, self.number(b, x_scale))
+            return self.fma(b, total, scale, self.fma(b, offset, self.number(b, x_sum), before))
+
+        return add
+
+    def number(self, b: Any, place: Any) -> Any:
+        """A float32 number in every lane."""
+        return self.spread(b, b.load(place, typ=FLOAT, align=4))
+
+    has_offsets = True
+    """Whether sums of x are multiplied by anything."""
+
+    base = -16.0
+    """Times the scale what the offsets have to make up for: a digit counts for 16 more."""
+
+    total: Any = FLOAT
+    """What products are added up in."""
+
+    scaled = False
+    """Whether the numbers of x have a scale."""
+
+    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
+        """The products of 32 columns of 16 rows of W with each row of x, added up, as float32."""
+        totals = begins
+        for upper in (0, 1):
+            for j, word in enumerate(words):
+                for i in range(4):
+                    digit = self._digit(b, word, 8 * i + 4 * upper)
+                    column = 16 * upper + 4 * j + i
+                    for m, row in enumerate(numbers):
+                        number = b.load(self.at(b, row, integer(4 * column), I8), typ=FLOAT, align=4)
+                        totals[m] = self.fma(b, digit, self.spread(b, number), totals[m])
+        return totals
+
+    @staticmethod
+    def _digit(b: Any, word: Any, bit: int) -> Any:
+        """Four bits of each lane as the float32 16 + digit: they are the upper ones of its fraction."""
+        moved = b.shl(word, splat(I32, 19 - bit)) if bit <= 19 else b.lshr(word, splat(I32, bit - 19))
+        return b.bitcast(b.or_(b.and_(moved, splat(I32, 0x780000)), splat(I32, 0x41800000)), FLOATS)
+
+    def _finish(self, b: Any, layer: Layer, sums: Any, row: Any, y: Any) -> None:
+        """Write 16 outputs: the sums and the bias."""
+        sums = self.scaled_rows(b, layer, sums, row)
+        before = b.block
+        with b.if_then(b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))):
+            of_x = STORED[self.activation]
+            bias = self.floats(b, self.load(b, self.at(b, layer.bias, row, of_x), of_x), self.activation)
+            biased = b.fadd(sums, bias)
+            with_bias = b.block
+        total = b.phi(FLOATS)
+        total.add_incoming(sums, before)
+        total.add_incoming(biased, with_bias)
+        self.store_many(b, total, y, integer(LANES))
+
+    def scaled_rows(self, b: Any, layer: Layer, sums: Any, row: Any) -> Any:
+        """The sums of 16 rows of W from this one on, where a row has one scale."""
+        return sums
+
+    def _ask_for(self, b: Any, address: Any) -> None:
+        """Let a line of memory come into the second-level cache."""
+        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the nearest cache; data
+        self.call(b, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
+
+
+class Integers(_Digits):
+    """By integers of 8 bits, with the instruction that adds four of their products to an integer of 32."""
+
+    per_column = 1
+    base = 8.0  # digits count from −8 to 7, so that x is rounded for a smaller sum
+    least = -8
+    """What the lowest digit stands for."""
+    scaled = True
+    total = I32
+
+    def put(self, b: Any, parts: list[Any], target: Any) -> tuple[Any, Any]:
+        """Write 32 numbers as integers from −127 to 127; gives their scale, and `least` times their sum."""
+        sizes = [self.call(b, f"llvm.fabs.v{LANES}f32", FLOATS, part) for part in parts]
+        most = self.greatest(b, b.select(b.fcmp_ordered(">", *sizes), *sizes))
+        nothing = b.fcmp_ordered("==", most, ir.Constant(FLOAT, 0.0))
+        factors = self.spread(b, b.select(nothing, most, b.fdiv(ir.Constant(FLOAT, 127.0), most)))
+        wholes = []
+        for at, part in enumerate(parts):
+            rounded = self.call(b, f"llvm.rint.v{LANES}f32", FLOATS, b.fmul(part, factors))
+            whole = b.fptosi(self._within(b, rounded), INTS)
+            wholes.append(whole)
+            narrow = b.trunc(whole, ir.VectorType(I8, LANES))
+            b.store(narrow, self.at(b, target, integer(LANES * at), I8), align=1)
+        total = self.call(b, f"llvm.vector.reduce.add.v{LANES}i32", I32, b.add(*wholes))
+        return b.fdiv(most, ir.Constant(FLOAT, 127.0)), b.mul(total, ir.Constant(I32, self.least))
+
+    def _within(self, b: Any, values: Any) -> Any:
+        """From −127 to 127, and 0 for what is no number. LLVM makes a branch for each lane of `llvm.fptosi.sat`."""
+        values = b.select(b.fcmp_ordered("ord", values, values), values, splat(FLOAT, 0.0))
+        for sign, bound in (("<", splat(FLOAT, 127.0)), (">", splat(FLOAT, -127.0))):
+            values = b.select(b.fcmp_ordered(sign, values, bound), values, bound)
+        return values
+
+    def factors(self, b: Any, j: int, word: Any) -> list[tuple[int, Any]]:
+        """What line j of the weights holds: first columns, and four columns' bytes from there on in each lane."""
+        mask = splat(I32, 0x0F0F0F0F)
+        return [(4 * j, b.and_(word, mask)), (16 + 4 * j, b.and_(b.lshr(word, splat(I32, 4)), mask))]
+
+    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
+        # One sum of each row of x: blocks side by side, and those that follow, need not wait for it.
+        totals = list(begins)
+        for j, word in enumerate(words):
+            factors = self.factors(b, j, word)
+            for m, row in enumerate(numbers):
+                for column, weights in factors:
+                    four = self.spread(b, b.load(self.at(b, row, integer(column), I8), typ=I32, align=4))
+                    totals[m] = self.call(b, "llvm.x86.avx512.vpdpbusd.512", INTS, totals[m], weights, four)
+        return [b.sitofp(total, FLOATS) for total in totals]
+
+
+class _Pairs(Integers):
+    """The same integers, with AVX2's instruction that adds two products to one of 16 bits.
+
+    Eight such sums are the most that 16 bits hold: 8 · 2 · 15 · 127 = 30,480. They are those of 32 columns.
+    """
+
+    def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
+        bytes_, pairs, sums = (ir.VectorType(kind, count) for kind, count in ((I8, 32), (I16, 16), (I32, 8)))
+        parts = [ir.Constant(ir.VectorType(I32, 8), list(range(at, at + 8))) for at in (0, 8)]
+        mask = ir.Constant(sums, [0x0F0F0F0F] * 8)
+        four_bits, first = ir.Constant(sums, [4] * 8), ir.Constant(sums, None)
+        totals: list[list[Any]] = [[] for _ in numbers]
+        for part in parts:
+            added: list[Any] = [None] * len(numbers)
+            for j, word in enumerate(words):
+                half = b.shuffle_vector(word, word, part)
+                digits = b.and_(half, mask), b.and_(b.lshr(half, four_bits), mask)
+                for m, row in enumerate(numbers):
+                    for upper, four in enumerate(digits):
+                        number = b.load(self.at(b, row, integer(16 * upper + 4 * j), I8), typ=I32, align=4)
+                        single = b.insert_element(ir.Constant(sums, ir.Undefined), number, ir.Constant(I32, 0))
+                        spread = b.shuffle_vector(single, single, first)
+                        operands = (b.bitcast(four, bytes_), b.bitcast(spread, bytes_))
+                        product = self.call(b, "llvm.x86.avx2.pmadd.ub.sw", pairs, *operands)
+                        added[m] = product if added[m] is None else b.add(added[m], product)
+            for m, total in enumerate(added):
+                ones = ir.Constant(pairs, [1] * 16)
+                totals[m].append(self.call(b, "llvm.x86.avx2.pmadd.wd", sums, total, ones))
+        whole = ir.Constant(INTS, list(range(LANES)))
+        return [
+            b.sitofp(b.add(begin, b.shuffle_vector(*total, whole)), FLOATS)
+            for begin, total in zip(begins, totals, strict=True)
+        ]
+
+
+_PRODUCTS = {"avx512": Integers, "avx2": _Pairs, "": _Digits}
+
+
+def int4_module(activation: str, group: int, products: str) -> str:
+    """The text of a module for layers in 4 bits, whose kernel is called as that of `linear_code.linear_module`.
+
+    N is a multiple of 16 and K of `COLUMNS`. Scales are `(N / 16, K / group, 16)`, 32 bits of which the upper half is
+    the scale and the lower the offset.
+
+    Args:
+        activation: `"float32"`, `"bfloat16"` or `"float16"`.
+        group: columns that share a scale and an offset; a multiple of `COLUMNS`.
+        products: whose instructions multiply integers, `"avx512"` (VNNI) or `"avx2"`; `""`: there are none, and
+            float32 numbers are multiplied.
+    """
+    return _PRODUCTS[products](activation, group).build()

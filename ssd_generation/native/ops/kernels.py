@@ -1,0 +1,92 @@
+"""Kernels made for this processor, by the records that they are called with.
+
+A kernel is called by threads of a team, with a record of its own and a table of addresses (`builder.Task`); a list of
+kernels is gone through by one call (`team_code`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import platform
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..codegen.compiler import address_of
+from ..codegen.teams import RECORD, flags, team_module
+
+__all__ = ["NAMES", "Record", "bits_of", "flags", "kernel", "record", "run_list", "run_once"]
+
+NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+_SHARED = "builder.py", "linear_code.py", "int4_code.py"
+"""Files whose code others are made of."""
+
+Record = ctypes.c_int64 * RECORD
+
+
+@functools.cache
+def _source(*names: str) -> str:
+    """What the code of a module depends on: a digest of the files that make it."""
+    files = (Path(__file__).with_name(name).read_bytes() for name in names)
+    return hashlib.sha256(b"".join(files)).hexdigest()
+
+
+@functools.cache
+def kernel(kind: str, *parts: Any) -> int:
+    """The address of a kernel.
+
+    Args:
+        kind: `"linear"`, `"int4"`, `"int8"`, `"rows"` or `"attention"`.
+        parts: the arguments of `linear_module`, `int4_module`, `int8_module`, `rows_module` or `attention_module`.
+
+    Raises:
+        RuntimeError: no code can be made here.
+    """
+
+    def text() -> str:
+        module = importlib.import_module(f".{kind}_code", __package__)
+        return str(getattr(module, f"{kind}_module")(*parts))
+
+    name = "-".join((kind, *map(str, parts)))
+    described = f"{name} {_source(*_SHARED, f'{kind}_code.py')}"
+    return address_of(name, described, text, unrolls=kind != "linear")
+
+
+def record(address: int, how: int, *fields: int) -> Any:
+    """The record of a kernel, whose own numbers begin at 2; `how`: as `flags` gives it."""
+    return Record(address, how, *fields)
+
+
+def bits_of(number: float) -> int:
+    """A float32 number as it stands in a record."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+@functools.cache
+def _team(function: str, *arguments: Any) -> Callable[..., None]:
+    pauses = platform.machine().lower() in ("x86_64", "amd64")
+    address = address_of("team", f"team {_source('teams.py')}", lambda: team_module(pauses), function)
+    # A prototype of this kind lets go of Python's lock while the function runs.
+    prototype: Callable[..., Callable[..., None]] = ctypes.CFUNCTYPE(None, *arguments)
+    return prototype(address)
+
+
+def run_list() -> Callable[..., None]:
+    """`(address of the records, how many, address of the table, threads)` runs kernels one after the other."""
+    return _team("run", ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)
+
+
+def run_once() -> Callable[..., None]:
+    """`(address of the record, rows, four addresses, threads)` runs a kernel whose operands these are, from 3 on."""
+    return _team("once", ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int32)

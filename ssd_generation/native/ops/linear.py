@@ -1,0 +1,180 @@
+"""Linear layers of a few rows by code made for this processor (linear_code.py)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..codegen.compiler import adds_bfloat16, integer_products, registers, why_not
+from .kernels import NAMES, flags, kernel, record, run_once
+
+__all__ = [
+    "Linear",
+    "NativeLinear",
+    "can_pack_int8",
+    "native_linear",
+    "pack_int4",
+    "pack_int8",
+    "takes",
+]
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""x `(…, K)` ↦ `(…, N)`."""
+
+_SHARE = 1 << 15
+"""Weights that are worth a part of their own."""
+
+_WIDEST_INT8 = 29_696
+"""Columns of which eight prepared rows of x find room on any thread's stack."""
+
+
+class NativeLinear:
+    """A layer whose every row depends on that row and the layer alone, to the last bit: x `(…, K)` ↦ `(…, N)`.
+
+    Args:
+        weight: `(N, K)` of one of the three kinds of floating point numbers, or int8, or packed: in 8 bits (`(N, K)`
+            uint8; see `pack_int8`), in 4 (`(N, K / 2)` uint8; see `pack_int4`); without gaps, and read where it lies.
+        bias: `(N,)`, of the activations' type, or `None`.
+        activation: the type of x, which is cast where it is another, and of the result.
+        scales: int8: `(N,)` float32; int4: `(N / 16, groups, 16)` float32.
+        group: columns that share a scale under int4.
+
+    Attributes:
+        activation: as given.
+        columns: K.
+        rows: N.
+
+    Raises:
+        RuntimeError: no code can be made here.
+    """
+
+    __slots__ = (
+        "_address",
+        "_kernel",
+        "_layer",
+        "_most",
+        "_once",
+        "_own",
+        "_per_thread",
+        "activation",
+        "columns",
+        "held",
+        "rows",
+    )
+
+    __name__ = "linear"  # in the code of a pass
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: torch.dtype,
+        scales: torch.Tensor | None = None,
+        group: int = 0,
+    ) -> None:
+        self.activation = activation
+        self.rows, columns = weight.shape
+        self.columns = columns * 2 if group else columns
+        tensors = weight, bias, scales
+        fields = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.columns, self.rows)
+        self._layer = (ctypes.c_int64 * len(fields))(*fields)
+        self.held: tuple[Any, ...] = (*tensors, self._layer)  # as long as their addresses are used
+        self._most = max(1, self.rows * self.columns // _SHARE)
+        self._per_thread = 2 if weight.dtype is torch.uint8 else 4  # packed: each part begins with work of its own
+        if group:
+            self._kernel = kernel("int4", NAMES[activation], group, integer_products())
+        elif weight.dtype is torch.uint8:
+            self._kernel = kernel("int8", NAMES[activation])
+        else:
+            stored = "int8" if weight.dtype is torch.int8 else NAMES[weight.dtype]
+            self._kernel = kernel("linear", stored, NAMES[activation], registers(), adds_bfloat16())
+        address, how, layer = self.parts()
+        self._own = record(address, how, layer, 3, 0, 4, 0)
+        self._address = ctypes.addressof(self._own)
+        self._once = run_once()
+
+    def parts(self) -> tuple[int, int, int]:
+        """What a record of its kernel is made of beside the operands: the kernel, how it is run, and the layer."""
+        return self._kernel, flags(self._most, self._per_thread), ctypes.addressof(self._layer)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        if x.dtype is not self.activation:
+            x = x.to(self.activation)
+        x = x.contiguous()
+        y = x.new_empty((*x.shape[:-1], self.rows))
+        count = x.numel() // self.columns
+        if count:
+            threads = min(torch.get_num_threads(), self._most)
+            self._once(self._address, count, x.data_ptr(), y.data_ptr(), 0, 0, threads)
+        return y
+
+
+def can_pack_int8(rows: int, columns: int) -> bool:
+    """Whether there is code here for a packed layer of this shape in 8 bits."""
+    return integer_products() == "avx512" and rows % 16 == 0 and columns % 32 == 0 and columns <= _WIDEST_INT8
+
+
+def pack_int8(quantised: torch.Tensor) -> torch.Tensor:
+    """Weights in 8 bits as `int8_code` reads them.
+
+    Args:
+        quantised: `(N, K)` int8; N is a multiple of 16, K of 32.
+
+    Returns:
+        `(N, K)` uint8.
+    """
+    rows, columns = quantised.shape
+    words = quantised.view(torch.int32).view(rows // 16, 16, columns // 4).transpose(1, 2)
+    return words.contiguous().view(torch.uint8).bitwise_xor_(128).view(rows, columns)  # q + 128
+
+
+def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights in 4 bits as `layer` reads them: w ≈ q · s + z.
+
+    The upper half of a scale's 32 bits is a bfloat16 number and the lower half the offset, another; the scale is what
+    all of them are as a float32 number, so that a kernel takes it as it lies.
+
+    Args:
+        weight: `(N, K)` float32; N is a multiple of 16, K of `group`.
+        group: columns that share a scale, a multiple of 32.
+
+    Returns:
+        Both as `int4_code` reads them: `(N, K / 2)` uint8 and `(N / 16, K / group, 16)` float32.
+    """
+    rows, columns = weight.shape
+    w = weight.reshape(rows, columns // group, group)
+    least, greatest = w.amin(dim=2), w.amax(dim=2)
+    offset = least.to(torch.bfloat16)
+    step = ((greatest - offset.float()) / 15).clamp(min=1e-9).to(torch.bfloat16)
+    upper, lower = (part.view(torch.int16).to(torch.int32) for part in (step, offset))
+    scales = ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+    q = (w - offset.float()[..., None]).div_(scales[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+    lower, upper = q.view(rows // 16, 16, columns // 32, 2, 4, 4).unbind(3)
+    packed = (lower | (upper << 4)).permute(0, 2, 3, 1, 4).reshape(rows, columns // 2)
+    return packed, scales.view(rows // 16, 16, -1).transpose(1, 2).contiguous()
+
+
+def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether there is code for a layer of these floating point weights, whatever the processor."""
+    tensors = (weight,) if bias is None else (weight, bias)
+    return (
+        weight.ndim == 2
+        and weight.numel() > 0
+        and weight.dtype in NAMES
+        and all(
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.device.type == "cpu"
+            and tensor.dtype is weight.dtype
+            and tensor.is_contiguous()
+            for tensor in tensors
+        )
+    )
+
+
+def native_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+    """A layer of floating point weights by code made here; `None` where there is none for it."""
+    return NativeLinear(weight, bias, weight.dtype) if why_not() is None and takes(weight, bias) else None

@@ -1,0 +1,343 @@
+"""Code for products of a few rows with a matrix of weights, in LLVM's language.
+
+y = x Wᵀ + b for x of 1 … rows, as few tokens as a decoding step has. Reading the weights is most of the time, so a
+kernel reads a few rows of W side by side and asks for those below while it computes. Every output is added up in one
+fixed order, which depends on nothing but K and the types: lane l of 16 adds the products at k = l, l + 16, l + 32 … by
+fused multiply-adds in float32, and the lanes are added pairwise. So a row's result does not depend on how many rows
+there are, nor on where it stands among them, nor on the threads; vectors of 16 lanes stand for one, two or four
+registers, so that it does not depend on the processor either.
+
+Of bfloat16, lane l adds two products at a time, those at k = 2 l + 1 and 2 l, then at 32 + 2 l + 1 and so on: that is
+what AVX-512's instruction for them does (VDPBF16PS: products are exact, each sum is rounded to the nearest float32 or
+even). Other processors take two multiply-adds for it, with the same bits, but for numbers below the least normal one,
+2⁻¹²⁶, which the instruction takes for zero.
+
+Where registers are few, x is made float32 before, once for all rows of W that a part has, so that it need not pass
+through them. int8: w = q · s, with one scale per row of W.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from ..codegen.builder import (
+    ADDRESS,
+    BFLOATS,
+    BYTES,
+    FLOAT,
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    STORED,
+    VOID,
+    Module,
+    integer,
+    least,
+    splat,
+)
+
+__all__ = ["LAYER_FIELDS", "Layer", "linear_module"]
+
+LAYER_FIELDS = ("weight", "bias", "scales", "columns", "rows")
+"""Of the record that describes a layer, 64 bits each: three addresses, K, and N."""
+
+_TILES = {32: {1: 8, 2: 8, 3: 5, 4: 5, 5: 4, 6: 4, 7: 3, 8: 3}, 8: {1: 4, 2: 2, 3: 1, 4: 1}}
+"""Rows of W that are read side by side, by registers (of 16 numbers) and rows of x: as many sums as have room.
+
+More rows of x than there are tiles for take turns with rows of W that are in the cache.
+"""
+
+_FEW = 4
+"""Rows of x with which a loop may hold twice the code without putting any sum into memory."""
+
+_STACK = 5 << 16
+"""Bytes, at the most, of x in float32: the stack of a thread of another system has half a megabyte."""
+
+_STRIP = 24
+"""Rows of W that stay in the cache while rows of x take their turns."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a kernel reads of a layer's record."""
+
+    weight: Any
+    bias: Any
+    scales: Any
+    columns: Any
+    rows: Any
+
+    @classmethod
+    def of(cls, module: Module, b: Any, record: Any) -> Layer:
+        """From its record."""
+        fields = {}
+        for at, name in enumerate(LAYER_FIELDS):
+            kind = ADDRESS if at < 3 else I64
+            fields[name] = b.load(module.at(b, record, integer(at), I64), typ=kind)
+        return cls(**fields)
+
+
+class _Kernels(Module):
+    """The functions of one kind of weights and activations."""
+
+    columns = LANES
+    """Whose products are added at a time."""
+
+    def __init__(self, weight: str, activation: str, registers: int) -> None:
+        super().__init__(f"linear_{weight}_{activation}", activation)
+        self.weight = weight
+        self.tiles = _TILES[registers]
+        self.most_rows = max(self.tiles)
+        # Made float32 before, x takes twice the room in the nearest cache: not worth it where registers are many.
+        self.converts = activation != "float32" and registers == 8
+        self.of_x: Any = FLOAT if self.converts else STORED[activation]
+        """What numbers of x are when they are multiplied."""
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # products
+
+    def stride(self, b: Any, columns: Any) -> Any:
+        """Numbers from one row of x to the next when they are multiplied."""
+        return columns
+
+    def convert(self, b: Any, x: Any, made: Any, k: Any, left: Any) -> None:
+        """Write as many columns of a row of x as are multiplied at a time, or as are left."""
+        of_x = STORED[self.activation]
+        count = least(b, left, integer(LANES))
+        values = self.floats(b, self.load(b, self.at(b, x, k, of_x), of_x, count), self.activation)
+        self.store_many(b, values, self.at(b, made, k, FLOAT), count, "float32")
+
+    def weights(self, b: Any, row: Any, k: Any, count: Any) -> Any:
+        """Of a row of W from column k on; with `count` of only so many columns, and zeros."""
+        kind = STORED[self.weight]
+        return self.floats(b, self.load(b, self.at(b, row, k, kind), kind, count), self.weight)
+
+    def factors(self, b: Any, x: Any, k: Any, count: Any) -> Any:
+        """The same of a row of x."""
+        stored = "float32" if self.converts else self.activation
+        return self.floats(b, self.load(b, self.at(b, x, k, self.of_x), self.of_x, count), stored)
+
+    def add(self, b: Any, weights: Any, factors: Any, total: Any) -> Any:
+        """Their products, added to those before."""
+        return self.fma(b, weights, factors, total)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # sums
+
+    def _products(self, b: Any, rows: list[Any], x: list[Any], k: Any, sums: list[Any], ahead: Any, count: Any) -> None:
+        """Add the products of some columns."""
+        values = []
+        for row in rows:
+            values.append(self.weights(b, row, k, count))
+            if ahead is not None:
+                self._ask_for(b, self.at(b, row, b.add(k, ahead), STORED[self.weight]))
+        for m, its_x in enumerate(x):
+            factors = self.factors(b, its_x, k, count)
+            for r, value in enumerate(values):
+                at = m * len(rows) + r
+                sums[at] = self.add(b, value, factors, sums[at])
+
+    def _ask_for(self, b: Any, address: Any) -> None:
+        """Let a line of memory come into the second-level cache."""
+        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the nearest cache; data
+        self.call(b, "llvm.prefetch.p0", VOID, address, *hints)
+
+    def _tile(self, name: str, rows: int, tile: int) -> Any:
+        """`rows` rows of x, converted, with rows of W from the first up to the last, `tile` at a time."""
+        function = self.function(name, [ADDRESS] * 3 + [I64] * 2, "noinline")
+        record, x, y, first, end = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        layer = Layer.of(self, b, record)
+        of_y = STORED[self.activation]
+        stride = self.stride(b, layer.columns)
+        x = [self.at(b, x, b.mul(stride, integer(m)), self.of_x) for m in range(rows)]
+        y = [self.at(b, y, b.mul(layer.rows, integer(m)), of_y) for m in range(rows)]
+        with self.loop(b, first, end, integer(tile), []) as (n, _):
+            places = [b.add(n, integer(r)) for r in range(tile)]
+            sums = [splat(FLOAT, 0.0)] * (rows * tile)
+            self._sum_of_products(b, layer, places, x, sums)
+            for r, place in enumerate(places):
+                for m in range(rows):
+                    self._finish(b, layer, sums[m * tile + r], place, self.at(b, y[m], place, of_y))
+        b.ret_void()
+        return function
+
+    def _sum_of_products(self, b: Any, layer: Layer, places: list[Any], x: list[Any], sums: list[Any]) -> None:
+        """Add all products of rows of W, at `places`, with rows of x."""
+        rows = [self.at(b, layer.weight, b.mul(place, layer.columns), STORED[self.weight]) for place in places]
+        step = self.columns
+        per_line = max(1, int(64 / (BYTES[self.weight] * step)))  # loads
+        unrolled = max(2, per_line) if len(x) <= _FEW else 1
+        below = b.mul(layer.columns, integer(len(places)))
+        many = b.and_(layer.columns, integer(-step * unrolled))
+        whole = b.and_(layer.columns, integer(-step))
+        with self.loop(b, integer(0), many, integer(step * unrolled), sums) as (k, carried):
+            for at in range(unrolled):
+                ahead = below if at % min(per_line, unrolled) == 0 else None
+                self._products(b, rows, x, b.add(k, integer(at * step)), carried, ahead, None)
+        with self.loop(b, many, whole, integer(step), sums) as (k, carried):
+            self._products(b, rows, x, k, carried, None, None)
+        with self.loop(b, whole, layer.columns, integer(step), sums) as (k, carried):
+            self._products(b, rows, x, k, carried, None, b.sub(layer.columns, k))
+
+    def _finish(self, b: Any, layer: Layer, sums: Any, place: Any, y: Any) -> None:
+        """Write one output: the sum of its lanes, scaled where W is, and the bias."""
+        value = self.sum(b, sums)
+        if self.weight == "int8":
+            value = b.fmul(value, b.load(self.at(b, layer.scales, place, FLOAT), typ=FLOAT))
+        plain = b.block
+        with b.if_then(b.icmp_unsigned("!=", b.ptrtoint(layer.bias, I64), integer(0))):
+            biased = b.fadd(value, self.one(b, self.at(b, layer.bias, place, STORED[self.activation])))
+            with_bias = b.block
+        total = b.phi(FLOAT)
+        total.add_incoming(value, plain)
+        total.add_incoming(biased, with_bias)
+        self.store(b, total, y)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # all of it
+
+    def build(self) -> str:
+        """The module's text."""
+        tiles: dict[int, tuple[Any, Any, int]] = {}
+        for rows, tile in self.tiles.items():
+            tiles[rows] = (self._tile(f"rows_{rows}", rows, tile), self._tile(f"rows_{rows}_one", rows, 1), tile)
+        self._kernel(self._strip(tiles))
+        return str(self.module)
+
+    def _strip(self, tiles: dict[int, tuple[Any, Any, int]]) -> Any:
+        """Up to `most_rows` rows of x with rows of W from the first up to the last."""
+        function = self.function("strip", [ADDRESS] * 3 + [I64] * 3)
+        record, x, y, rows, first, end = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        done = function.append_basic_block("done")
+        choice = b.switch(rows, done)
+        for count, (many, one, tile) in tiles.items():
+            block = function.append_basic_block(f"of_{count}")
+            choice.add_case(integer(count), block)
+            b.position_at_end(block)
+            middle = b.sub(end, b.srem(b.sub(end, first), integer(tile)))
+            b.call(many, [record, x, y, first, middle])
+            b.call(one, [record, x, y, middle, end])
+            b.branch(done)
+        b.position_at_end(done)
+        b.ret_void()
+        return function
+
+    def _converted(self) -> Any:
+        """Rows of x as they are multiplied."""
+        function = self.function("converted", [ADDRESS, ADDRESS, I64, I64], "noinline")
+        x, made, columns, rows = function.args
+        b = ir.IRBuilder(function.append_basic_block("entry"))
+        stride = self.stride(b, columns)
+        with self.loop(b, integer(0), rows, integer(1), []) as (m, _):
+            its_x = self.at(b, x, b.mul(m, columns), STORED[self.activation])
+            its_own = self.at(b, made, b.mul(m, stride), self.of_x)
+            with self.loop(b, integer(0), columns, integer(self.columns), []) as (k, _):
+                self.convert(b, its_x, its_own, k, b.sub(columns, k))
+        b.ret_void()
+        return function
+
+    def _kernel(self, strip: Any) -> None:
+        """Strips of W, each with all rows of x."""
+        converted = self._converted() if self.converts else None
+        b, task = self.kernel()
+        record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
+        rows = task.entry(b, 0)
+        layer = Layer.of(self, b, record)
+        strips = b.sdiv(b.add(layer.rows, integer(_STRIP - 1)), integer(_STRIP))
+        first, end = (b.mul(place, integer(_STRIP)) for place in task.share(b, strips))
+        end = least(b, end, layer.rows)
+        most, own = integer(self.most_rows), None
+        if converted is not None:
+            stride = self.stride(b, layer.columns)
+            fitting = b.sdiv(integer(_STACK // 4), stride)
+            most = least(b, most, b.select(b.icmp_signed("<", fitting, integer(1)), integer(1), fitting))
+            own = b.alloca(FLOAT, size=b.mul(least(b, most, rows), stride))
+            own.align = 64
+        few = b.icmp_signed("<=", rows, most)
+        every = b.select(few, b.sub(end, first), integer(_STRIP))
+        every = b.select(b.icmp_signed("<", every, integer(1)), integer(1), every)
+        of_x = STORED[self.activation]
+        with self.loop(b, first, end, every, []) as (n, _):
+            until = least(b, b.add(n, every), end)
+            with self.loop(b, integer(0), rows, most, []) as (m, _):
+                left = least(b, b.sub(rows, m), most)
+                its_x = self.at(b, x, b.mul(m, layer.columns), of_x)
+                its_y = self.at(b, y, b.mul(m, layer.rows), of_x)
+                if converted is not None:
+                    b.call(converted, [its_x, own, layer.columns, left])
+                    its_x = own
+                b.call(strip, [record, its_x, its_y, left, n, until])
+        b.ret_void()
+
+
+class _Pairs(_Kernels):
+    """bfloat16 weights and activations by two multiply-adds."""
+
+    columns = 2 * LANES
+
+    def __init__(self, weight: str, activation: str, registers: int) -> None:
+        super().__init__(weight, activation, registers)
+        self.converts, self.of_x = True, FLOAT
+
+    def stride(self, b: Any, columns: Any) -> Any:
+        """See there; of 32 columns, those with odd numbers stand before the others."""
+        return b.and_(b.add(columns, integer(self.columns - 1)), integer(-self.columns))
+
+    def convert(self, b: Any, x: Any, made: Any, k: Any, left: Any) -> None:
+        parts = self.weights(b, x, k, least(b, left, integer(self.columns)))
+        for at, part in enumerate(parts):
+            b.store(part, self.at(b, made, b.add(k, integer(LANES * at)), FLOAT), align=4)
+
+    def weights(self, b: Any, row: Any, k: Any, count: Any) -> Any:
+        both = b.bitcast(self.load_pairs(b, self.at(b, row, k, I16), count), INTS)
+        odd, even = b.and_(both, splat(I32, -(1 << 16))), b.shl(both, splat(I32, 16))
+        return b.bitcast(odd, FLOATS), b.bitcast(even, FLOATS)
+
+    def factors(self, b: Any, x: Any, k: Any, count: Any) -> Any:
+        return [self.load(b, self.at(b, x, b.add(k, integer(at)), FLOAT), FLOAT) for at in (0, LANES)]
+
+    def add(self, b: Any, weights: Any, factors: Any, total: Any) -> Any:
+        for one, other in zip(weights, factors, strict=True):
+            total = self.fma(b, one, other, total)
+        return total
+
+
+class _Dots(_Kernels):
+    """bfloat16 weights and activations by AVX-512's instruction."""
+
+    columns = 2 * LANES
+
+    def weights(self, b: Any, row: Any, k: Any, count: Any) -> Any:
+        return b.bitcast(self.load_pairs(b, self.at(b, row, k, I16), count), BFLOATS)
+
+    def factors(self, b: Any, x: Any, k: Any, count: Any) -> Any:
+        return self.weights(b, x, k, count)
+
+    def add(self, b: Any, weights: Any, factors: Any, total: Any) -> Any:
+        return self.call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, weights, factors)
+
+
+def linear_module(weight: str, activation: str, registers: int, dots: bool) -> str:
+    """The text of a module for layers whose weights and activations are stored so.
+
+    Its kernel's record (`builder.Task`) has the address of a layer's (`LAYER_FIELDS`) at 2, the operands x `(rows, K)`
+    at 3 and y `(rows, N)` at 5, which lie without gaps.
+
+    Args:
+        weight: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`; see `int4_code` for another.
+        activation: one of the first three.
+        registers: of 16 numbers each that the processor has, 8 or 32.
+        dots: whether it has AVX-512's instruction for products of bfloat16 numbers.
+    """
+    kind = _Kernels
+    if weight == activation == "bfloat16":
+        kind = _Dots if dots else _Pairs
+    return kind(weight, activation, registers).build()

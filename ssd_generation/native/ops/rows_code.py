@@ -1,0 +1,132 @@
+"""Code for what stands between the linear layers, a row at a time: norms, gates, rotary embeddings, sums.
+
+Each does in one go what a model's code does in five to ten operations, of which every one costs more than its
+arithmetic where a row is a token. Numbers are rounded where the model's own code rounds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from ..codegen.builder import FLOAT, LANES, STORED, Module, Task, integer, least, splat
+
+__all__ = ["rows_module"]
+
+
+class _Rows(Module):
+    def __init__(self, activation: str) -> None:
+        super().__init__(f"rows_{activation}", activation)
+        self._kind = STORED[activation]
+
+    def _of(self, b: Any, address: Any, place: Any, count: Any) -> Any:
+        """16 activations, or `count` of them and zeros, as float32."""
+        return self.floats(b, self.load(b, self.at(b, address, place, self._kind), self._kind, count), self.activation)
+
+    def norm(self) -> None:
+        """RMSNorm, w · (x / √(mean(x²) + ε)), the quotient rounded first.
+
+        The record: x, y, the address of w, columns, ε, rows for each of the table's, numbers from a row of x to the
+        next. y lies without gaps.
+        """
+        b, task = self.kernel()
+        x, y, weight = task.operand(b, 2), task.operand(b, 4), task.address(b, 6)
+        columns, epsilon, stride = task.field(b, 7), task.number(b, 8), task.field(b, 10)
+        first, end = task.share(b, b.mul(task.entry(b, 0), task.field(b, 9)))
+        with self.loop(b, first, end, integer(1), []) as (row, _):
+            its_x = self.at(b, x, b.mul(row, stride), self._kind)
+            its_y = self.at(b, y, b.mul(row, columns), self._kind)
+            sums = [splat(FLOAT, 0.0)]
+            with self.loop(b, integer(0), columns, integer(LANES), sums) as (k, carried):
+                values = self._of(b, its_x, k, b.sub(columns, k))
+                carried[0] = self.fma(b, values, values, carried[0])
+            mean = b.fdiv(self.sum(b, sums[0]), b.sitofp(columns, FLOAT))
+            root = self.call(b, "llvm.sqrt.f32", FLOAT, b.fadd(mean, epsilon))
+            factor = self.spread(b, b.fdiv(ir.Constant(FLOAT, 1.0), root))
+            with self.loop(b, integer(0), columns, integer(LANES), []) as (k, _):
+                left = b.sub(columns, k)
+                normed = self.rounded(b, b.fmul(self._of(b, its_x, k, left), factor))
+                scaled = b.fmul(self._of(b, weight, k, left), normed)
+                self.store_many(b, scaled, self.at(b, its_y, k, self._kind), left)
+        b.ret_void()
+
+    def gate(self) -> None:
+        """A gated activation, silu(gate) · up, silu rounded first.
+
+        The record: gate, up, y, columns, numbers from a row of gate to the next, and of up. y lies without gaps.
+        """
+        b, task = self.kernel()
+        gate, up, y = task.operand(b, 2), task.operand(b, 4), task.operand(b, 6)
+        columns, gate_stride, up_stride = task.field(b, 8), task.field(b, 9), task.field(b, 10)
+        first, end = self._columns(b, task, columns)
+        with self.loop(b, integer(0), task.entry(b, 0), integer(1), []) as (row, _):
+            its_gate = self.at(b, gate, b.mul(row, gate_stride), self._kind)
+            its_up = self.at(b, up, b.mul(row, up_stride), self._kind)
+            its_y = self.at(b, y, b.mul(row, columns), self._kind)
+            with self.loop(b, first, end, integer(LANES), []) as (k, _):
+                left = b.sub(end, k)
+                value = self._of(b, its_gate, k, left)
+                sigmoid = b.fadd(splat(FLOAT, 1.0), self.exp(b, b.fneg(value)))
+                silu = self.rounded(b, b.fdiv(value, sigmoid))
+                self.store_many(b, b.fmul(silu, self._of(b, its_up, k, left)), self.at(b, its_y, k, self._kind), left)
+        b.ret_void()
+
+    def add(self) -> None:
+        """The sum of two; the record: both, y, columns. All lie without gaps."""
+        b, task = self.kernel()
+        one, other, y, columns = task.operand(b, 2), task.operand(b, 4), task.operand(b, 6), task.field(b, 8)
+        first, end = self._columns(b, task, b.mul(columns, task.entry(b, 0)))
+        with self.loop(b, first, end, integer(LANES), []) as (k, _):
+            left = b.sub(end, k)
+            total = b.fadd(self._of(b, one, k, left), self._of(b, other, k, left))
+            self.store_many(b, total, self.at(b, y, k, self._kind), left)
+        b.ret_void()
+
+    @staticmethod
+    def _columns(b: Any, task: Task, columns: Any) -> tuple[Any, Any]:
+        """This thread's part of so many columns, by fours of vectors."""
+        step = 4 * LANES
+        parts = b.sdiv(b.add(columns, integer(step - 1)), integer(step))
+        first, end = (b.mul(place, integer(step)) for place in task.share(b, parts))
+        return first, least(b, end, columns)
+
+    def rotary(self) -> None:
+        """Rotary embedding, x · cos + (−x₂, x₁) · sin, products rounded.
+
+        The record: x, cos, sin, y, heads, size, numbers from a row of x to the next, and from a head to the next. y is
+        `(heads, rows, size)`, cos and sin are `(rows, size)`.
+        """
+        b, task = self.kernel()
+        x, cos, sin, y = (task.operand(b, at) for at in (2, 4, 6, 8))
+        heads, size, row_stride, head_stride = (task.field(b, at) for at in (10, 11, 12, 13))
+        rows = task.entry(b, 0)
+        half = b.lshr(size, integer(1))
+        first, end = task.share(b, heads)
+        with self.loop(b, first, end, integer(1), []) as (head, _):  # noqa: SIM117
+            with self.loop(b, integer(0), rows, integer(1), []) as (row, _):
+                offset = b.add(b.mul(head, head_stride), b.mul(row, row_stride))
+                its_x = self.at(b, x, offset, self._kind)
+                its_y = self.at(b, y, b.mul(b.add(b.mul(head, rows), row), size), self._kind)
+                its_cos, its_sin = (self.at(b, table, b.mul(row, size), self._kind) for table in (cos, sin))
+                with self.loop(b, integer(0), half, integer(LANES), []) as (k, _):
+                    left = b.sub(half, k)
+                    upper = b.add(k, half)
+                    first_half, second = self._of(b, its_x, k, left), self._of(b, its_x, upper, left)
+                    for place, straight, turned in ((k, first_half, b.fneg(second)), (upper, second, first_half)):
+                        one = self.rounded(b, b.fmul(straight, self._of(b, its_cos, place, left)))
+                        other = self.rounded(b, b.fmul(turned, self._of(b, its_sin, place, left)))
+                        self.store_many(b, b.fadd(one, other), self.at(b, its_y, place, self._kind), left)
+        b.ret_void()
+
+
+def rows_module(what: str, activation: str) -> str:
+    """The text of a module whose kernel computes a norm, a gate, a sum or a rotary embedding.
+
+    Args:
+        what: `"norm"`, `"gate"`, `"add"` or `"rotary"`; see the methods, whose records (`builder.Task`) begin at 2.
+        activation: `"float32"`, `"bfloat16"` or `"float16"`.
+    """
+    rows = _Rows(activation)
+    getattr(rows, what)()
+    return str(rows.module)
