@@ -78,7 +78,7 @@ _HOMES = {
     "load_demo": ".models",
     "load_model": ".models",
     "TokenOrigins": ".harness.token_origins",
-    "draft_mode": ".forward.skip_mode",
+    "draft_mode": ".forward.structure.skip_mode",
     "SpeculationStatistics": ".decoding.statistics",
 }
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from ssd_generation.forward.captured.fx_graph import conditions as capturable
+from ssd_generation.forward.captured import conditions as capturable
 from ssd_generation.forward.cuda_graph import graphs as replay
 from ssd_generation.forward.structure import linears
 from ssd_generation.support import devices

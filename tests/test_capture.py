@@ -20,9 +20,10 @@ from transformers.models.llama import modeling_llama
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache import layers as cache
+from ssd_generation.forward.captured import capture
 from ssd_generation.forward.captured.capture import CannotCapture, capture_pass
 from ssd_generation.forward.captured.conditions import why_not_captured
-from ssd_generation.forward.captured.fx_graph import CapturedPass, at_length, capture, of_any_length, same_pass
+from ssd_generation.forward.captured.fx_graph import CapturedPass, at_length, of_any_length, same_pass
 from ssd_generation.forward.captured.passes import CapturedPasses, captured_target
 from ssd_generation.forward.captured.rewrites import share_results
 from ssd_generation.support.versions import CACHE
@@ -280,7 +281,7 @@ def test_what_hangs_on_the_cache_is_of_no_length(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    from ssd_generation.forward.captured.fx_graph import passes
+    from ssd_generation.forward.captured import passes
 
     def wrong(made: Any) -> None:
         gate = next(node for node in made.nodes if node.target is nn.functional.silu)

@@ -13,9 +13,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward.captured import passes
 from ssd_generation.forward.captured.batch_invariance import WIDTHS, BatchInvariance
 from ssd_generation.forward.captured.cache_attention import CacheAttention
-from ssd_generation.forward.captured.fx_graph import passes
 from ssd_generation.forward.captured.passes import CapturedPasses
 from ssd_generation.forward.forward import Forward
 from ssd_generation.forward.pass_plan import PassPlan

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.captured.fx_graph import linear_kernels as kernels
+from ssd_generation.forward.captured import linear_kernels as kernels
 from ssd_generation.forward.captured.linear_kernels import KERNELS, Linear, fastest_kernels, linear_of_few_rows
 from ssd_generation.forward.captured.passes import captured_target
 from ssd_generation.native.codegen.compiler import why_not

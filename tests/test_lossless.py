@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.forward.captured import passes
 from ssd_generation.forward.captured.cache_attention import CacheAttention
-from ssd_generation.forward.captured.fx_graph import passes
 from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, LAYERS, WINDOW, left_padded, prompt, tiny_model
 

@@ -243,7 +243,7 @@ def test_passes_that_fail_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recorded_passes_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.forward.captured.fx_graph import passes
+    from ssd_generation.forward.captured import passes
 
     run = passes.CapturedPasses.run
 

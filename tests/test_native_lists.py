@@ -13,9 +13,10 @@ from transformers.cache_utils import DynamicCache
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
 from ssd_generation.cache.layers import add_buffers
+from ssd_generation.forward.captured import passes
 from ssd_generation.forward.captured.batch_invariance import WIDTHS, BatchInvariance, RowAttention
 from ssd_generation.forward.captured.cache_attention import CacheAttention
-from ssd_generation.forward.captured.fx_graph import Program, passes
+from ssd_generation.forward.captured.fx_graph import Program
 from ssd_generation.forward.captured.passes import captured_target
 from ssd_generation.native.codegen import compiler
 from ssd_generation.native.ops import kernels

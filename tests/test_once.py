@@ -12,7 +12,7 @@ import torch
 
 from ssd_generation import SelfSpeculativeConfig, enable_self_speculative
 from ssd_generation.cache.recurrent import has_states
-from ssd_generation.forward.captured.fx_graph import conditions as capturable
+from ssd_generation.forward.captured import conditions as capturable
 from ssd_generation.support.once import looked_at_once, looking_once
 from ssd_generation.support.structure import follows_from_structure, modules_of
 from tiny_models import prompt, tiny_model

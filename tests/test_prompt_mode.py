@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.forward.captured.fx_graph import linear_kernels as kernels
+from ssd_generation.forward.captured import linear_kernels as kernels
 from ssd_generation.forward.captured.linear_kernels import linear_of_few_rows
 from ssd_generation.forward.eager import prompt_mode as prompts
 from ssd_generation.support.versions import CACHE

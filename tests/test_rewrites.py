@@ -15,9 +15,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ssd_generation import PrecisionConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cache.layers import add_buffers
+from ssd_generation.forward.captured import passes, rewrites
 from ssd_generation.forward.captured.cache_attention import CacheAttention
 from ssd_generation.forward.captured.capture import _Capture, capture_pass
-from ssd_generation.forward.captured.fx_graph import CapturedPass, compile_pass, passes, rewrites
+from ssd_generation.forward.captured.fx_graph import CapturedPass, compile_pass
 from ssd_generation.forward.captured.passes import _mixed
 from ssd_generation.forward.captured.rewrites import (
     fuse_norms,
