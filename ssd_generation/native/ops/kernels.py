@@ -29,7 +29,7 @@ NAMES = {
     torch.float16: "float16",
 }
 
-_SHARED = "builder.py", "linear_code.py", "int4_code.py"
+_SHARED = "codegen/builder.py", "ops/linear_code.py", "ops/int4_code.py"
 """Files whose code others are made of."""
 
 Record = ctypes.c_int64 * RECORD
@@ -38,7 +38,8 @@ Record = ctypes.c_int64 * RECORD
 @functools.cache
 def _source(*names: str) -> str:
     """What the code of a module depends on: a digest of the files that make it."""
-    files = (Path(__file__).with_name(name).read_bytes() for name in names)
+    folder = Path(__file__).parents[1]
+    files = ((folder / name).read_bytes() for name in names)
     return hashlib.sha256(b"".join(files)).hexdigest()
 
 
@@ -59,7 +60,7 @@ def kernel(kind: str, *parts: Any) -> int:
         return str(getattr(module, f"{kind}_module")(*parts))
 
     name = "-".join((kind, *map(str, parts)))
-    described = f"{name} {_source(*_SHARED, f'{kind}_code.py')}"
+    described = f"{name} {_source(*_SHARED, f'ops/{kind}_code.py')}"
     return address_of(name, described, text, unrolls=kind != "linear")
 
 
@@ -76,7 +77,7 @@ def bits_of(number: float) -> int:
 @functools.cache
 def _team(function: str, *arguments: Any) -> Callable[..., None]:
     pauses = platform.machine().lower() in ("x86_64", "amd64")
-    address = address_of("team", f"team {_source('teams.py')}", lambda: team_module(pauses), function)
+    address = address_of("team", f"team {_source('codegen/teams.py')}", lambda: team_module(pauses), function)
     # A prototype of this kind lets go of Python's lock while the function runs.
     prototype: Callable[..., Callable[..., None]] = ctypes.CFUNCTYPE(None, *arguments)
     return prototype(address)
