@@ -119,7 +119,10 @@ def test_failures_at_one_depth_lower_the_others() -> None:
 def test_depths_judge_one_token_more_than_was_accepted(drafts: list[tuple[int, int]]) -> None:
     estimates = DepthEstimates([0.5] * 3)
     for drafted, kept in drafts:
+        before = estimates.seen
         estimates.observe(drafted, min(kept, drafted))
+        judged = [i < min(kept + 1, drafted) for i in range(3)]
+        assert estimates.seen == pytest.approx([0.98 * tried + new for tried, new in zip(before, judged, strict=True)])
         assert estimates.seen == sorted(estimates.seen, reverse=True)
         assert all(right <= tried for tried, right in zip(estimates.seen, estimates.accepted, strict=True))
     assert all(tried <= 1 / (1 - 0.98) for tried in estimates.seen)
