@@ -408,7 +408,7 @@ def test_profiles_of_other_machines() -> None:
 @pytest.mark.parametrize("text", [*NASTY, HALF])
 def test_plots(text: str, ran: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from lab.search_methods import plot_methods
+    from lab.search_methods.page import plot_methods
     from ssd_generation.evaluation.report import plot_runs
     from ssd_generation.harness.report import plot_summary
     from ssd_generation.search.study import Found

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lab import search_methods as methods
-from lab.search_methods import METHODS, ComparisonSettings, SearchMethod, compare_methods, main, table
+from lab.search_methods import __main__ as command
+from lab.search_methods.__main__ import main
+from lab.search_methods.methods import METHODS, ComparisonSettings, SearchMethod, compare_methods
+from lab.search_methods.page import table
 from search_worker import calibration, cost_profile
 from ssd_generation.models import load_model
 from ssd_generation.tuning.measuring import describe_machine
@@ -118,7 +120,7 @@ def test_a_method_that_cannot_run_is_told_before_any_work(
     assert "no search method 'best'" in says("--methods", "default,best")
     monkeypatch.setitem(sys.modules, "scipy", None)
     assert "pip install 'ssd_generation[gp]'" in says("--methods", "default,gp")
-    monkeypatch.setattr(methods, "load_model", lambda *_, **__: sys.exit("was to load it"))
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: sys.exit("was to load it"))
     assert "left out" not in says("--methods", "default")
     assert "pip install 'ssd_generation[gp]' (left out)" in says()
 

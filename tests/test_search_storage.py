@@ -17,7 +17,7 @@ from typing import Any
 import optuna
 import pytest
 
-from lab import search_methods as methods
+from lab.search_methods import __main__ as methods
 from search_worker import cost_profile
 from ssd_generation.search.runner import read_study, retarget
 from ssd_generation.search.space import Space
