@@ -18,7 +18,7 @@ from ssd_generation.benchmark import gpu
 from ssd_generation.decoding.loop import DecodingLoop
 from ssd_generation.forward import replay
 from ssd_generation.forward.replay import CudaGraphs
-from ssd_generation.harness.prompts import built_in_prompts
+from ssd_generation.harness.texts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.costs import measure_costs

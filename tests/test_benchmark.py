@@ -18,7 +18,7 @@ from ssd_generation.benchmark.batches import measure_batches
 from ssd_generation.benchmark.kernels import measure_kernels
 from ssd_generation.benchmark.memory import measure_memory
 from ssd_generation.benchmark.overhead import measure_overhead
-from ssd_generation.harness.prompts import Prompt
+from ssd_generation.harness.texts import Prompt
 from ssd_generation.native.sequence import KernelList
 from tiny_models import tiny_model
 

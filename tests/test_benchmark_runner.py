@@ -14,11 +14,11 @@ import torch
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
 from ssd_generation.forward.low_bit import copy_bytes
-from ssd_generation.harness import environment, runner
+from ssd_generation.harness import runner
 from ssd_generation.harness.calls import Caller, TimedCall
-from ssd_generation.harness.prompts import Prompt
-from ssd_generation.harness.run_folder import RunFolder
+from ssd_generation.harness.results import RunFolder, commit_of
 from ssd_generation.harness.runner import Progress
+from ssd_generation.harness.texts import Prompt
 from ssd_generation.support.model_state import state_of
 from test_cli import tiny_tokenizer
 from tiny_models import prompt as random_ids
@@ -452,6 +452,6 @@ def test_no_prompts(model: Any, tmp_path: Path) -> None:
 
 
 def test_commit_of_something_that_is_no_checkout(tmp_path: Path) -> None:
-    assert environment._commit(tmp_path) is None
+    assert commit_of(tmp_path) is None
     (tmp_path / ".git").mkdir()
-    assert environment._commit(tmp_path) is None
+    assert commit_of(tmp_path) is None

@@ -403,7 +403,7 @@ def test_compare_as_json(ssd: Callable[..., Run], folder: str) -> None:
 def test_compare_says_that_small_models_gain_nothing(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ssd_generation.harness.comparison import MethodResult
+    from ssd_generation.harness.results import MethodResult
 
     monkeypatch.setattr(MethodResult, "ratio", property(lambda self: 0.8))
     run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")

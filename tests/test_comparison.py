@@ -14,15 +14,9 @@ from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, dr
 from ssd_generation.forward.low_bit import copies_of, copy_bytes
 from ssd_generation.forward.skip_mode import draft_mode_with
 from ssd_generation.harness import comparison, interleaved
-from ssd_generation.harness.comparison import (
-    METHODS,
-    Difference,
-    compare,
-    describe_environment,
-    find_difference,
-    first_difference,
-    methods_of,
-)
+from ssd_generation.harness.comparison import METHODS, compare, methods_of
+from ssd_generation.harness.results import describe_environment
+from ssd_generation.harness.texts import Difference, find_difference, first_difference
 from tiny_models import LAYERS, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(skip=SkipConfig(attention=[1], mlp=[2]))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ssd_generation.harness import interleaved as module
-from ssd_generation.harness.interleaved import Timing, Timings, Turn, interleaved, rotated, timed
+from ssd_generation.harness.interleaved import Turn, interleaved, rotated, timed
+from ssd_generation.harness.results import Timing, Timings
 
 
 @pytest.mark.parametrize(("number", "order"), [(0, "abc"), (1, "bca"), (2, "cab"), (3, "abc"), (4, "bca"), (5, "cab")])

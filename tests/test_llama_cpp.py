@@ -24,9 +24,8 @@ from ssd_generation.harness import llama_cpp
 from ssd_generation.harness.calls import Caller, TimedCall
 from ssd_generation.harness.child import Child
 from ssd_generation.harness.llama_cpp import LlamaCpp, describe_gguf, gguf_methods, llama_cpp_version
-from ssd_generation.harness.prompts import Prompt
-from ssd_generation.harness.report import markdown
-from ssd_generation.harness.run_folder import RunFolder
+from ssd_generation.harness.results import RunFolder, markdown
+from ssd_generation.harness.texts import Prompt
 from test_benchmark_cli import folder as folder
 from test_benchmark_cli import prompts as prompts
 from test_benchmark_cli import ssd as ssd

@@ -35,7 +35,7 @@ from ssd_generation.forward.recorded_pass import Tokens
 from ssd_generation.forward.replay import Again, Results
 from ssd_generation.forward.replayed import ReplayedPasses, replayed_draft, replayed_target
 from ssd_generation.forward.skip_mode import SkipMode
-from ssd_generation.harness.prompts import built_in_prompts
+from ssd_generation.harness.texts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import exactness

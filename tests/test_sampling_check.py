@@ -11,10 +11,8 @@ import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.harness import runner as side_by_side
-from ssd_generation.harness import sampling_check
-from ssd_generation.harness.report import problems, sampling_cell, sampling_notes
-from ssd_generation.harness.run_folder import read_rows
-from ssd_generation.harness.sampling_check import SamplingCheck, check_sampling
+from ssd_generation.harness.results import problems, read_rows, sampling_cell, sampling_notes
+from ssd_generation.harness.texts import SamplingCheck, check_sampling, sampling_check
 from test_evaluation import METHODS, TEXTS, own_place, run  # noqa: F401
 from test_evaluation import model as model  # the fixture
 from tiny_models import tiny_model

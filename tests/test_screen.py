@@ -409,7 +409,7 @@ def test_profiles_of_other_machines() -> None:
 def test_plots(text: str, ran: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from ssd_generation.evaluation.report import plot_runs
-    from ssd_generation.harness.report import plot_summary
+    from ssd_generation.harness.results import plot_summary
     from ssd_generation.search.plots import plot_methods
     from ssd_generation.search.study import Found
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..config import SelfSpeculativeConfig
-from ..harness.prompts import Prompt, digest, encode_prompt
-from ..harness.run_folder import RunFolder
+from ..harness.results import RunFolder
 from ..harness.runner import Observer, RunSettings, SideBySide
+from ..harness.texts import Prompt, digest, encode_prompt
 
 __all__ = ["BenchmarkSettings", "benchmark_arguments", "run_benchmark"]
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from ..config import SkipConfig
-from ..harness.run_folder import RunFolder
+from ..harness.results import RunFolder
 from ..support.display import for_markdown
 from ..support.messages import clipped
 

@@ -16,12 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import SelfSpeculativeConfig
 from ..harness.calls import TimedCall
-from ..harness.environment import own_settings, take_over_sessions
-from ..harness.figures import finished_calls
 from ..harness.methods import PLAIN, of_config
-from ..harness.run_folder import ROWS, RunFolder, read_rows
+from ..harness.results import (
+    ROWS,
+    RunFolder,
+    check_rows,
+    finished_calls,
+    own_settings,
+    read_rows,
+    string,
+    take_over_sessions,
+)
 from ..harness.runner import Observer, Progress, RunSettings, Share, SideBySide
-from ..harness.stored import check_rows, string
 from .quality import quality_of, verdicts_of
 from .report import write_evaluation
 from .sandbox import DEFAULT_LIMITS, Limits, run_program, run_programs

@@ -250,9 +250,9 @@ class _Worker:
     def do_prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Requests of the methods, tokens of the prompts and the environment: asked of this checkout's worker only."""
         from ssd_generation.config import SelfSpeculativeConfig
-        from ssd_generation.harness.environment import run_environment
         from ssd_generation.harness.methods import make_methods, portable
-        from ssd_generation.harness.prompts import encode_prompt
+        from ssd_generation.harness.results import run_environment
+        from ssd_generation.harness.texts import encode_prompt
 
         assert self.caller is not None
         config = SelfSpeculativeConfig.from_dict(message["config"]) if message.get("config") else None

@@ -1,4 +1,4 @@
-"""Methods timed in turns: the order of the calls, the clock around a call, and what the times come to.
+"""Interleaved methods: the order of their calls, and the clock around a call.
 
 A machine is slower in one minute than in the next. So methods are not timed one after the other: each round calls all
 of them, the next round begins with another one, and a method's speed counts relative to that of the reference in the
@@ -7,9 +7,8 @@ same round.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +16,7 @@ import torch
 
 from ..support.devices import wait_for
 
-__all__ = ["Timing", "Timings", "Turn", "greedy_options", "interleaved", "rotated", "spread", "timed"]
+__all__ = ["Turn", "greedy_options", "interleaved", "rotated", "timed"]
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -88,66 +87,3 @@ def timed(device: torch.device, call: Callable[..., T], *args: Any, **kwargs: An
     result = call(*args, **kwargs)
     wait_for(device)
     return result, time.perf_counter() - started
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How long a call took.
-
-    Attributes:
-        tokens: that it generated.
-        seconds: of the whole call.
-    """
-
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed."""
-        return self.tokens / self.seconds
-
-    def ratio_to(self, reference: Timing) -> float:
-        """Speed relative to that of another call; above 1 is faster."""
-        return self.tokens_per_second / reference.tokens_per_second
-
-
-class Timings:
-    """Timings of several methods, round by round.
-
-    Args:
-        methods: their names.
-        reference: the one that the others are compared with.
-    """
-
-    def __init__(self, methods: Iterable[str], reference: str) -> None:
-        self.by_method: dict[str, list[Timing]] = {name: [] for name in methods}
-        self.reference = reference
-
-    def add(self, method: str, tokens: int, seconds: float) -> None:
-        """Note a method's call in the round under way."""
-        self.by_method[method].append(Timing(tokens, seconds))
-
-    def seconds(self, method: str) -> tuple[float, ...]:
-        """Of each round."""
-        return tuple(timing.seconds for timing in self.by_method[method])
-
-    def ratios(self, method: str) -> tuple[float, ...]:
-        """Speed relative to the reference of the same round, of each round."""
-        pairs = zip(self.by_method[method], self.by_method[self.reference], strict=True)
-        return tuple(timing.ratio_to(reference) for timing, reference in pairs)
-
-
-def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, quartiles, least and greatest value, and how many there are; `None` where there are none."""
-    if not values:
-        return None
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
-    return {
-        "n": len(values),
-        "median": statistics.median(values),
-        "q1": low,
-        "q3": high,
-        "min": min(values),
-        "max": max(values),
-    }

@@ -12,30 +12,33 @@ import torch
 from ..config import SelfSpeculativeConfig
 from ..forward.low_bit import copy_bytes, drop_copies
 from ..generation import enable_self_speculative, why_no_drafts
-from ..support.files import replacing
 from ..tuning.automatic import weight_bytes
 from ..tuning.costs import costs_of
 from .calls import Caller, TimedCall, first_line
-from .comparison import find_difference, first_difference
-from .environment import (
-    load_average,
-    own_settings,
-    run_environment,
-    sessions_of,
-    start_session,
-    where_measured,
-)
-from .figures import finished_calls, latest_calls, ratios_so_far, summarise
 from .interleaved import interleaved, rotated
 from .llama_cpp import LlamaCpp, llama_cpp_version
 from .memory import peak_bytes
 from .methods import PLAIN, Method, is_llama_cpp, make_methods
-from .report import markdown, plot_summary
-from .run_folder import PLOT, ROWS, SUMMARY, TABLE, RunFolder
-from .sampling_check import check_sampling
-from .stored import Check, check_rows
+from .results import (
+    ROWS,
+    Check,
+    RunFolder,
+    check_rows,
+    finished_calls,
+    latest_calls,
+    load_average,
+    own_settings,
+    ratios_so_far,
+    run_environment,
+    sessions_of,
+    start_session,
+    summarise,
+    where_measured,
+    write_summary,
+)
+from .texts import check_sampling, find_difference, first_difference
 
-__all__ = ["Item", "Observer", "Progress", "RunSettings", "Share", "SideBySide", "write_summary"]
+__all__ = ["Item", "Observer", "Progress", "RunSettings", "Share", "SideBySide"]
 
 _MOST_TRIES = 3  # items on which plain decoding may fail before there is nothing to compare with
 
@@ -495,26 +498,6 @@ class SideBySide:
         failed = len(self.failed) * len(self.items) * self.settings.repeats
         done = len(self._finished())
         return self.write({**summary, "complete": complete, "rows_done": done, "rows": rows - failed})
-
-
-def write_summary(folder: RunFolder, summary: dict[str, Any], title: str) -> dict[str, Any]:
-    """Write summary.json, summary.md under a title and, of a finished run, plot.png.
-
-    Returns:
-        The summary, with the reason under `plot` where there is none.
-    """
-    summary["plot"] = PLOT
-    if summary["complete"]:
-        try:
-            with replacing(folder.path / PLOT) as path:
-                plot_summary(summary, path)
-        except ImportError as error:
-            summary["plot"] = f"left out: {error}"
-    else:
-        summary["plot"] = "left out: the run is unfinished"
-    folder.write_json(SUMMARY, summary)
-    folder.write_text(TABLE, markdown(summary, title))
-    return summary
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, int]:

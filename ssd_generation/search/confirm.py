@@ -13,8 +13,9 @@ import torch
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..forward.passes import captured_target
 from ..generation import enable_self_speculative
-from ..harness.interleaved import Timings, interleaved, timed
+from ..harness.interleaved import interleaved, timed
 from ..harness.methods import PLAIN
+from ..harness.results import Timings
 from ..tuning.acceptance import Acceptance
 from ..tuning.exactness import invariant_of
 from .calibration import generate_greedily
