@@ -25,7 +25,7 @@ from ssd_generation.cli.benchmark_view import benchmark_view, live_progress, run
 from ssd_generation.cli.console import Screen, print_error, print_json, styled
 from ssd_generation.cli.generate_view import answer_streamer
 from ssd_generation.cli.search_view import View, bar
-from ssd_generation.harness.runner import Progress
+from ssd_generation.harness.run import Progress
 from ssd_generation.support.display import visible
 from test_cli import Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture

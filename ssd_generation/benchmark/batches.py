@@ -18,8 +18,8 @@ import torch
 
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..generation import enable_self_speculative
-from ..harness.interleaved import greedy_options, interleaved, timed
 from ..harness.results import Timings, spread
+from ..harness.run import greedy_options, interleaved, timed
 from ..harness.texts import encode_prompt, load_prompts
 from ..models import load_model
 from ..support.machine import cpu_name

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
-from ..harness.interleaved import interleaved
+from ..harness.run import interleaved
 from ..models import load_model
 from ..support.versions import CACHE
 from ..tuning.costs import Passes

@@ -15,7 +15,7 @@ import torch
 
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..generation import enable_self_speculative
-from ..harness.memory import peak_bytes
+from ..harness.run import peak_bytes
 from ..models import load_model
 from ..support.versions import CACHE
 from ..tuning.automatic import weight_bytes

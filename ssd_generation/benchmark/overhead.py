@@ -26,7 +26,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from ..config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.self_drafter import SelfDrafter
 from ..generation import enable_self_speculative
-from ..harness.interleaved import greedy_options, interleaved
+from ..harness.run import greedy_options, interleaved
 from ..models import load_model
 
 __all__ = ["measure_overhead"]

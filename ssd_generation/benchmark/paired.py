@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config import SelfSpeculativeConfig
-from ..harness import calls
-from ..harness.child import Child
-from ..harness.interleaved import rotated
 from ..harness.methods import PLAIN
 from ..harness.results import (
     ROWS,
@@ -28,7 +25,7 @@ from ..harness.results import (
     where_measured,
     write_summary,
 )
-from ..harness.runner import Observer, Progress
+from ..harness.run import Child, Observer, Progress, calls, rotated
 from ..harness.texts import Prompt
 from .runner import BenchmarkSettings
 

@@ -16,7 +16,7 @@ from ..support.display import visible
 from .console import styled
 
 if TYPE_CHECKING:
-    from ..harness.runner import Progress
+    from ..harness.run import Progress
 
 
 @contextlib.contextmanager

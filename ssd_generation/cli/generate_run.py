@@ -191,7 +191,7 @@ def _compare(
     request: Request, target: PreTrainedModel, inputs: dict[str, torch.Tensor], config: SelfSpeculativeConfig
 ) -> Comparison:
     """The same request by each method, in turns."""
-    from ..harness.comparison import compare, methods_of
+    from ..harness.run import compare, methods_of
 
     repeats = request.show.repeats or 3
     calls = len(methods_of(config)) * (1 + repeats + request.is_sampling)

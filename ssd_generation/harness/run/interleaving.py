@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..support.devices import wait_for
+from ...support.devices import wait_for
 
 __all__ = ["Turn", "greedy_options", "interleaved", "rotated", "timed"]
 
@@ -38,13 +38,13 @@ class Turn(Generic[M]):
 
 
 def rotated(methods: Sequence[M], number: int) -> list[M]:
-    """The methods in the order of a round: each comes first in one round out of as many as there are methods."""
+    """Return the methods in the order of a round: each comes first in one round out of as many as there are methods."""
     first = number % len(methods)
     return [*methods[first:], *methods[:first]]
 
 
 def interleaved(methods: Sequence[M], rounds: int, warm_up: int = 1) -> Iterator[Turn[M]]:
-    """The calls to make, in order.
+    """Yield the calls to make, in order.
 
     Args:
         methods: at least one, unless there is no round.
@@ -61,7 +61,7 @@ def interleaved(methods: Sequence[M], rounds: int, warm_up: int = 1) -> Iterator
 
 
 def greedy_options(new_tokens: int) -> dict[str, Any]:
-    """Options of `generate` under which a call decodes greedily and gives so many tokens, whatever the model says."""
+    """Return options of `generate` for greedy decoding of so many tokens, whatever the model's own config says."""
     return {
         "max_new_tokens": new_tokens,
         "do_sample": False,
@@ -74,7 +74,7 @@ def greedy_options(new_tokens: int) -> dict[str, Any]:
 
 
 def timed(device: torch.device, call: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[T, float]:
-    """Make a call: its result, and the seconds until the device has done all that it was given.
+    """Make a call, and return its result and the seconds until the device has done all that it was given.
 
     Args:
         device: where the work runs.
