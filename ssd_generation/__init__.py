@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .drafting.drafter import Draft, Drafter
     from .forward.structure.skip_mode import draft_mode
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
-    from .harness.token_origins import TokenOrigins
+    from .harness.results import TokenOrigins
     from .models import fetch_demo, load_demo, load_model
 
 __version__ = "0.1.0"
@@ -77,7 +77,7 @@ _HOMES = {
     "fetch_demo": ".models",
     "load_demo": ".models",
     "load_model": ".models",
-    "TokenOrigins": ".harness.token_origins",
+    "TokenOrigins": ".harness.results",
     "draft_mode": ".forward.structure.skip_mode",
     "SpeculationStatistics": ".decoding.statistics",
 }

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from forked import Saying
-from ssd_generation.harness.run_folder import RunFolder
+from ssd_generation.harness.results import RunFolder
 
 
 def enter_and_leave(saying: Saying, base: Path, seconds: float, way: str) -> tuple[int, int]:

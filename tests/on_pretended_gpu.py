@@ -21,7 +21,7 @@ from ssd_generation.forward.copies.low_bit import CopiesPart
 from ssd_generation.forward.cuda_graph import graphs as replay
 from ssd_generation.forward.cuda_graph.graph_passes import GraphPart
 from ssd_generation.forward.cuda_graph.graphs import CudaGraphs
-from ssd_generation.harness.prompts import built_in_prompts
+from ssd_generation.harness.texts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.costs import measure_costs

@@ -138,7 +138,7 @@ def test_import_table_has_no_cycles() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("config/schema", "from ..forward.skip_mode import draft_mode", "config must not import forward"),
+        ("config/schema", "from ..forward.structure.skip_mode import draft_mode", "config must not import forward"),
         (
             "config/schema",
             "def f():\n    from ssd_generation.models import load_model",

@@ -18,7 +18,7 @@ from lab.kernels import measure_kernels
 from lab.memory import measure_memory
 from lab.overhead import measure_overhead
 from ssd_generation import SkipConfig, enable_self_speculative
-from ssd_generation.harness.prompts import Prompt
+from ssd_generation.harness.texts import Prompt
 from ssd_generation.native.sequence import KernelList
 from tiny_models import tiny_model
 

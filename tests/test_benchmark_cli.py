@@ -18,8 +18,7 @@ import ssd_generation
 from ssd_generation.benchmark import paired
 from ssd_generation.cli import main
 from ssd_generation.cli.benchmark_view import benchmark_view, live_progress
-from ssd_generation.harness import calls
-from ssd_generation.harness.calls import Caller
+from ssd_generation.harness.run import Caller, calls
 from test_cli import Run
 from test_cli import folder as folder  # the fixture
 
@@ -169,10 +168,14 @@ def test_help(ssd: Callable[..., Run]) -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Another checkout: a copy of this one, in which `auto` is not known yet."""
+    """Another checkout: a copy of this one, in which `auto` is not known yet, and which has no harness.
+
+    Checkouts lay that out in different ways, so nothing of it may be asked for.
+    """
     root = tmp_path / "other"
     source = Path(ssd_generation.__file__).parent
-    shutil.copytree(source, root / "ssd_generation", ignore=shutil.ignore_patterns("__pycache__", "benchmark"))
+    left_out = shutil.ignore_patterns("__pycache__", "benchmark", "harness")
+    shutil.copytree(source, root / "ssd_generation", ignore=left_out)
     generation = root / "ssd_generation" / "generation.py"
     text = generation.read_text(encoding="utf-8")
     assert text.count("        parent = super().generate") == 1
@@ -230,7 +233,7 @@ def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     from ssd_generation.cli import console
-    from ssd_generation.harness.runner import Progress
+    from ssd_generation.harness.run import Progress
 
     file = io.StringIO()
     monkeypatch.setattr(console, "err", lambda: Console(file=file, force_terminal=True, width=100))
@@ -240,7 +243,7 @@ def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_in_a_log_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssd_generation.harness.runner import Progress
+    from ssd_generation.harness.run import Progress
 
     now = iter([0.0, 1.0, 11.0, 11.0, 12.0])
     monkeypatch.setattr("ssd_generation.cli.console.time", SimpleNamespace(monotonic=lambda: next(now)))

@@ -14,11 +14,9 @@ import torch
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
 from ssd_generation.forward.copies.low_bit import copy_bytes
-from ssd_generation.harness import environment, runner
-from ssd_generation.harness.calls import Caller, TimedCall
-from ssd_generation.harness.prompts import Prompt
-from ssd_generation.harness.run_folder import RunFolder
-from ssd_generation.harness.runner import Progress
+from ssd_generation.harness.results import RunFolder, commit_of
+from ssd_generation.harness.run import Caller, Progress, TimedCall, side_by_side
+from ssd_generation.harness.texts import Prompt
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.learnt import LearntPart
 from test_cli import tiny_tokenizer
@@ -251,7 +249,7 @@ def test_making_copies_is_no_part_of_the_peak(model: Any, tmp_path: Path, monkey
         held.append(copy_bytes(model))
         return 1000
 
-    monkeypatch.setattr(runner, "peak_bytes", peak)
+    monkeypatch.setattr(side_by_side, "peak_bytes", peak)
     summary = run(model, tmp_path, ("plain", "lookup", "int8"), memory=True)
     memory = summary["methods"]["int8"]["memory"]
     assert memory["extra_bytes"] == memory["persistent_bytes"] == held[-1] > 0
@@ -419,7 +417,7 @@ def test_a_torn_row_is_measured_again(model: Any, tmp_path: Path) -> None:
 def test_a_finished_run_measures_nothing(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(model, tmp_path, memory=True)
     monkeypatch.setattr(Caller, "call", lambda *args: pytest.fail("called again"))
-    monkeypatch.setattr(runner, "peak_bytes", lambda *args, **kwargs: pytest.fail("measured again"))
+    monkeypatch.setattr(side_by_side, "peak_bytes", lambda *args, **kwargs: pytest.fail("measured again"))
     assert run(model, tmp_path, memory=True)["methods"] == first["methods"]
 
 
@@ -453,6 +451,6 @@ def test_no_prompts(model: Any, tmp_path: Path) -> None:
 
 
 def test_commit_of_something_that_is_no_checkout(tmp_path: Path) -> None:
-    assert environment._commit(tmp_path) is None
+    assert commit_of(tmp_path) is None
     (tmp_path / ".git").mkdir()
-    assert environment._commit(tmp_path) is None
+    assert commit_of(tmp_path) is None

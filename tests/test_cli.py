@@ -403,7 +403,7 @@ def test_compare_as_json(ssd: Callable[..., Run], folder: str) -> None:
 def test_compare_says_that_small_models_gain_nothing(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ssd_generation.harness.comparison import MethodResult
+    from ssd_generation.harness.results import MethodResult
 
     monkeypatch.setattr(MethodResult, "ratio", property(lambda self: 0.8))
     run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")
@@ -429,15 +429,17 @@ def test_compare_judges_sampled_texts_by_their_draws(ssd: Callable[..., Run], fo
 def test_compare_shows_both_texts_where_they_differ(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ssd_generation.harness import comparison
+    from ssd_generation.harness.run import Caller, TimedCall
 
-    real = comparison._run
+    real = Caller.call
 
-    def wrong(model: Any, inputs: Any, config: Any, method: str, kwargs: Any) -> list[int]:
-        ids = real(model, inputs, config, method, kwargs)
-        return [*ids[:3], (ids[3] + 1) % 300, *ids[4:]] if method == "self-speculative" else ids
+    def wrong(self: Caller, method: str, *args: Any) -> TimedCall:
+        call = real(self, method, *args)
+        if method == "self-speculative":
+            call.token_ids[3] = (call.token_ids[3] + 1) % 300
+        return call
 
-    monkeypatch.setattr(comparison, "_run", wrong)
+    monkeypatch.setattr(Caller, "call", wrong)
     run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")
     flat = " ".join(run.out.split())
     assert "Plain decoding says:" in flat and "The text differs from plain decoding at token 4." in flat

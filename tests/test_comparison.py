@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +12,9 @@ import torch
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, draft_mode, enable_self_speculative
 from ssd_generation.forward.copies.low_bit import copies_of, copy_bytes
 from ssd_generation.forward.structure.skip_mode import draft_mode_with
-from ssd_generation.harness import comparison, interleaved
-from ssd_generation.harness.comparison import (
-    METHODS,
-    Difference,
-    compare,
-    describe_environment,
-    find_difference,
-    first_difference,
-    methods_of,
-)
+from ssd_generation.harness.results import describe_environment
+from ssd_generation.harness.run import COMPARED, Caller, TimedCall, compare, engine, methods_of
+from ssd_generation.harness.texts import Difference, find_difference, first_difference
 from tiny_models import LAYERS, prompt, tiny_model
 
 CONFIG = SelfSpeculativeConfig(skip=SkipConfig(attention=[1], mlp=[2]))
@@ -38,7 +30,7 @@ def new_tokens(model: Any, **kwargs: Any) -> list[int]:
     return list(model.generate(**INPUTS, **kwargs)[0, 10:].tolist())
 
 
-# --- where two texts part -------------------------------------------------------------------------
+# --- where two texts diverge -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,7 +167,7 @@ def test_prompt_lookup_has_no_draft_of_its_own(model: Any) -> None:
     ],
 )
 def test_which_methods_there_are_to_compare(config: SelfSpeculativeConfig, has_draft: bool) -> None:
-    assert methods_of(config) == (METHODS if has_draft else (METHODS[0], METHODS[2]))
+    assert methods_of(config) == (COMPARED if has_draft else (COMPARED[0], COMPARED[2]))
 
 
 def test_all_methods_of_a_repeat_sample_from_the_same_seed(model: Any) -> None:
@@ -202,7 +194,7 @@ def test_draws_that_cannot_be_judged_cost_nothing_else(model: Any, monkeypatch: 
     def judge(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(comparison, "check_sampling", judge)
+    monkeypatch.setattr(engine, "check_sampling", judge)
     result = compare(model, INPUTS, CONFIG, repeats=1, max_new_tokens=4, do_sample=True)
     assert [method.draws for method in result.methods] == [None] * 3
     assert result.to_dict()["methods"]["plain"]["draws_error"] == "MemoryError: no room"
@@ -223,31 +215,22 @@ def test_the_model_is_left_as_it_was(model: Any) -> None:
 def test_methods_are_interleaved_and_take_turns_in_going_first(model: Any) -> None:
     steps: list[str] = []
     compare(model, INPUTS, CONFIG, repeats=3, max_new_tokens=4, advance=steps.append)
-    plain, draft, own = METHODS
-    assert steps[:3] == [f"warm-up, {name}" for name in METHODS]
+    plain, draft, own = COMPARED
+    assert steps[:3] == [f"warm-up, {name}" for name in COMPARED]
     assert [step.partition(", ")[2] for step in steps[3:]] == [plain, draft, own, draft, own, plain, own, plain, draft]
 
 
-class Clock:
-    """A clock that only `compare` sees: each call it times takes as long as the list says."""
-
-    def __init__(self, durations: Iterator[float]) -> None:
-        self.durations = durations
-        self.now = 0.0
-        self.running = False
-
-    def perf_counter(self) -> float:
-        if self.running:
-            self.now += next(self.durations)
-        self.running = not self.running
-        return self.now
-
-
 def test_ratios_are_taken_per_repeat_and_medians_over_repeats(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # In the order in which they run: plain, draft, own; draft, own, plain; own, plain, draft.
-    clock = Clock(iter([1.0, 0.5, 2.0, 1.0, 1.0, 4.0, 1.0, 3.0, 1.0]))
-    monkeypatch.setattr(interleaved, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    # In the order in which they run: to warm up, then plain, draft, own; draft, own, plain; own, plain, draft.
+    durations = iter([9.0, 9.0, 9.0, 1.0, 0.5, 2.0, 1.0, 1.0, 4.0, 1.0, 3.0, 1.0])
+    real = Caller.call
+
+    def call(self: Caller, *args: Any) -> TimedCall:
+        return dataclasses.replace(real(self, *args), seconds=next(durations))
+
+    monkeypatch.setattr(Caller, "call", call)
     result = compare(model, INPUTS, CONFIG, repeats=3, max_new_tokens=12)
+    assert next(durations, None) is None
     assert result.plain.seconds == (1.0, 4.0, 3.0)
     assert result.self_speculative.seconds == (2.0, 1.0, 1.0)
     assert result.plain.tokens_per_second == 4
@@ -282,7 +265,7 @@ def test_sizes(model: Any) -> None:
 def test_a_comparison_is_plain_json(model: Any) -> None:
     result = compare(model, INPUTS, CONFIG, repeats=2, max_new_tokens=12)
     data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert list(data["methods"]) == list(METHODS)
+    assert list(data["methods"]) == list(COMPARED)
     own, draft = data["methods"]["self-speculative"], data["methods"]["draft alone"]
     assert own["identical_to_plain"] is True and own["first_difference"] is None
     assert draft["identical_to_plain"] is False

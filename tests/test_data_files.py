@@ -17,7 +17,7 @@ from effort import little_work
 from ssd_generation.evaluation.articles import read_articles
 from ssd_generation.evaluation.problems import Problem, answer_code, read_problems
 from ssd_generation.evaluation.tasks import check_data
-from ssd_generation.harness.prompts import load_prompts, read_prompts
+from ssd_generation.harness.texts import load_prompts, read_prompts
 from ssd_generation.search import calibration
 from ssd_generation.search.calibration import calibration_prompts
 from ssd_generation.search.profile import CostProfile

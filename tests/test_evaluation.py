@@ -31,9 +31,8 @@ from ssd_generation.evaluation.report import (
 )
 from ssd_generation.evaluation.runner import CodeExecution, EvaluationSettings, run_evaluation
 from ssd_generation.evaluation.tasks import Sample, Task, make_task
-from ssd_generation.harness.calls import Caller, TimedCall
-from ssd_generation.harness.run_folder import read_rows
-from ssd_generation.harness.runner import Progress
+from ssd_generation.harness.results import read_rows
+from ssd_generation.harness.run import Caller, Progress, TimedCall
 from test_cli import Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture
 from test_cli import ssd as ssd  # the fixture

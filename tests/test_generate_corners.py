@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.captured.conditions import why_not_captured
-from ssd_generation.harness.comparison import find_difference
+from ssd_generation.harness.texts import find_difference
 from ssd_generation.support.versions import CACHE
 from tiny_models import LAYERS, prompt, tiny_model
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ssd_generation.harness import interleaved as module
-from ssd_generation.harness.interleaved import Timing, Timings, Turn, interleaved, rotated, timed
+from ssd_generation.harness.results import Timing, Timings
+from ssd_generation.harness.run import Turn, interleaved, interleaving, rotated, timed
 
 
 @pytest.mark.parametrize(("number", "order"), [(0, "abc"), (1, "bca"), (2, "cab"), (3, "abc"), (4, "bca"), (5, "cab")])
@@ -25,7 +25,7 @@ def test_warm_up_comes_in_rounds_and_does_not_count() -> None:
 
 def test_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 12.5])
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(interleaving, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     assert timed(torch.device("cpu"), divmod, 7, 3) == ((2, 1), 2.5)
 
 

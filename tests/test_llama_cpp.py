@@ -20,13 +20,11 @@ import torch
 
 from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
 from ssd_generation.cli.benchmark_view import _name_lines
-from ssd_generation.harness import llama_cpp
-from ssd_generation.harness.calls import Caller, TimedCall
-from ssd_generation.harness.child import Child
 from ssd_generation.harness.llama_cpp import LlamaCpp, describe_gguf, gguf_methods, llama_cpp_version
-from ssd_generation.harness.prompts import Prompt
-from ssd_generation.harness.report import markdown
-from ssd_generation.harness.run_folder import RunFolder
+from ssd_generation.harness.llama_cpp import peer as module
+from ssd_generation.harness.results import RunFolder, markdown
+from ssd_generation.harness.run import Caller, Child, TimedCall
+from ssd_generation.harness.texts import Prompt
 from test_benchmark_cli import folder as folder
 from test_benchmark_cli import prompts as prompts
 from test_benchmark_cli import ssd as ssd
@@ -117,7 +115,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
             super().__init__(*args)
             started.append(self)
 
-    monkeypatch.setattr(llama_cpp, "Child", Noted)
+    monkeypatch.setattr(module, "Child", Noted)
     yield started
     assert all(child._process.poll() is not None for child in started)
 

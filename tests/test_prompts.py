@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from ssd_generation.harness.prompts import (
-    Prompt,
-    built_in_prompts,
-    digest,
-    encode_prompt,
-    load_prompts,
-    read_prompts,
-)
+from ssd_generation.harness.texts import Prompt, built_in_prompts, digest, encode_prompt, load_prompts, read_prompts
 from test_cli import tiny_tokenizer
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssd_generation.harness.token_origins import OriginPiece, TokenOrigins
+from ssd_generation.harness.results import OriginPiece, TokenOrigins
 
 END = "<|end|>"
 
@@ -322,7 +322,7 @@ def test_html_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     def fail(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("ssd_generation.harness.token_origins.os.replace", fail)
+    monkeypatch.setattr("ssd_generation.harness.results.token_origins.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         origins_of("other").save_html(file)
     assert file.read_text(encoding="utf-8") == before

@@ -39,7 +39,7 @@ from ssd_generation.forward.cuda_graph.graph_passes import GraphPart, GraphPasse
 from ssd_generation.forward.cuda_graph.graphs import Results
 from ssd_generation.forward.cuda_graph.recorded import Tokens
 from ssd_generation.forward.structure.skip_mode import SkipMode
-from ssd_generation.harness.prompts import built_in_prompts
+from ssd_generation.harness.texts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning import exactness

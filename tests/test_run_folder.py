@@ -13,7 +13,7 @@ import pytest
 
 from forked import forked
 from lock_worker import enter_and_leave
-from ssd_generation.harness.run_folder import RunFolder, read_rows
+from ssd_generation.harness.results import RunFolder, read_rows
 from ssd_generation.support import files
 from ssd_generation.support.files import Lock, replacing
 

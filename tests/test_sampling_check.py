@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.harness import runner as side_by_side
-from ssd_generation.harness import sampling_check
-from ssd_generation.harness.report import problems, sampling_cell, sampling_notes
-from ssd_generation.harness.run_folder import read_rows
-from ssd_generation.harness.sampling_check import SamplingCheck, check_sampling
+from ssd_generation.harness.results import problems, read_rows, sampling_cell, sampling_notes
+from ssd_generation.harness.run import engine
+from ssd_generation.harness.texts import SamplingCheck, check_sampling, sampling_check
 from test_evaluation import METHODS, TEXTS, own_place, run  # noqa: F401
 from test_evaluation import model as model  # the fixture
 from tiny_models import tiny_model
@@ -200,14 +198,14 @@ def test_what_cannot_be_judged_ends_no_run(model: Any, tmp_path: Path, monkeypat
     def judge(*_: Any, **__: Any) -> SamplingCheck:
         raise MemoryError("no room for these logits")
 
-    monkeypatch.setattr(side_by_side, "check_sampling", judge)
+    monkeypatch.setattr(engine, "check_sampling", judge)
     summary = run(model, tmp_path / "r", do_sample=True)
     assert summary["complete"] and summary["methods"]["config"]["draws"] is None
     assert any("no room for these logits" in line for line in problems(summary))
 
 
 def test_impossible_draws_are_told(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "check_sampling", lambda *_, **__: SamplingCheck(4, 2.0, 1.0, 1))
+    monkeypatch.setattr(engine, "check_sampling", lambda *_, **__: SamplingCheck(4, 2.0, 1.0, 1))
     summary = run(model, tmp_path / "r", do_sample=True)
     notes = sampling_notes(summary)
     assert len(notes) == 1 + len(METHODS)

@@ -25,7 +25,7 @@ from ssd_generation.cli.benchmark_view import benchmark_view, live_progress, run
 from ssd_generation.cli.console import Screen, print_error, print_json, styled
 from ssd_generation.cli.generate_view import answer_streamer
 from ssd_generation.cli.search_view import View, bar
-from ssd_generation.harness.runner import Progress
+from ssd_generation.harness.run import Progress
 from ssd_generation.support.display import visible
 from test_cli import Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture
@@ -410,7 +410,7 @@ def test_plots(text: str, ran: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from lab.search_methods.page import plot_methods
     from ssd_generation.evaluation.report import plot_runs
-    from ssd_generation.harness.report import plot_summary
+    from ssd_generation.harness.results import plot_summary
     from ssd_generation.search.study import Found
 
     (entry,) = ran["methods"].values()

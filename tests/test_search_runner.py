@@ -15,7 +15,7 @@ import torch
 from search_worker import calibration, cost_profile
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.captured.passes import CapturedPasses
-from ssd_generation.harness.prompts import Prompt
+from ssd_generation.harness.texts import Prompt
 from ssd_generation.search import calibration as calibration_module
 from ssd_generation.search import profile as profile_module
 from ssd_generation.search import runner as runner_module

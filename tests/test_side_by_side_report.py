@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 
 from ssd_generation import Costs
-from ssd_generation.harness.environment import where_measured
-from ssd_generation.harness.figures import (
+from ssd_generation.harness.results import (
     engine_efficiency,
+    markdown,
+    overview,
+    plot_summary,
     ratios_so_far,
     spread,
     summarise,
     summarise_pairs,
+    where_measured,
 )
-from ssd_generation.harness.report import markdown, overview, plot_summary
 
 ARGUMENTS = {
     "methods": ["plain", "own", "broken"],

@@ -13,10 +13,17 @@ from typing import Any
 import pytest
 
 from ssd_generation.evaluation.report import plot_runs, read_summaries, runs_markdown
-from ssd_generation.harness.environment import sessions_of, where_measured
-from ssd_generation.harness.figures import ratios_so_far, summarise, summarise_pairs
-from ssd_generation.harness.report import markdown
-from ssd_generation.harness.stored import check_rows, check_summary, string
+from ssd_generation.harness.results import (
+    check_rows,
+    check_summary,
+    markdown,
+    ratios_so_far,
+    sessions_of,
+    string,
+    summarise,
+    summarise_pairs,
+    where_measured,
+)
 from test_cli import Run
 from test_cli import ssd as ssd  # the fixture
 from test_side_by_side_report import ARGUMENTS, ENVIRONMENT, call, rows

@@ -38,7 +38,7 @@ from ..forward.structure.skip_mode import SkipMode
 from ..forward.structure.sublayers import locate_sublayers
 from ..generation import enable_self_speculative
 from ..harness.methods import PLAIN, UNDRAFTED, make_methods, random_half
-from ..harness.prompts import built_in_prompts, encode_prompt
+from ..harness.texts import built_in_prompts, encode_prompt
 from ..models import load_model
 from ..support.devices import is_asynchronous, wait_for
 from ..support.model_state import state_of

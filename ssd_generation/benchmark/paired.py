@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from ..config import SelfSpeculativeConfig
-from ..harness import calls
-from ..harness.child import Child
-from ..harness.environment import load_average, sessions_of, start_session, where_measured
-from ..harness.figures import ratios_so_far, summarise_pairs
-from ..harness.interleaved import rotated
 from ..harness.methods import PLAIN
-from ..harness.prompts import Prompt
-from ..harness.run_folder import ROWS, RunFolder
-from ..harness.runner import Observer, Progress, write_summary
-from ..harness.stored import check_rows
+from ..harness.results import (
+    ROWS,
+    RunFolder,
+    check_rows,
+    load_average,
+    ratios_so_far,
+    sessions_of,
+    start_session,
+    summarise_pairs,
+    where_measured,
+    write_summary,
+)
+from ..harness.run import Child, Observer, Progress, calls, rotated
+from ..harness.texts import Prompt
 from .runner import BenchmarkSettings
 
 __all__ = ["check_checkout", "own_methods", "run_paired"]

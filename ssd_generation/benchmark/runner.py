@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import torch
 
 from ..config import SelfSpeculativeConfig
-from ..harness.prompts import Prompt, digest, encode_prompt
-from ..harness.run_folder import RunFolder
-from ..harness.runner import Observer, RunSettings, SideBySide
+from ..generation import enable_self_speculative
+from ..harness.llama_cpp import LlamaCpp
+from ..harness.methods import make_methods
+from ..harness.results import RunFolder
+from ..harness.run import Caller, Observer, RunSettings, SideBySide
+from ..harness.texts import Prompt, digest, encode_prompt
 
 __all__ = ["BenchmarkSettings", "benchmark_arguments", "run_benchmark"]
 
@@ -83,7 +87,7 @@ def run_benchmark(
         config: of the methods that need one.
         assistant: model of the method "assistant".
         observe: callback with the progress, before each call.
-        gguf: the GGUF files of llama.cpp's methods, by the method's name, see `llama_cpp.gguf_methods`.
+        gguf: the GGUF files of llama.cpp's methods, by the method's name, see `gguf_methods`.
 
     Returns:
         The summary, as in summary.json.
@@ -100,4 +104,7 @@ def run_benchmark(
             encoded = encode_prompt(tokenizer, prompts[index].text, settings.chat_template)
             return {key: value.to(self.model.device) for key, value in encoded.items()}
 
-    return Benchmark(model, prompts, folder, settings, config, assistant, observe, gguf=gguf).run()
+    with contextlib.closing(LlamaCpp()) as peer:
+        caller = Caller(enable_self_speculative(model), assistant, peer if gguf else None)
+        methods = make_methods(settings.methods, model, config, settings.seed, gguf)
+        return Benchmark(caller, methods, prompts, folder, settings, observe).run()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from ..benchmark.runner import BenchmarkSettings
     from ..config import SelfSpeculativeConfig
-    from ..harness.prompts import Prompt
-    from ..harness.run_folder import RunFolder
+    from ..harness.results import RunFolder
+    from ..harness.texts import Prompt
 
 HELP = """Measure this library beside plain decoding and its peers.
 
@@ -158,7 +158,7 @@ def parse(
     from ..benchmark.runner import BenchmarkSettings
     from ..harness.llama_cpp import describe_gguf
     from ..harness.methods import default_methods
-    from ..harness.prompts import load_prompts
+    from ..harness.texts import load_prompts
     from .configs import config_to_compare, requested_methods
 
     config = config_to_compare(draft, model.model)
@@ -214,7 +214,7 @@ def _gguf_methods(model: MeasuredModelOptions, compared: ComparisonOptions) -> d
 def _run(request: Request, model: MeasuredModelOptions, results: ResultOptions) -> tuple[dict[str, Any], Path]:
     """The summary of the run, and its folder."""
     from ..benchmark.runner import benchmark_arguments
-    from ..harness.run_folder import RunFolder
+    from ..harness.results import RunFolder
     from .console import resumable
     from .loading import default_folder
 

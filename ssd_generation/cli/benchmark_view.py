@@ -16,7 +16,7 @@ from ..support.display import visible
 from .console import styled
 
 if TYPE_CHECKING:
-    from ..harness.runner import Progress
+    from ..harness.run import Progress
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
         summary: of the run.
         width: of the terminal; a table by category that is wider is cut into several.
     """
-    from ..harness.report import conditions, problems, sampling_notes
+    from ..harness.results import conditions, problems, sampling_notes
 
     parts: list[RenderableType] = [_overview(summary)]
     parts.append(styled("Ratio by category: median, below it the least and the greatest."))
@@ -165,7 +165,7 @@ def runs_view(summaries: Mapping[str, Mapping[str, Any]]) -> RenderableType:
 
 
 def _overview(summary: Mapping[str, Any]) -> Table:
-    from ..harness.report import overview
+    from ..harness.results import overview
 
     header, lines = overview(summary)
     table = _table([_HEADERS.get(title, title) for title in header])
@@ -207,7 +207,7 @@ _HEADERS = {
 
 
 def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
-    from ..harness.report import categories_of
+    from ..harness.results import categories_of
 
     first = max([len("method"), *(len(line) for name in summary["methods"] for line in _name_lines(name))]) + 1
     chunks: list[list[str]] = []

@@ -14,7 +14,8 @@ from .layers import describe_skip
 
 if TYPE_CHECKING:
     from ..config import Costs, SelfSpeculativeConfig
-    from ..harness.comparison import Comparison, Difference, MethodResult
+    from ..harness.results import Comparison, MethodResult
+    from ..harness.texts import Difference
     from .generate_run import Answer, Draft
 
 _NONE = "–"
@@ -93,7 +94,7 @@ def _drafted(method: MethodResult) -> str:
 def _identity(comparison: Comparison, method: MethodResult) -> str:
     text = "" if method is comparison.plain else _sameness(method.difference)
     if method.draws is not None:
-        from ..harness.sampling_check import z_figure
+        from ..harness.texts import z_figure
 
         z = z_figure(method.draws.z, method.draws.impossible)
         text = "; ".join(part for part in (text, z) if part)

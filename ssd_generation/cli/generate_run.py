@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
     from ..config import SelfSpeculativeConfig
-    from ..harness.comparison import Comparison
-    from ..harness.token_origins import TokenOrigins
+    from ..harness.results import Comparison, TokenOrigins
     from ..tuning.automatic import AutomaticChoice
     from .generate_options import DecodingOptions, DraftLengthOptions, DraftOptions, ShowOptions
     from .options import ModelOptions
@@ -150,8 +149,7 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
 
     from ..forward.copies.low_bit import copy_bytes
     from ..generation import enable_self_speculative
-    from ..harness.comparison import describe_environment
-    from ..harness.token_origins import TokenOrigins
+    from ..harness.results import TokenOrigins, describe_environment
     from ..tuning.automatic import weight_bytes
     from .loading import encode, load
 
@@ -193,7 +191,7 @@ def _compare(
     request: Request, target: PreTrainedModel, inputs: dict[str, torch.Tensor], config: SelfSpeculativeConfig
 ) -> Comparison:
     """The same request by each method, in turns."""
-    from ..harness.comparison import compare, methods_of
+    from ..harness.run import compare, methods_of
 
     repeats = request.show.repeats or 3
     calls = len(methods_of(config)) * (1 + repeats + request.is_sampling)

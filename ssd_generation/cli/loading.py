@@ -114,7 +114,7 @@ def encode(
     Raises:
         ValueError: `system` without a chat template, the template refuses, or nothing is left of the prompt.
     """
-    from ..harness.prompts import encode_prompt
+    from ..harness.texts import encode_prompt
 
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if system is not None and not (has_template and use_template):

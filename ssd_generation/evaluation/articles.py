@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..harness.prompts import hub_rows
+from ..harness.texts import hub_rows
 from ..support.messages import listed, shown
 from ..support.reading import DATA, filled_lines, parse_json
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..harness.figures import latest_calls
 from ..harness.methods import PLAIN
+from ..harness.results import latest_calls
 from .metrics import bootstrap, paired_difference, pass_at_k
 from .tasks import Task
 

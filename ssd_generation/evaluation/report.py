@@ -8,22 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..harness.figures import latest_calls
 from ..harness.methods import PLAIN
-from ..harness.report import (
+from ..harness.results import (
     COLOURS,
     LEAST_JUDGED,
     MARKERS,
+    PLOT,
+    SUMMARY,
+    TABLE,
+    RunFolder,
+    check_summary,
     conditions,
+    latest_calls,
     markdown,
     markdown_sentence,
     markdown_table,
     new_figure,
     sampling_cell,
+    write_summary,
 )
-from ..harness.run_folder import PLOT, SUMMARY, TABLE, RunFolder
-from ..harness.runner import write_summary
-from ..harness.stored import check_summary
 from ..support.display import for_markdown, for_plot
 from ..support.files import replacing
 from ..support.reading import RESULT, read_json, read_text

@@ -15,13 +15,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import SelfSpeculativeConfig
-from ..harness.calls import TimedCall
-from ..harness.environment import own_settings, take_over_sessions
-from ..harness.figures import finished_calls
-from ..harness.methods import PLAIN, of_config
-from ..harness.run_folder import ROWS, RunFolder, read_rows
-from ..harness.runner import Observer, Progress, RunSettings, Share, SideBySide
-from ..harness.stored import check_rows, string
+from ..generation import enable_self_speculative
+from ..harness.methods import PLAIN, Method, make_methods, of_config
+from ..harness.results import (
+    ROWS,
+    RunFolder,
+    check_rows,
+    finished_calls,
+    own_settings,
+    read_rows,
+    string,
+    take_over_sessions,
+)
+from ..harness.run import Caller, Observer, Progress, RunSettings, Share, SideBySide, TimedCall
 from .quality import quality_of, verdicts_of
 from .report import write_evaluation
 from .sandbox import DEFAULT_LIMITS, Limits, run_program, run_programs
@@ -220,7 +226,9 @@ def run_evaluation(
 
     def part(folder: RunFolder, earlier: Sequence[Mapping[str, Any]] = ()) -> Evaluation:
         share = Share((0, 1) if together else (group.process_index, group.num_processes), earlier)
-        return Evaluation(model, Questions(task, tokenizer, code), folder, settings, config, assistant, observe, share)
+        caller = Caller(enable_self_speculative(model), assistant)
+        methods = make_methods(settings.methods, model, config, settings.seed)
+        return Evaluation(Questions(task, tokenizer, code), caller, methods, folder, settings, observe, share)
 
     if group.process_index > 0:
         group.wait_for_everyone()  # until the first process has merged the rows that there are
@@ -289,8 +297,8 @@ class Evaluation(SideBySide):
 
     fields_of_calls = MappingProxyType({"text": string})
 
-    def __init__(self, model: Any, questions: Questions, *others: Any) -> None:
-        super().__init__(model, questions.task.samples, *others)
+    def __init__(self, questions: Questions, caller: Caller, methods: Sequence[Method], *others: Any) -> None:
+        super().__init__(caller, methods, questions.task.samples, *others)
         self.task = questions.task
         self.tokenizer = questions.tokenizer
         self.code = questions.code

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..harness.prompts import Prompt, encode_prompt, load_prompts
+from ..harness.texts import Prompt, encode_prompt, load_prompts
 from .articles import Article, articles_of_the_hub, built_in_articles, read_articles
 from .metrics import ROUGE_TYPES, load_rouge
 from .problems import Problem, answer_code, checked_program, human_eval, read_problems

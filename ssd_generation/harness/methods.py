@@ -29,7 +29,7 @@ __all__ = [
 
 PLAIN, UNDRAFTED = "plain", "plain-loop"
 LLAMA_CPP = "llama.cpp-"
-"""What the names of llama.cpp's methods begin with; the name of a GGUF file follows."""
+"""Beginning of the names of llama.cpp's methods; the name of a GGUF file follows."""
 
 METHODS: Mapping[str, str] = {
     PLAIN: "transformers' own decoding; always there",
@@ -49,7 +49,7 @@ METHODS: Mapping[str, str] = {
     "early-exit-N": "transformers' assisted decoding by the model's own first N layers",
     "llama.cpp-NAME": "llama.cpp by the GGUF file --gguf …/NAME.gguf",
 }
-"""Names and what they mean; N stands for a number, NAME for the name of a file."""
+"""Names and their meanings; N represents a number, NAME the name of a file."""
 
 _NUMBERED = {"prompt-lookup": "prompt_lookup_num_tokens", "early-exit": "assistant_early_exit"}
 _NEEDS_CONFIG = ("skip", "config", "paper")
@@ -62,7 +62,7 @@ class Method:
 
     Attributes:
         name: as in `METHODS`, with a number for N.
-        request: what it adds to `generate`'s arguments; `"assistant_model": True` stands for the assistant. Of a
+        request: what it adds to `generate`'s arguments; `"assistant_model": True` represents the assistant. Of a
             method that is not `generate`'s: the GGUF file, `"llama_cpp": path`.
     """
 
@@ -71,28 +71,28 @@ class Method:
 
     @property
     def is_own(self) -> bool:
-        """Whether it goes through this library's loop."""
+        """True for methods of this library's loop."""
         return "self_speculative" in self.request
 
     @property
     def config(self) -> SelfSpeculativeConfig | None:
-        """Its config, if it has one."""
+        """Config of the method, if it has one."""
         request = self.request.get("self_speculative")
         return request if isinstance(request, SelfSpeculativeConfig) else None
 
 
 def is_llama_cpp(name: str) -> bool:
-    """Whether a method of that name is run by llama.cpp."""
+    """Tell if a method of that name is run by llama.cpp."""
     return name.startswith(LLAMA_CPP)
 
 
 def of_config(config: SelfSpeculativeConfig | None) -> tuple[str, ...]:
-    """The methods that a config gives something to compare: there is no setting of the paper's without a skip set."""
+    """Return the methods that compare a config: there is no setting of the paper's without a skip set."""
     return () if config is None else ("config", "paper") if config.skip else ("config",)
 
 
 def default_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
-    """What is compared unless asked otherwise."""
+    """Return the methods that are compared by default."""
     return (
         PLAIN,
         "auto",
@@ -118,7 +118,7 @@ def check_methods(
         names: see `METHODS`.
         config: of the methods that need one.
         has_assistant: whether there is a model for `assistant`.
-        gguf: the methods that GGUF files make, see `llama_cpp.gguf_methods`. Each has to be named: nobody gives a file
+        gguf: the methods that GGUF files make, see `gguf_methods`. Each has to be named: nobody gives a file
             for nothing.
 
     Raises:
@@ -156,7 +156,7 @@ def make_methods(
     seed: int = 0,
     gguf: Mapping[str, str] | None = None,
 ) -> list[Method]:
-    """The methods of those names for a model.
+    """Make the methods of those names for a model.
 
     Args:
         names: see `METHODS`.
@@ -198,7 +198,7 @@ def _request(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: 
 
 
 def _mode_config(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: int) -> SelfSpeculativeConfig:
-    """The config of one of this library's modes."""
+    """Make the config of one of this library's modes."""
     _check_config(name, config)
     if config is not None and name in _NEEDS_CONFIG:
         if name == "config":
@@ -239,13 +239,13 @@ def _check_gguf(name: str, known: Collection[str]) -> None:
 
 
 def _number_of(name: str) -> tuple[str, int]:
-    """Kind and number of a name such as `prompt-lookup-3`; any other name, and 0."""
+    """Split a name into kind and number, such as `prompt-lookup-3`; any other name, and 0."""
     match = re.fullmatch(r"(prompt-lookup|early-exit)-(\d{1,6})", name)
     return (match[1], int(match[2])) if match else (name, 0)
 
 
 def random_half(layout: DecoderLayout, seed: int) -> SkipConfig:
-    """A random half of all sub-layers that can be skipped, with at least one attention sub-layer kept.
+    """Choose a random half of all sub-layers that can be skipped, with at least one attention sub-layer kept.
 
     Args:
         layout: of the model.
@@ -263,7 +263,7 @@ def random_half(layout: DecoderLayout, seed: int) -> SkipConfig:
 
 
 def portable(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A request as JSON, for another checkout: without what stands at its default, which it may not know yet."""
+    """Write a request as JSON for another checkout, without defaults, which that one may not know yet."""
     data = dict(request)
     config = data.get("self_speculative")
     if isinstance(config, SelfSpeculativeConfig):

@@ -20,7 +20,7 @@ import torch
 
 from ..decoding.verified_text import VerifiedText
 from ..forward.structure.sublayers import input_device
-from ..harness.prompts import Prompt, encode_prompt, hub_rows, read_prompts
+from ..harness.texts import Prompt, encode_prompt, hub_rows, read_prompts
 from ..support.files import default_cache_dir
 from ..support.reading import RESULT, read_json
 from ..support.trusted import UntrustedFolderError, say_not_stored, store

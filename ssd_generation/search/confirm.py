@@ -13,8 +13,9 @@ import torch
 from ..config import DraftingConfig, SelfSpeculativeConfig
 from ..forward.captured.passes import captured_target
 from ..generation import enable_self_speculative
-from ..harness.interleaved import Timings, interleaved, timed
 from ..harness.methods import PLAIN
+from ..harness.results import Timings
+from ..harness.run import interleaved, timed
 from ..tuning.acceptance import Acceptance
 from ..tuning.plan_passes import plan_passes
 from .calibration import generate_greedily

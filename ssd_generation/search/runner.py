@@ -17,7 +17,7 @@ import optuna
 from ..config import PRECISIONS, DraftingConfig, LookupConfig, Provenance, SelfSpeculativeConfig
 from ..forward.copies.low_bit import drop_copies
 from ..generation import require_drafts
-from ..harness.prompts import Prompt
+from ..harness.texts import Prompt
 from ..support.bounds import Integer
 from ..support.files import write_whole
 from ..support.messages import listed

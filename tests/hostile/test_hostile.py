@@ -38,8 +38,8 @@ from ssd_generation import (
 from ssd_generation.cli import main
 from ssd_generation.evaluation.articles import read_articles
 from ssd_generation.evaluation.problems import read_problems
-from ssd_generation.harness.prompts import read_prompts
-from ssd_generation.harness.run_folder import RunFolder, read_rows
+from ssd_generation.harness.results import RunFolder, read_rows
+from ssd_generation.harness.texts import read_prompts
 from ssd_generation.support import files
 from ssd_generation.support import measurements as keeping
 from test_cli import tiny_tokenizer

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ssd_generation.generation import enable_self_speculative
-from ssd_generation.harness.interleaved import spread
-from ssd_generation.harness.prompts import encode_prompt, load_prompts
+from ssd_generation.harness.results import spread
+from ssd_generation.harness.texts import encode_prompt, load_prompts
 from ssd_generation.models import load_model
 
 from .program import Program, conditions

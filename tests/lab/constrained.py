@@ -18,8 +18,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ssd_generation.generation import enable_self_speculative
-from ssd_generation.harness.interleaved import spread
-from ssd_generation.harness.prompts import encode_prompt
+from ssd_generation.harness.results import spread
+from ssd_generation.harness.texts import encode_prompt
 from ssd_generation.models import load_model
 
 from .program import Program, conditions

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from ssd_generation.config import PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.generation import enable_self_speculative
-from ssd_generation.harness.interleaved import interleaved
+from ssd_generation.harness.run import interleaved
 from ssd_generation.models import load_model
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.costs import Passes

@@ -15,7 +15,7 @@ import torch
 
 from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.generation import enable_self_speculative
-from ssd_generation.harness.memory import peak_bytes
+from ssd_generation.harness.run import peak_bytes
 from ssd_generation.models import load_model
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.automatic import weight_bytes

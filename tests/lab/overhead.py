@@ -25,7 +25,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig, SkipConfig
 from ssd_generation.drafting.self_drafter import SelfDrafter
 from ssd_generation.generation import enable_self_speculative
-from ssd_generation.harness.interleaved import interleaved
+from ssd_generation.harness.run import interleaved
 from ssd_generation.models import load_model
 
 from .program import Program

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ssd_generation.config import DraftingConfig, SelfSpeculativeConfig
-from ssd_generation.harness.interleaved import Timings, interleaved, timed
+from ssd_generation.harness.results import Timings
+from ssd_generation.harness.run import interleaved, timed
 
 __all__ = ["METHODS", "Compared", "compare", "drafting_methods", "greedy_options", "with_range"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from ssd_generation.harness.run_folder import RunFolder
+from ssd_generation.harness.results import RunFolder
 from ssd_generation.support.display import for_markdown
 from ssd_generation.support.messages import clipped
 

@@ -1,20 +1,26 @@
-"""Peak memory of a call: the bytes of all tensors that are alive at once.
+"""Memory of a method: the bytes that it holds between calls, and the peak during a call.
 
-On CUDA by the allocators of all devices that hold a part of the model (the sum of their peaks), on the CPU by following
-every tensor that PyTorch makes. Resident memory would not do there: it differs by tens of megabytes from one run to the
-next.
+The peak counts all tensors that are alive at once: on CUDA by the allocators of all devices that hold a part of the
+model (the sum of their peaks), on the CPU by following every tensor that PyTorch makes. Resident memory would not do
+there: it differs by tens of megabytes from one run to the next.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["peak_bytes"]
+from ...forward.copies.low_bit import copy_bytes, drop_copies
+from ...tuning.automatic import weight_bytes
+from ..methods import Method
+from .calls import Caller
+
+__all__ = ["peak_bytes", "persistent_bytes"]
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -45,7 +51,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
-    """The most bytes of tensors that were alive at once during a `generate` call, above those before it.
+    """Measure the most bytes of tensors that were alive at once during a `generate` call, above those before it.
 
     On the CPU, following the tensors slows the call down: nothing can be timed meanwhile.
 
@@ -69,3 +75,26 @@ def peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
     with live:
         model.generate(ids, **options)
     return live.peak
+
+
+def persistent_bytes(
+    caller: Caller, method: Method, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]
+) -> int:
+    """Bytes that a method holds between calls: low-bit copies, or another model.
+
+    Args:
+        caller: makes its calls.
+        method: one of `generate`'s.
+        inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
+        options: of `generate`.
+    """
+    if method.name == "assistant":
+        return weight_bytes(caller.assistant)
+    if not method.is_own:
+        return 0
+    # Methods share their copies, so each starts without any.
+    drop_copies(caller.model)
+    with caller.alone(method.name, learn=False):
+        # A shorter call drafts nothing, and makes no copies.
+        caller.model.generate(**inputs, **{**options, "max_new_tokens": 3, **caller.arguments(method.request)})
+    return copy_bytes(caller.model)

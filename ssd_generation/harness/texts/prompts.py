@@ -1,4 +1,4 @@
-"""What the methods are asked: the built-in mixed set, or files of prompts."""
+"""Prompts that the methods are asked: the built-in mixed set, or files of prompts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..support.messages import listed, shown
-from ..support.reading import DATA, filled_lines, parse_json
+from ...support.messages import listed, shown
+from ...support.reading import DATA, filled_lines, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -57,13 +57,13 @@ class Prompt:
 
 
 def built_in_prompts() -> list[Prompt]:
-    """The mixed set that comes with the package: 44 prompts in 7 categories, written for this project."""
+    """Return the mixed set that comes with the package: 44 prompts in 7 categories, written for this project."""
     text = resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8")
     return [Prompt(entry["id"], entry["category"], entry["prompt"]) for entry in json.loads(text)["prompts"]]
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """The prompts of a file.
+    """Read the prompts of a file.
 
     Args:
         path: a `.jsonl` file in one of the formats of MT-bench (`category`, `turns`), XSum (`document`), GSM8K
@@ -99,7 +99,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
 
 def _parse(entry: Any, stem: str) -> tuple[str, str, tuple[str, ...]]:
-    """Category, text and later turns of one line."""
+    """Return category, text and later turns of one line."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"a JSON object is needed, but got {type(entry).__name__}.")
     for key, category, before in (
@@ -135,7 +135,7 @@ class HubRows:
 
 
 def hub_rows(source: str, count: int | None, split: str, advice: str) -> HubRows:
-    """The first rows of a data set of the Hub, read by `datasets`.
+    """Read the first rows of a data set of the Hub, by `datasets`.
 
     Args:
         source: `ID`, `ID:CONFIG`, `ID@SPLIT` or `ID#COLUMN`, or all of these in that order.
@@ -174,7 +174,7 @@ def load_prompts(
     categories: Iterable[str] = (),
     limit_per_category: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of a run, the categories taking turns, so that an interrupted run has seen something of each.
+    """Return the prompts of a run, the categories interleaved, so that an interrupted run has seen something of each.
 
     Args:
         files: prompt files; `"built-in"` or none at all: the built-in set.
@@ -208,7 +208,7 @@ def load_prompts(
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """A fingerprint of the prompts, by which a resumed run knows that they are the same."""
+    """Make a fingerprint of the prompts, by which a resumed run knows that they are the same."""
     text = json.dumps([[prompt.id, prompt.category, prompt.text] for prompt in prompts])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -220,7 +220,7 @@ def encode_prompt(
     before: Sequence[tuple[str, str]] = (),
     system: str | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The model's inputs: the text in the tokenizer's chat template where it has one, else as it is.
+    """Make the model's inputs: the text in the tokenizer's chat template where it has one, else as it is.
 
     Args:
         tokenizer: of the model.

@@ -1,4 +1,4 @@
-"""Whether a sampled text was drawn from the model's own distribution, judged token by token."""
+"""Judge, token by token, if a sampled text was drawn from the model's own distribution."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..support.versions import CACHE
+from ...support.versions import CACHE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["SamplingCheck", "check_sampling", "z_figure"]
 
-_CHUNK = 256  # tokens of a text whose logits are kept at a time
+_CHUNK = 256  # tokens of a text whose logits are in memory at a time
 
 
 @dataclass(frozen=True)
 class SamplingCheck:
     """How tokens that were drawn compare with the distributions that they should have been drawn from.
 
-    Token x_t should come from p_t, the model's distribution behind the tokens before it, after all logits processors.
-    Then log p_t(x_t) + H(p_t), with the entropy H(p) = −Σ p log p, has the mean 0 whatever stands before. So the sum
+    Token x_t should come from p_t, the model's distribution after the tokens before it, all logits processors included.
+    Then log p_t(x_t) + H(p_t), with the entropy H(p) = −Σ p log p, has the mean 0 whatever comes before. So the sum
     over all tokens of a text, or of many, is a martingale: divided by the root of its variance, Σ Var(log p_t), it is
     normal in the limit, with mean 0 and variance 1. Sums of texts add up.
 
@@ -60,12 +60,12 @@ class SamplingCheck:
         return self.excess / math.sqrt(self.variance) if self.variance > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
 def z_figure(z: float | None, impossible: int) -> str:
-    """`SamplingCheck` in a cell of a table: `+0.6`, or `+4.5, 3 impossible`; empty where there is nothing to say."""
+    """Write a `SamplingCheck` into a cell of a table: `+0.6`, or `+4.5, 3 impossible`; empty where nothing is known."""
     parts = [] if z is None else [f"{z:+.1f}"]
     return ", ".join(parts + [f"{impossible} impossible"] * bool(impossible))
 
@@ -129,7 +129,7 @@ def check_sampling(
 
 
 def _check_token(scores: torch.Tensor, token: int) -> SamplingCheck:
-    """One token, by the scores of shape `(V,)` whose softmax it should have been drawn from."""
+    """Judge one token by the scores of shape `(V,)` whose softmax it should have been drawn from."""
     log_p = scores.log_softmax(dim=-1)
     own = float(log_p[token])
     if math.isnan(own):

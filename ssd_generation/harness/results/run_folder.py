@@ -1,4 +1,4 @@
-"""The folder of one run: its arguments, the machine, a line per measurement, and what they amount to.
+"""Folder of one run: its arguments, the machine, a line per measurement, and what they amount to.
 
     config.json        the arguments; another run with others is refused
     environment.json   machine and versions, once per session
@@ -6,8 +6,8 @@
     summary.json, summary.md, plot.png
     .lock              held by the process that writes there; it stays
 
-Files appear whole or not at all, by a rename; only rows.jsonl grows. What a kill leaves, of its last line and of files
-that were being written, is dropped when the run goes on.
+Files appear whole or not at all, by a rename; only rows.jsonl grows. Remains of a killed process, of the last line and
+of files that were being written, are dropped when the run continues.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..support import reading
-from ..support.display import visible
-from ..support.files import Lock, is_temporary, temporary_name, write_whole
+from ...support import reading
+from ...support.display import visible
+from ...support.files import Lock, is_temporary, temporary_name, write_whole
 
 __all__ = ["RunFolder", "read_rows"]
 
 CONFIG, ENVIRONMENT, ROWS = "config.json", "environment.json", "rows.jsonl"
 SUMMARY, TABLE, PLOT = "summary.json", "summary.md", "plot.png"
 _LOCK = ".lock"
-# In the order in which they go when a folder is taken away: whatever is left of it is a run that can go on, or nothing.
+# In the order in which they are removed with their folder: the rest is always a run that can continue, or nothing.
 _FILES = (ROWS, ENVIRONMENT, SUMMARY, TABLE, CONFIG, _LOCK)
 # What earlier versions called a file that was being written.
 _OLD_TEMPORARY = re.compile(rf"\.[0-9a-f]{{32}}\.({'|'.join(map(re.escape, _FILES[:-1]))}|\w+\.png)")
@@ -85,7 +85,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Where nothing was measured, say because the model was not found, no folder is left behind for that.
+        # Where nothing was measured, say because the model was not found, no folder remains.
         nothing = self._is_new and not self.rows
         self._release(_FILES if nothing or self._is_done_with else ())
 
@@ -130,7 +130,7 @@ class RunFolder:
                     Path(entry.path).unlink(missing_ok=True)
 
     def _release(self, files: tuple[str, ...]) -> None:
-        """Let go of the folder; before, take it away if nothing is in it but some of these files."""
+        """Let go of the folder; before, remove it if nothing is in it but some of these files."""
         try:
             with contextlib.suppress(OSError):
                 found = {name for name in os.listdir(self.path) if not _is_temporary(name)}
@@ -142,7 +142,7 @@ class RunFolder:
             self._lock.release()
 
     def done_with(self) -> None:
-        """What stands here stands elsewhere now: the folder goes when it is left, unless it holds something else."""
+        """Note that all of this is elsewhere now: the folder is removed on leaving, unless it holds something else."""
         self._is_done_with = True
 
     def _cannot_write(self, error: OSError) -> OSError:
@@ -213,7 +213,7 @@ class RunFolder:
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a run's folder; none where it has none. Another process may be writing there.
+    """Read the rows of a run's folder; none where it has none. Another process may be writing there.
 
     Raises:
         ValueError: a row cannot be read.
@@ -232,12 +232,12 @@ def _some(things: Iterable[str], between: str) -> str:
 
 
 def _parse_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Rows, and how many bytes they take."""
+    """Return the rows, and how many bytes they take."""
     try:
         content = reading.read_bytes(file, reading.ROWS)
     except FileNotFoundError:
         return [], 0
-    # A row ends with its newline; behind the last one stands what a kill has left of a row.
+    # A row ends with its newline; after the last one is what a kill has left of a row.
     size = content.rfind(b"\n") + 1
     rows = []
     for number, line in enumerate(content[:size].split(b"\n")[:-1], start=1):
@@ -252,7 +252,7 @@ def _parse_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def damaged_row(file: Path, number: int, reason: object) -> ValueError:
-    """The error of a row that cannot be what a run has written."""
+    """Make the error of a row that cannot be what a run has written."""
     return ValueError(
         f"{str(file)!r}, line {number} is damaged ({str(reason).rstrip('.')}). Take that line out, or choose another "
         "folder."

@@ -1,4 +1,4 @@
-"""Showing where each token of an answer came from: in a terminal, in a notebook, as a web page."""
+"""Show where each token of an answer came from: in a terminal, in a notebook, as a web page."""
 
 from __future__ import annotations
 
@@ -9,50 +9,20 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..support.display import for_html, visible
-from ..support.files import write_whole
+from ...support.display import visible
+from ...support.files import write_whole
+from .origin_piece import DECIDED, DRAFTED, LOOKED_UP, OriginPiece
+from .origins_html import fragment, page
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console, ConsoleOptions, RenderableType
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["OriginPiece", "TokenOrigins"]
+__all__ = ["TokenOrigins"]
 
-DRAFTED = "drafted and accepted"
-LOOKED_UP = "looked up and accepted"
-DECIDED = "decided by the target"
-# What a decoder gives for bytes that are not a whole character (yet).
+# Text that a decoder gives for bytes that are not a whole character (yet).
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-@dataclass(frozen=True)
-class OriginPiece:
-    """A piece of text that is shown as one: a token, or several that only together make whole characters.
-
-    Attributes:
-        text: the text; of a special token its name.
-        drafted: whether it was drafted and accepted (else the target decided it). Of several tokens, the last one
-            counts.
-        looked_up: whether the draft was copied from the text by prompt lookup.
-        first: number of its first token among the new ones, from 0.
-        tokens: how many tokens it is made of, ≥ 1.
-        round: number of the round that added it; 0 is the pass over the prompt.
-        special: whether it is a special token, such as the one that ends the answer.
-    """
-
-    text: str
-    drafted: bool
-    first: int
-    tokens: int = 1
-    round: int = 0
-    special: bool = False
-    looked_up: bool = False
-
-    @property
-    def origin(self) -> str:
-        """Where it came from, in words."""
-        return LOOKED_UP if self.looked_up else DRAFTED if self.drafted else DECIDED
 
 
 @dataclass(frozen=True)
@@ -89,7 +59,7 @@ class TokenOrigins:
         token_ids: Sequence[int] | torch.Tensor,
         origins: Sequence[bool] | Sequence[str],
     ) -> TokenOrigins:
-        """Take an answer apart.
+        """Take an answer apart into pieces.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -123,11 +93,11 @@ class TokenOrigins:
 
     @property
     def text(self) -> str:
-        """The answer, without special tokens."""
+        """Text of the answer, without special tokens."""
         return "".join(piece.text for piece in self.pieces if not piece.special)
 
     def summary(self) -> str:
-        """One line: how many tokens came from where."""
+        """Say in one line how many tokens came from where."""
         total = self.drafted_tokens + self.decided_tokens
         if not total:
             return "No new tokens."
@@ -139,8 +109,12 @@ class TokenOrigins:
             f"{self.decided_tokens} {DECIDED}."
         )
 
+    def legend(self) -> list[str]:
+        """Return the origins to explain: looked-up tokens only where there are some."""
+        return [DRAFTED, *([LOOKED_UP] if self.looked_up_tokens else []), DECIDED]
+
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The pieces as plain JSON types."""
+        """Return the pieces as plain JSON types."""
         return [
             {
                 "text": p.text,
@@ -180,50 +154,26 @@ class TokenOrigins:
         yield body
         yield Text()
         legend = Text()
-        for origin in self._legend():
+        for origin in self.legend():
             left, right = ("", "") if styled else marks.get(origin, ("", ""))
             legend.append(" · " if legend else "").append(f"{left}{origin}{right}", style=_STYLES[origin])
             legend.append(f" ({_NOTES[origin]})" if styled and origin in _NOTES else "")
         yield legend
         yield Text(self.summary())
 
-    def _legend(self) -> list[str]:
-        return [DRAFTED, *([LOOKED_UP] if self.looked_up_tokens else []), DECIDED]
-
     # -- HTML ----------------------------------------------------------------------------------------------------------
 
     def _repr_html_(self) -> str:
-        body = "".join(_span(piece) for piece in self.pieces)
-        legend = " &nbsp; ".join(
-            f'<span style="{_HTML_STYLES[origin]}">{origin}</span>'
-            + (f" ({_HTML_NOTES[origin]})" if origin in _HTML_NOTES else "")
-            for origin in self._legend()
-        )
-        return (
-            '<div style="line-height:1.7;max-width:60em">'
-            f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{body}</div>'
-            f'<div style="margin-top:.8em;font-size:.85em">{legend}<br>{for_html(self.summary())}</div>'
-            "</div>"
-        )
+        return fragment(self.pieces, self.legend(), self.summary())
 
     def to_html(self, title: str = "Where each token came from", prompt: str | None = None) -> str:
-        """A web page of its own.
+        """Return a web page of its own.
 
         Args:
             title: its title.
             prompt: shown above the answer, if given.
         """
-        shown = for_html(title, keep="")
-        question = ""
-        if prompt is not None:
-            question = f'<p style="white-space:pre-wrap;overflow-wrap:anywhere;opacity:.75">{for_html(prompt)}</p>\n'
-        return (
-            '<!doctype html>\n<html>\n<head>\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<meta name="color-scheme" content="light dark">\n<title>{shown}</title>\n</head>\n'
-            '<body style="font-family:system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em">\n'
-            f'<h1 style="font-size:1.3em">{shown}</h1>\n{question}{self._repr_html_()}\n</body>\n</html>\n'
-        )
+        return page(fragment(self.pieces, self.legend(), self.summary()), title, prompt)
 
     def save_html(
         self,
@@ -254,7 +204,7 @@ class TokenOrigins:
 
 
 def _texts(tokenizer: Any, ids: list[int]) -> Iterator[tuple[str, int, int, bool]]:
-    """`(text, first token, last token, is special)`, the texts of ordinary tokens adding up to the decoded answer."""
+    """Yield `(text, first token, last token, is special)`; texts of ordinary tokens add up to the decoded answer."""
     special = set(tokenizer.all_special_ids)
 
     def decode(start: int, stop: int) -> str:
@@ -263,7 +213,7 @@ def _texts(tokenizer: Any, ids: list[int]) -> Iterator[tuple[str, int, int, bool
         return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     # Tokens context … shown are out; they are decoded again with what follows, since a text may depend on the token
-    # before it (a space, for one). Tokens behind them wait until they make whole characters.
+    # before it (a space, for one). Tokens after them wait until they make whole characters.
     context = shown = 0
     for at, token in enumerate(ids):
         if token in special:
@@ -280,31 +230,6 @@ def _texts(tokenizer: Any, ids: list[int]) -> Iterator[tuple[str, int, int, bool
         yield decode(context, len(ids))[len(decode(context, shown)) :], shown, len(ids) - 1, False
 
 
-# Colours, and what else tells the kinds apart.
+# Colours, and what else tells the origins apart.
 _STYLES = {DRAFTED: "green", LOOKED_UP: "italic cyan", DECIDED: "bold underline yellow"}
 _NOTES = {LOOKED_UP: "in italics", DECIDED: "underlined"}
-
-# Half-transparent backgrounds and the page's own text colour are legible on light and dark pages. The edge at the left
-# tells neighbouring tokens apart.
-_EDGE = "box-shadow:inset 1px 0 rgba(128,128,128,.5);border-radius:2px;padding:1px 0;"
-_HTML_STYLES = {
-    DRAFTED: f"{_EDGE}background:rgba(40,160,70,.22)",
-    LOOKED_UP: f"{_EDGE}background:rgba(0,130,200,.22);border-bottom:2px dotted rgba(0,130,200,.95)",
-    DECIDED: f"{_EDGE}background:rgba(235,150,0,.28);border-bottom:2px solid rgba(235,150,0,.95)",
-}
-_HTML_NOTES = {LOOKED_UP: "dotted", DECIDED: "underlined"}
-# Not part of the text: it is left out when the text is copied.
-_NEWLINE = '<span style="opacity:.5;user-select:none" aria-hidden="true">↵</span>\n'
-
-
-def _span(piece: OriginPiece) -> str:
-    numbers = (
-        f"token {piece.first + 1}" if piece.tokens == 1 else f"tokens {piece.first + 1}–{piece.first + piece.tokens}"
-    )
-    where = f"round {piece.round}" if piece.round else "the pass over the prompt"
-    title = for_html(f"{numbers}: {piece.origin}, {where}")
-    style = _HTML_STYLES[piece.origin]
-    if piece.special:
-        style += ";font-style:italic;opacity:.7"
-    text = for_html(piece.text).replace("\n", _NEWLINE)
-    return f'<span style="{style}" title="{title}">{text}</span>'
