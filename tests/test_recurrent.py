@@ -30,7 +30,7 @@ from ssd_generation.cache import recurrent
 from ssd_generation.cache.own_lists import class_of, lists_of
 from ssd_generation.cache.recurrent import Checkpoint, has_states, keeps_states, knows_its_length
 from ssd_generation.cli import main
-from ssd_generation.decoding import rows
+from ssd_generation.decoding import pace
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.drafting.self_drafter import SelfDrafter
 from ssd_generation.forward.eager import row_by_row
@@ -211,7 +211,7 @@ def test_what_a_user_asks_for(model: Any, request_: Any) -> None:
 
 
 def test_no_pass_takes_ever_more_tokens_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MOST_OWED", 6)
+    monkeypatch.setattr(pace, "MOST_OWED", 6)
     passed: list[int] = []
     monkeypatch.setattr(Checkpoint, "passed", _counting(passed, Checkpoint.passed))
     ids, options = prompt(16), {"no_repeat_ngram_size": 2}
