@@ -85,10 +85,10 @@ class SelfSpeculativeMixin:
             )
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
-    def _check(self) -> ModelCheck:
+    def _check(self, is_batch: bool = False) -> ModelCheck:
         """Find out whether tokens of this model can be verified several at a time."""
         with under_way(None):
-            return check(cast(PreTrainedModel, self), super().generate)  # type: ignore[misc]
+            return check(cast(PreTrainedModel, self), super().generate, is_batch)  # type: ignore[misc]
 
     def _active_call(self) -> Call | None:
         call = current_call()
