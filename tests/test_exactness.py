@@ -158,9 +158,9 @@ def test_the_cost_of_exact_passes_is_a_ratio_of_times_and_is_stored(
     ran: list[BatchInvariance | None] = []
 
     class Noted(Forward):
-        def __init__(self, model: Any, *, invariant: BatchInvariance | None) -> None:
-            super().__init__(model, plan=PassPlan(invariant=invariant))
-            self.given = invariant
+        def __init__(self, model: Any, *, plan: PassPlan) -> None:
+            super().__init__(model, plan=plan)
+            self.given = plan.invariant
 
         def target(self, *args: Any) -> Any:
             ran.append(self.given)

@@ -342,7 +342,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import torch
 from pathlib import Path
-from ssd_generation.forward import resident
+from ssd_generation.forward.copies import resident
 from test_offloaded import INT4, on_disk, prompt
 
 def save(tensors, path, original=resident.save_file):

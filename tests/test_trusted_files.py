@@ -320,7 +320,7 @@ CHILD = """
     import ctypes
     import logging
     import sys
-    from ssd_generation.native import compiler
+    from ssd_generation.native.codegen import compiler
 
     logging.basicConfig(format="%(message)s")
     for name in sys.argv[1:]:

@@ -193,7 +193,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
             extra = {"self_speculative": "auto"} if method == "drafted" else {}
             texts[method] = call(method, inputs, options.tokens, **how, **extra)
         same.append(texts["plain"] == texts["drafted"])
-    draft = state_of(model).get(CopiesPart).resident
+    draft: Any = state_of(model).get(CopiesPart).resident
     costs = next(iter(state_of(model).get(LearntPart).policies)).costs
     return {
         **about,

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ...config import PrecisionConfig, SkipConfig
-    from .resident import ResidentDraft
 
 __all__ = [
     "CopiesPart",
@@ -548,6 +547,16 @@ def _groups(places: list[_Place], group_size: int) -> list[list[_Place]]:
     return groups
 
 
+class Resident(Protocol):
+    """The draft of a model with offloaded weights (resident.py), as far as it is known here."""
+
+    def is_of(self, model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> bool:
+        """Whether it is the draft of these, of the weights of now."""
+
+    def num_bytes(self) -> int:
+        """Memory of all that the draft has for itself."""
+
+
 class CopiesPart(Part):
     """Of a model: the low-bit copies of its weights.
 
@@ -561,7 +570,7 @@ class CopiesPart(Part):
     def __init__(self) -> None:
         self.low_bit_copies: dict[Any, LowBitCopy] = {}
         self.low_bit_drafts: dict[tuple[SkipConfig, PrecisionConfig | None], LowBitCopies] = {}
-        self.resident: ResidentDraft | None = None
+        self.resident: Resident | None = None
         self.unread: dict[tuple[type, type], str | None] = {}
 
     def drop_copies(self) -> None:

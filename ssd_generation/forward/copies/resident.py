@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -172,8 +172,7 @@ def _resident(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
             )
         state.resident = None  # before another one is made
         state.resident = ResidentDraft(model, skip, precision)
-    draft: ResidentDraft = state.resident
-    return draft
+    return cast("ResidentDraft", state.resident)
 
 
 class ResidentDraft:
