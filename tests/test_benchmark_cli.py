@@ -176,12 +176,12 @@ def other(tmp_path: Path) -> Path:
     source = Path(ssd_generation.__file__).parent
     left_out = shutil.ignore_patterns("__pycache__", "benchmark", "harness")
     shutil.copytree(source, root / "ssd_generation", ignore=left_out)
-    generation = root / "ssd_generation" / "generation.py"
-    text = generation.read_text(encoding="utf-8")
-    assert text.count("        parent = super().generate") == 1
+    mixin = root / "ssd_generation" / "generation" / "mixin.py"
+    text = mixin.read_text(encoding="utf-8")
+    first = "        generate, model = super().generate"
+    assert text.count(first) == 1
     early = '        assert self_speculative != "auto", "not yet"\n'
-    first = "        parent = super().generate"
-    generation.write_text(text.replace(first, early + first))
+    mixin.write_text(text.replace(first, early + first))
     return root
 
 
