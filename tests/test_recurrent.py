@@ -211,6 +211,7 @@ def test_what_a_user_asks_for(model: Any, request_: Any) -> None:
 
 
 def test_no_pass_takes_ever_more_tokens_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model._check().refusal is None  # before passes are counted
     monkeypatch.setattr(pace, "MOST_OWED", 6)
     passed: list[int] = []
     monkeypatch.setattr(Checkpoint, "passed", _counting(passed, Checkpoint.passed))
