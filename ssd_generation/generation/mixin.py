@@ -68,7 +68,7 @@ class SelfSpeculativeMixin:
                 warn_if_nothing_drafts(model, args, kwargs)
             call = None
         else:
-            call = prepare(Request(model, self_speculative, draft_memory, args, kwargs), generate)
+            call = prepare(Request(model, self_speculative, draft_memory, args, kwargs), _generate_of)
         with under_way(call):
             return generate(*args, **kwargs)
 
@@ -88,7 +88,7 @@ class SelfSpeculativeMixin:
     def _check(self, is_batch: bool = False) -> ModelCheck:
         """Find out whether tokens of this model can be verified several at a time."""
         with under_way(None):
-            return check(cast(PreTrainedModel, self), super().generate, is_batch)  # type: ignore[misc]
+            return check(cast(PreTrainedModel, self), _generate_of, is_batch)
 
     def _active_call(self) -> Call | None:
         call = current_call()
@@ -149,6 +149,11 @@ class SelfSpeculativeMixin:
         # The class is made at run time and cannot be found by its name: pickling and copying name the original one.
         state = self.__dict__.copy()
         return _rebuild, (original_class(type(self)),), state
+
+
+def _generate_of(model: Any) -> Any:
+    """The `generate` of an enabled model's own class."""
+    return super(SelfSpeculativeMixin, model).generate
 
 
 def _rebuild(original: type) -> Any:

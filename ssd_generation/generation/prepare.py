@@ -21,18 +21,22 @@ from .request import Request
 __all__ = ["check", "prepare"]
 
 
-def prepare(request: Request, generate: Callable[..., Any]) -> Call:
+GenerateOf = Callable[[PreTrainedModel], Callable[..., Any]]
+"""Of a model, the `generate` of its own class."""
+
+
+def prepare(request: Request, generate_of: GenerateOf) -> Call:
     """Find out what a call drafts with, and whether its model can draft.
 
     Args:
         request: what was asked for.
-        generate: the `generate` of the model's own class.
+        generate_of: gives the `generate` of a model's own class.
 
     Raises:
         ValueError, TypeError: as `Request.resolve`.
     """
     model, tokenizer = request.model, request.kwargs.get("tokenizer")
-    call = Call(model, request, check_batch=partial(check, model, generate, is_batch=True))
+    call = Call(model, request, check_batch=partial(check, model, generate_of, is_batch=True))
     # What is measured or checked here is no part of a call that is under way.
     with under_way(None), looking_once():
         if not request.is_auto:
@@ -41,7 +45,7 @@ def prepare(request: Request, generate: Callable[..., Any]) -> Call:
             call.refusal = TOO_SHORT
             return call
         state_of(model).get(LearntPart).learn_of(weights_in_use(model))
-        call.refusal = check(model, generate, tokenizer=tokenizer, exactness=request.exactness).refusal
+        call.refusal = check(model, generate_of, tokenizer=tokenizer, exactness=request.exactness).refusal
         if request.is_auto and call.refusal is None:
             request.resolve()
     return call
@@ -49,7 +53,7 @@ def prepare(request: Request, generate: Callable[..., Any]) -> Call:
 
 def check(
     model: PreTrainedModel,
-    generate: Callable[..., Any],
+    generate_of: GenerateOf,
     is_batch: bool = False,
     tokenizer: Any = None,
     exactness: str | None = None,
@@ -58,7 +62,7 @@ def check(
 
     Args:
         model: the target model.
-        generate: the `generate` of its own class.
+        generate_of: gives the `generate` of a model's own class; another model may be tried in this one's place.
         is_batch: more than one row.
         tokenizer: of the call, for models whose `generate` wants one.
         exactness: that was asked for.
@@ -69,7 +73,7 @@ def check(
         call = Call(tried, script=script, exactness=exactness, lockstep=lockstep)
         with under_way(call if is_drafted else None):
             # Whatever the model's own generation config says.
-            return generate(
+            return generate_of(tried)(
                 **text.arguments(),
                 max_new_tokens=text.most_tokens,
                 do_sample=False,
