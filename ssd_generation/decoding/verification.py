@@ -7,7 +7,7 @@ k + 1 tokens of its own (`Choice.choose`): the i-th judges drafted token i, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,6 +65,20 @@ def accept_known(drafted: Sequence[int], choices: Sequence[int]) -> int:
     return kept - 1 if choices[kept] == IMPOSSIBLE and kept else kept
 
 
+class _Verified(NamedTuple):
+    """A verification pass.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(B, k)`): the drafted tokens.
+        padded: rows that have ended, which get padding instead.
+        outcome: the model's outputs.
+    """
+
+    tokens: torch.Tensor
+    padded: list[int]
+    outcome: Any
+
+
 class Verifier:
     """Verify the drafts of a call.
 
@@ -98,9 +112,9 @@ class Verifier:
         """
         if outputs.keeps_nothing and active[0] and (kept := self._by_graph(rows, draft)) is not None:
             return [kept]
-        tokens, padded, outcome = self._run_target(rows, draft)
-        verify = self._at_once if rows.processors.are_pure else self._in_order
-        return verify(rows, draft, outputs, active, tokens, padded, outcome)
+        verified = self._run_target(rows, draft)
+        judge = self._at_once if rows.processors.are_pure else self._in_order
+        return judge(rows, draft, outputs, active, verified)
 
     # ------------------------------------------------------------------------------------------------------------------
     # one row, whose pass and choices are replayed as CUDA graphs
@@ -152,12 +166,8 @@ class Verifier:
     # ------------------------------------------------------------------------------------------------------------------
     # any rows
 
-    def _run_target(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, list[int], Any]:
-        """Run the target over the pending token of each row and its draft.
-
-        Returns:
-            The drafted tokens `(B, k)`, the rows that have ended and get padding instead, and the model's outputs.
-        """
+    def _run_target(self, rows: Rows, draft: Draft) -> _Verified:
+        """Run the target over the pending token of each row and its draft."""
         tokens = sent(draft.tokens, rows.device)
         # In lockstep, rows that have ended go along as they do in plain decoding: padding follows padding.
         padded = [row for row in range(rows.batch) if rows.is_padded(row)] if rows.lockstep else []
@@ -165,7 +175,7 @@ class Verifier:
             tokens = tokens.clone()
             tokens[padded] = rows.limits.pad_token_id
         block = torch.cat((rows.pending, tokens), dim=1) if tokens.shape[1] else rows.pending
-        return tokens, padded, self._forward.target(block, rows.context, rows.whole_text())
+        return _Verified(tokens, padded, self._forward.target(block, rows.context, rows.whole_text()))
 
     def _at_once(
         self,
@@ -173,11 +183,10 @@ class Verifier:
         draft: Draft,
         outputs: StepOutputs,
         active: list[bool],
-        tokens: torch.Tensor,
-        padded: list[int],
-        outcome: Any,
+        verified: _Verified,
     ) -> list[int]:
-        """Judge all places of a pass together; see `_run_target` for what it gave."""
+        """Judge all places of a pass together."""
+        tokens, padded, outcome = verified
         drafted, processors = tokens.shape[1], rows.processors.pure
         if drafted and not processors.are_blind:
             rows.write_ahead(tokens)
@@ -211,15 +220,14 @@ class Verifier:
         draft: Draft,
         outputs: StepOutputs,
         active: list[bool],
-        tokens: torch.Tensor,
-        padded: list[int],
-        outcome: Any,
+        verified: _Verified,
     ) -> list[int]:
         """Judge a pass place by place, for processors that are called once for each committed token, in order.
 
         Place by place: processors, choice, criteria, streamer. It ends at the first token that is not the drafted one,
         and where plain decoding would go on with other tokens than the pass had. All rows take the same number.
         """
+        tokens, padded, outcome = verified
         width = tokens.shape[1] + 1
         raw, logits = outputs.float_logits(outcome, width, rows.device, processed=True)
         drafted: list[list[int]] = [row[:length] for row, length in zip(tokens.tolist(), draft.lengths, strict=True)]

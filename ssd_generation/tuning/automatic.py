@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from ..support.measurements import NoisyMeasurement, cached_measurement, was_noi
 from ..support.model_state import state_of
 from ..support.structure import follows_from_structure
 from ..support.tensors import stored_bytes
-from ..support.warn import WarningsPart
+from ..support.warn import warn_once
 from .costs import costs_of
 from .learnt import LearntPart
 from .measuring import describe_model
@@ -246,13 +245,11 @@ def _choice_of_offloaded(model: PreTrainedModel, draft_memory: float) -> Automat
         break
     drop_copies(model)
     if not expected and reason is None:
-        message = (
+        warn_once(
+            model,
             f"{type(model).__name__}, whose weights are offloaded, drafts by prompt lookup alone: no low-bit copies "
-            "fit. " + " ".join(f"{name}: {why}." for name, why in ruled_out.items())
+            "fit. " + " ".join(f"{name}: {why}." for name, why in ruled_out.items()),
         )
-        if message not in (given := state_of(model).get(WarningsPart).warnings):
-            given.add(message)
-            warnings.warn(message, stacklevel=2)
     lookup = dataclasses.replace(_candidate(None, 0.0), adapt=False)
     lookup = dataclasses.replace(lookup, costs=costs_of(model, lookup))
     return AutomaticChoice(lookup, draft_memory, expected=expected, ruled_out=ruled_out)

@@ -43,15 +43,12 @@ def plan_passes(
     if is_check:
         invariant = batch_invariance_to_check(model, exactness) if captured else None
         return PassPlan(captured, False, invariant, own_kernels, "the model is checked")
-    if rows > 1:
-        return PassPlan(
-            captured, captured, None, own_kernels, "the rows of a batch go through the model's own code together"
-        )
-    if returns_states:
-        return PassPlan(
-            captured, captured, None, own_kernels, "attentions and hidden states come from the model's own code"
-        )
+    if not captured:
+        reason: str | None = "attentions and hidden states come from the model's own code"
+        if rows > 1:
+            reason = "the rows of a batch go through the model's own code together"
+        return PassPlan(False, False, None, own_kernels, reason)
     invariant, reason = batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None:
         warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
-    return PassPlan(captured, captured, invariant, own_kernels, reason)
+    return PassPlan(True, True, invariant, own_kernels, reason)
