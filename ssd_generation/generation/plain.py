@@ -16,7 +16,7 @@ from ..support.warn import warn_once
 
 __all__ = ["TOO_SHORT", "decode_plainly"]
 
-TOO_SHORT = "it asks for so few tokens that none of them can be drafted"
+TOO_SHORT = "it asks for so few tokens that drafting them cannot pay"
 
 
 def decode_plainly(

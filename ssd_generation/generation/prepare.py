@@ -48,6 +48,8 @@ def prepare(request: Request, generate_of: GenerateOf) -> Call:
         call.refusal = check(model, generate_of, tokenizer=tokenizer, exactness=request.exactness).refusal
         if request.is_auto and call.refusal is None:
             request.resolve()
+            if request.is_found_short:
+                call.refusal = TOO_SHORT
     return call
 
 

@@ -19,6 +19,7 @@ from ..forward.structure.sublayers import layout_of
 from ..support.messages import clipped, shown
 from ..support.warn import warn_once
 from ..tuning.automatic import automatic_config, check_budget
+from ..tuning.short_calls import is_known_short, is_short_for
 
 __all__ = [
     "AUTO",
@@ -103,17 +104,31 @@ class Request:
         return None if self.config is None else self.config.exactness
 
     @property
-    def is_short(self) -> bool:
-        """Whether the call asks for no more tokens than come without a draft, so that preparing one costs time alone.
+    def few_tokens(self) -> int | None:
+        """New tokens that the call asks for; `None` where that is unknown, or where it asks for more than a text.
 
-        Nothing is left out where more was asked for than a text: a drafter of the user's own, a budget, bits.
+        More than a text: a drafter of the user's own, a budget, exactness to the bit.
         """
         if self.drafter is not None or self.draft_memory is not None or self.exactness == BITWISE:
-            return False
+            return None
         asked = self.kwargs.get("max_new_tokens")
         for config in (self.generation_config, self.model.generation_config):
             asked = getattr(config, "max_new_tokens", None) if asked is None else asked
-        return isinstance(asked, int) and asked <= _SHORT
+        return asked if isinstance(asked, int) else None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it is known beforehand that preparing drafts costs more than they save."""
+        few = self.few_tokens
+        if few is None:
+            return False
+        return few <= _SHORT or (self.is_auto and is_known_short(self.model, few))
+
+    @property
+    def is_found_short(self) -> bool:
+        """Whether it is, now that `"auto"` has its config."""
+        few = self.few_tokens
+        return few is not None and self.config is not None and is_short_for(self.model, self.config, few)
 
     def resolve(self) -> None:
         """Find the config.

@@ -1,0 +1,65 @@
+"""Calls of so few new tokens that preparing drafts takes longer than drafting can save."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..forward.captured.conditions import why_not_captured
+from ..forward.cuda_graph.graph_passes import why_no_graphs
+from ..support.model_state import Part, state_of
+from ..support.structure import modules_of
+from .speedup import theoretical_speedup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..config import SelfSpeculativeConfig
+
+__all__ = ["ShortCallsPart", "is_known_short", "is_short_for"]
+
+_SECONDS_PER_MODULE = 6e-5
+"""What the preparation of a call takes: 28 ms for the 460 modules of SmolLM2-135M, on an AMD EPYC (Milan). A constant:
+with stored costs no decision depends on the clock."""
+
+_FEW = 8
+"""New tokens up to which a call may be short. In longer ones prompt lookup may save what no stored cost promises."""
+
+
+class ShortCallsPart(Part):
+    """Of a model: the longest call, in new tokens, that was found to be too short for drafts."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+
+def is_known_short(model: PreTrainedModel, new_tokens: int) -> bool:
+    """Tell whether an earlier call found that so few tokens do not pay, so that the next one prepares nothing.
+
+    Args:
+        model: the target model.
+        new_tokens: that the call asks for.
+    """
+    return new_tokens <= state_of(model).get(ShortCallsPart).longest
+
+
+def is_short_for(model: PreTrainedModel, config: SelfSpeculativeConfig, new_tokens: int) -> bool:
+    """Tell whether drafting saves less than its preparation takes in so few tokens.
+
+    Where passes are captured or replayed, they are faster than the model's own code without any draft: no call is
+    short there.
+
+    Args:
+        model: the target model.
+        config: of `self_speculative="auto"`, with the costs measured on this machine.
+        new_tokens: that the call asks for.
+    """
+    part, costs = state_of(model).get(ShortCallsPart), config.costs
+    part.longest = 0
+    if costs is None or why_not_captured(model) is None or why_no_graphs(model) is None:
+        return False
+    speedup = theoretical_speedup(config.drafting.acceptance, costs)[0] if config.precision else 1.0
+    saved_per_token = costs.plain_step * max(0.0, 1 - 1 / speedup)
+    preparation = _SECONDS_PER_MODULE * len(modules_of(model))
+    # The first token comes from the prompt.
+    part.longest = max((n for n in range(1, _FEW + 1) if (n - 1) * saved_per_token < preparation), default=0)
+    return new_tokens <= part.longest
