@@ -42,6 +42,7 @@ from ..harness.texts import built_in_prompts, encode_prompt
 from ..models import load_model
 from ..support.devices import is_asynchronous, wait_for
 from ..support.model_state import state_of
+from ..support.unasked import only_asked_drafts
 from ..support.versions import CACHE
 from ..tuning.measuring import describe_machine
 
@@ -216,15 +217,16 @@ def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> 
     def call(name: str, at: int) -> tuple[float, list[int]]:
         wait_for(model.device)
         began = time.perf_counter()
-        text = model.generate(
-            **encoded[at],
-            max_new_tokens=new_tokens,
-            min_new_tokens=None,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            **methods[name],
-        )
+        with only_asked_drafts():
+            text = model.generate(
+                **encoded[at],
+                max_new_tokens=new_tokens,
+                min_new_tokens=None,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                **methods[name],
+            )
         wait_for(model.device)
         return time.perf_counter() - began, text[0].tolist()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ..cache.recurrent import has_states
 from ..decoding.loop import DecodingLoop
 from ..decoding.loop_request import LoopRequest
 from ..decoding.outputs import SelfSpeculativeOutput
+from ..decoding.refusals import CannotDraft
 from ..forward.forward import Forward
 from ..support.once import looking_once
 from ..support.versions import cache_argument
@@ -42,6 +44,8 @@ class Call:
         script: what drafts where the library checks a model.
         exactness: how bits are kept from depending on the width of a pass there, as in `plan_passes`.
         refusal: why nothing can be drafted; `None` where it can.
+        is_unasked: whether the model drafts `always`, and the call did not ask: then nothing is an error.
+        has_run: whether the call came to transformers' loop for greedy decoding and sampling.
         lockstep: whether all rows take the same number of tokens in each round.
         cache_is_returned: whether the caller sees the KV cache afterwards.
         static: the static cache that it sees then, where one was asked for.
@@ -53,6 +57,8 @@ class Call:
     script: Drafter | None = None
     exactness: str | None = None
     refusal: str | None = None
+    is_unasked: bool = False
+    has_run: bool = False
     lockstep: bool = False
     cache_is_returned: bool = False
     static: StaticCache | None = None
@@ -70,8 +76,19 @@ class Call:
             ValueError: nothing can be drafted with this cache.
         """
         self.cache_is_returned = is_users or bool(config.return_dict_in_generate)
-        if self.refusal is None:
-            given[name], self.static, self.refusal = suited_cache(self.model, given.get(name), is_users)
+        with self.refusals_noted():
+            if self.refusal is None:
+                given[name], self.static, self.refusal = suited_cache(self.model, given.get(name), is_users)
+
+    @contextmanager
+    def refusals_noted(self) -> Iterator[None]:
+        """Note what cannot be drafted as the call's refusal, where nobody asked for drafts; else it is raised."""
+        try:
+            yield
+        except CannotDraft as error:
+            if not self.is_unasked:
+                raise
+            self.refusal = str(error).rstrip(".")
 
     def run(
         self,
@@ -91,6 +108,7 @@ class Call:
         Returns:
             What transformers' loop returns, or a `SelfSpeculativeOutput` in the place of its dictionary.
         """
+        self.has_run = True
         refusal = self.refusal or self._why_not_for(request.generation_config, input_ids.shape[0])
         if refusal is not None:
             return decode_plainly(self.model, input_ids, request, sample, refusal)

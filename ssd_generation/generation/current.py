@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from ..support.unasked import only_asked_drafts
+
 if TYPE_CHECKING:
     from .call import Call
 
@@ -25,6 +27,7 @@ def under_way(call: Call | None) -> Iterator[None]:
     """Have a call under way; `None`: a plain call, maybe from inside of another, such as from a logits processor."""
     token = _CALL.set(call)
     try:
-        yield
+        with only_asked_drafts():
+            yield
     finally:
         _CALL.reset(token)

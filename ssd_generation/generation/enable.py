@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
@@ -13,8 +13,12 @@ from ..forward.structure.sublayers import layout_of
 from ..support.model_state import state_of
 from ..support.versions import UNTRIED, is_untried
 from ..support.warn import warn_user
+from .always import store_default
 from .mixin import SelfSpeculativeMixin, enabled_class, original_class
-from .request import AUTO, SelfSpeculativeRequest, resolve, stored_default
+from .request import SelfSpeculativeRequest
+
+if TYPE_CHECKING:
+    from transformers import Pipeline
 
 __all__ = [
     "disable_self_speculative",
@@ -24,27 +28,35 @@ __all__ = [
     "why_no_drafts",
 ]
 
-_ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
+_ModelT = TypeVar("_ModelT", bound="torch.nn.Module | Pipeline")
 
 
-def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | None = None) -> _ModelT:
+def enable_self_speculative(
+    model: _ModelT, default: SelfSpeculativeRequest | None = None, *, always: bool | None = None
+) -> _ModelT:
     """Teach a model `generate(..., self_speculative=…)`.
 
     The model stays the object it is, with its weights and its class's name; a call without `self_speculative` does
-    exactly what it did before. Saving, pickling, copying, pipelines and adapters work as before.
+    exactly what it did before, unless `always` is set. Saving, pickling, copying, pipelines and adapters work as ever.
 
     Args:
-        model: a decoder-only transformers model, or a PEFT model around one.
+        model: a decoder-only transformers model, a PEFT model around one, or a pipeline of either.
         default: a config, or "auto", to store in `model.generation_config.self_speculative`, used by
             `self_speculative=True`; it is saved and loaded with the generation config.
+        always: whether every `generate` of this model drafts, whoever calls it: a server, a trainer, a harness. Stored
+            as `model.generation_config.self_speculative_always` alongside the default ("auto" where none is given or
+            stored), so that a model that was saved with it needs `enable_self_speculative(model)` alone. A call with
+            `self_speculative=False` does not draft, nor does one with an assistant, prompt lookup or
+            `custom_generate`; one that cannot draft, such as beam search, decodes as in transformers, with one
+            warning and the reason in `model.last_speculation.refusal`. `None`: as it is stored.
 
     Returns:
         The same object.
 
     Raises:
-        TypeError: `model` is not a transformers model.
+        TypeError: `model` is not a transformers model, or `always` not a truth value.
         ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, one that hands decoding on
-            to a model inside of it), or `default` does not fit it.
+            to a model inside of it), or the default does not fit it.
     """
     target = _target_of(model)
     if not isinstance(target, SelfSpeculativeMixin):
@@ -57,16 +69,7 @@ def enable_self_speculative(model: _ModelT, default: SelfSpeculativeRequest | No
         layout_of(target)
         target.__class__ = enabled_class(type(target))
         target.last_speculation = None
-    if default is not None:
-        assert target.generation_config is not None
-        if default is True:
-            default = stored_default(target)
-        if default == AUTO:
-            target.generation_config.self_speculative = AUTO
-        else:
-            target.generation_config.self_speculative = resolve(target, default).to_dict()
-        # Otherwise transformers makes the generation config anew from the model's, and the entry is lost.
-        target.generation_config._from_model_config = False
+    store_default(target, default, always)
     return model
 
 
@@ -135,7 +138,9 @@ def is_self_speculative(model: torch.nn.Module) -> bool:
 
 
 def _target_of(model: Any) -> PreTrainedModel:
-    """The transformers model itself, from inside a PEFT wrapper."""
+    """The transformers model itself, from inside a pipeline or a PEFT wrapper."""
+    if not isinstance(model, torch.nn.Module) and isinstance(inside := getattr(model, "model", None), torch.nn.Module):
+        model = inside
     get_base_model = getattr(model, "get_base_model", None)
     target = get_base_model() if callable(get_base_model) else model
     if not isinstance(target, PreTrainedModel):

@@ -13,8 +13,9 @@ from ..decoding.outputs import SelfSpeculativeOutput
 from ..decoding.refusals import CannotDraft, refuse_what_cannot_be
 from ..decoding.statistics import SpeculationStatistics  # transformers evaluates the annotations of its model classes
 from ..support.versions import cache_argument
+from .always import drafts_always, note_continuous_batching, note_undrafted
 from .current import current_call, under_way
-from .prepare import check, prepare
+from .prepare import check, prepare, prepare_unasked
 from .request import Request, SelfSpeculativeRequest, refuse_without_drafts, warn_if_nothing_drafts
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class SelfSpeculativeMixin:
                 saved config, `"auto"`, `True` for the default stored in `generation_config.self_speculative`, or a
                 `Drafter` of your own. `None` and `False`: plain `generate`. `"auto"` needs no config: the first call
                 measures what drafting costs on this machine (seconds, stored on the disk); every call then picks the
-                fastest way to draft, or none.
+                fastest way to draft, or none. On a model that drafts `always`, `None` is the stored default.
             draft_memory: share of the weights' bytes that low-bit copies for drafting may take, 0 (none) to 100. With
                 `"auto"` 0.3 where it is not given (0.35 of 16-bit weights); with a config that takes more, an error.
             **kwargs: as in transformers' `generate`.
@@ -62,15 +63,20 @@ class SelfSpeculativeMixin:
             TypeError: `self_speculative` is of another type.
         """
         generate, model = super().generate, cast(PreTrainedModel, self)  # type: ignore[misc]
-        if self_speculative is None or self_speculative is False:
+        call: Call | None = None
+        if self_speculative is None and drafts_always(model, args, kwargs):
+            call = prepare_unasked(model, draft_memory, args, kwargs, _generate_of)
+        elif self_speculative is None or self_speculative is False:
             refuse_without_drafts(draft_memory)
             if self_speculative is None and current_call() is None:
                 warn_if_nothing_drafts(model, args, kwargs)
-            call = None
         else:
             call = prepare(Request(model, self_speculative, draft_memory, args, kwargs), _generate_of)
         with under_way(call):
-            return generate(*args, **kwargs)
+            output = generate(*args, **kwargs)
+        if call is not None and call.refusal is not None and not call.has_run:
+            note_undrafted(call, output, args, kwargs)
+        return output
 
     def generate_batch(self, *args: Any, self_speculative: SelfSpeculativeRequest | None = None, **kwargs: Any) -> Any:
         """Generate by continuous batching, as in transformers.
@@ -84,6 +90,11 @@ class SelfSpeculativeMixin:
                 "room for drafts. Leave it out, or call `generate` with a batch."
             )
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin continuous batching, as in transformers: nothing is drafted there."""
+        note_continuous_batching(cast(PreTrainedModel, self))
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def _check(self, is_batch: bool = False) -> ModelCheck:
         """Find out whether tokens of this model can be verified several at a time."""
@@ -100,10 +111,12 @@ class SelfSpeculativeMixin:
         generation_config: GenerationConfig,
         generation_mode_kwargs: dict[str, Any],
     ) -> None:
-        if self._active_call() is not None:
-            refuse_what_cannot_be(
-                cast(PreTrainedModel, self), generation_mode, generation_config, generation_mode_kwargs
-            )
+        call = self._active_call()
+        if call is not None and not (call.is_unasked and call.refusal is not None):
+            with call.refusals_noted():
+                refuse_what_cannot_be(
+                    cast(PreTrainedModel, self), generation_mode, generation_config, generation_mode_kwargs
+                )
         parent = super()._validate_generation_mode  # type: ignore[misc]
         parent(generation_mode, generation_config, generation_mode_kwargs)
 

@@ -14,7 +14,7 @@ from ..decoding.loop_request import LoopRequest
 from ..decoding.statistics import SpeculationStatistics
 from ..support.warn import warn_once
 
-__all__ = ["TOO_SHORT", "decode_plainly"]
+__all__ = ["TOO_SHORT", "decode_plainly", "warn_undrafted"]
 
 TOO_SHORT = "it asks for so few tokens that drafting them cannot pay"
 
@@ -42,7 +42,7 @@ def decode_plainly(
         Once per model and reason, unless the call was too short for a draft anyway.
     """
     if refusal != TOO_SHORT:
-        warn_once(model, f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.")
+        warn_undrafted(model, refusal)
     started, prompt = time.perf_counter(), input_ids.shape[1]
     output = sample()
     seconds = time.perf_counter() - started
@@ -51,3 +51,8 @@ def decode_plainly(
         sequences[:, prompt:].tolist(), prompt, end_tokens(request.criteria), refusal, seconds
     )
     return output
+
+
+def warn_undrafted(model: PreTrainedModel, refusal: str) -> None:
+    """Warn, once per model and reason, that a call decodes without drafts."""
+    warn_once(model, f"{type(model).__name__} is decoded without drafts, as transformers decodes it: {refusal}.")

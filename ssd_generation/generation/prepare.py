@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,37 @@ from .current import under_way
 from .plain import TOO_SHORT
 from .request import Request
 
-__all__ = ["check", "prepare"]
+__all__ = ["check", "prepare", "prepare_unasked"]
 
 
 GenerateOf = Callable[[PreTrainedModel], Callable[..., Any]]
 """Of a model, the `generate` of its own class."""
+
+
+def prepare_unasked(
+    model: PreTrainedModel,
+    draft_memory: float | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    generate_of: GenerateOf,
+) -> Call:
+    """Prepare a call of a model that drafts `always`, by its stored default; what it cannot do is its refusal.
+
+    Args:
+        model: the target model.
+        draft_memory: share of the weights' bytes that low-bit copies may take, as in `Request`.
+        args: positional arguments of `generate`.
+        kwargs: its keyword arguments.
+        generate_of: gives the `generate` of a model's own class.
+
+    Raises:
+        ValueError, TypeError: the generation config of the call asks for a config that does not fit.
+    """
+    call = Call(model, is_unasked=True)
+    with call.refusals_noted():
+        call = prepare(Request(model, True, draft_memory, args, kwargs), generate_of)
+        call.is_unasked = True
+    return call
 
 
 def prepare(request: Request, generate_of: GenerateOf) -> Call:

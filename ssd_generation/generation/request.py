@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import PRECISIONS, SelfSpeculativeConfig, SkipConfig
 from ..config.values import BITWISE
-from ..decoding.refusals import refuse_beforehand
+from ..decoding.refusals import CannotDraft, refuse_beforehand
 from ..drafting.drafter import Drafter
 from ..forward.structure.offloaded import why_unreadable
 from ..forward.structure.sublayers import layout_of
@@ -25,6 +25,8 @@ __all__ = [
     "AUTO",
     "Request",
     "SelfSpeculativeRequest",
+    "generation_config_of",
+    "prompt_of",
     "refuse_without_drafts",
     "resolve",
     "stored_default",
@@ -83,7 +85,7 @@ class Request:
                 )
         refuse_beforehand(self.model, self.generation_config, self.kwargs)
         if (unreadable := why_unreadable(self.model)) is not None:
-            raise ValueError(unreadable)
+            raise CannotDraft(unreadable)
         if self.asked is True:
             self.asked = stored_default(self.model, self.generation_config)
         self.drafter = self.asked if isinstance(self.asked, Drafter) else None
@@ -91,7 +93,7 @@ class Request:
     @property
     def generation_config(self) -> GenerationConfig | None:
         """The generation config that the call was given."""
-        return _generation_config(self.args, self.kwargs)
+        return generation_config_of(self.args, self.kwargs)
 
     @property
     def is_auto(self) -> bool:
@@ -140,10 +142,7 @@ class Request:
         if self.drafter is not None and self.draft_memory is None:
             return
         if self.is_auto:
-            prompt = self.args[0] if self.args else self.kwargs.get("inputs", self.kwargs.get("input_ids"))
-            has_text = isinstance(prompt, torch.Tensor) and prompt.ndim == 2 and prompt.numel() > 0
-            text = prompt if has_text else None
-            config = automatic_config(self.model, text, self.draft_memory)
+            config = automatic_config(self.model, prompt_of(self.args, self.kwargs), self.draft_memory)
             _check_fits(self.model, config)
         else:
             config = resolve(self.model, self.asked, self.draft_memory)
@@ -184,8 +183,16 @@ def _check_fits(model: PreTrainedModel, config: SelfSpeculativeConfig) -> None:
     config.validate_for(num_layers=len(layout_of(model)), model_type=kind)
 
 
-def _generation_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GenerationConfig | None:
+def generation_config_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GenerationConfig | None:
+    """Return the generation config that `generate` was given with these arguments."""
     return kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+
+
+def prompt_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the prompts that `generate` was given, of shape `(B, prompt_length)`; `None` without any tokens."""
+    prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    has_text = isinstance(prompt, torch.Tensor) and prompt.ndim == 2 and prompt.numel() > 0
+    return prompt if has_text else None
 
 
 def stored_default(model: PreTrainedModel, generation_config: GenerationConfig | None = None) -> SelfSpeculativeRequest:
@@ -256,7 +263,7 @@ def refuse_without_drafts(draft_memory: float | None) -> None:
 def warn_if_nothing_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Warn once per model where a generation config asks for drafting but the call does not."""
     stored = getattr(model.generation_config, "self_speculative", None)
-    asked = getattr(_generation_config(args, kwargs), "self_speculative", None)
+    asked = getattr(generation_config_of(args, kwargs), "self_speculative", None)
     if asked is not None and asked is not False and asked != stored:
         warn_once(
             model,

@@ -24,6 +24,7 @@ from ..harness.texts import Prompt, encode_prompt, hub_rows, read_prompts
 from ..support.files import default_cache_dir
 from ..support.reading import RESULT, read_json
 from ..support.trusted import UntrustedFolderError, say_not_stored, store
+from ..support.unasked import only_asked_drafts
 from ..tuning.acceptance import verify_text
 
 if TYPE_CHECKING:
@@ -212,19 +213,20 @@ def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int
     """Prompt and greedy continuation; sampling settings in the model's generation config are overridden."""
     config = model.generation_config
     pad = None if config is None else config.pad_token_id
-    return model.generate(  # type: ignore[no-any-return]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        max_new_tokens=new_tokens,
-        pad_token_id=0 if pad is None else pad,
-        **options,
-    )
+    with only_asked_drafts():
+        return model.generate(  # type: ignore[no-any-return]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            max_new_tokens=new_tokens,
+            pad_token_id=0 if pad is None else pad,
+            **options,
+        )
 
 
 def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, int]:

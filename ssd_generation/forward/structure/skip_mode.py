@@ -19,6 +19,7 @@ from torch import nn
 from ...cache.layers import keep_length
 from ...support.forks import forget_undo, note_undo
 from ...support.model_state import state_of
+from ...support.unasked import only_asked_drafts
 from ...support.versions import cache_given
 from .sublayers import layout_of
 
@@ -150,7 +151,7 @@ def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> AbstractContextManag
 
     A cache that is filled in here has no keys and values for the skipped attention sub-layers: using it with the whole
     model afterwards raises, rather than giving wrong text. Inside the context, `generate` must not be asked for
-    `self_speculative=`.
+    `self_speculative=`, and a model that drafts `always` does not.
 
     Args:
         model: a decoder-only transformers model, enabled or not.
@@ -182,7 +183,7 @@ def draft_mode_with(
 
     handle = model.register_forward_pre_hook(before, with_kwargs=True) if skipped else None
     try:
-        with mode:
+        with mode, only_asked_drafts():
             yield model
     finally:
         if handle is not None:

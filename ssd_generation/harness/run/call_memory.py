@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...forward.copies.low_bit import copy_bytes, drop_copies
+from ...support.unasked import only_asked_drafts
 from ...tuning.automatic import weight_bytes
 from ..methods import Method
 from .calls import Caller
@@ -69,10 +70,11 @@ def peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
             torch.cuda.synchronize(device)
             start += torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-        model.generate(ids, **options)
+        with only_asked_drafts():
+            model.generate(ids, **options)
         return sum(torch.cuda.max_memory_allocated(device) for device in devices) - start
     live = _LiveBytes()
-    with live:
+    with live, only_asked_drafts():
         model.generate(ids, **options)
     return live.peak
 

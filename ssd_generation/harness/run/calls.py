@@ -98,7 +98,7 @@ class Caller:
         # Passes of a model with a hook are not replayed, so this library's calls have their own clock.
         is_own = arguments.get("self_speculative") is not None
         passes = None if is_own else _Passes(model, only_first=not request)
-        with passes or contextlib.nullcontext(), self.alone(method):
+        with passes or contextlib.nullcontext(), self.alone(method), _only_asked_drafts():
             _wait_for(model)
             started = time.perf_counter()
             output = model.generate(**inputs, **arguments)
@@ -217,6 +217,15 @@ class _Passes:
 
     def _layers_now(self) -> int | None:
         return getattr(self._config, "num_hidden_layers", None)
+
+
+def _only_asked_drafts() -> contextlib.AbstractContextManager[None]:
+    """Have a model that drafts `always` decode the baselines plainly."""
+    try:
+        from ssd_generation.support.unasked import only_asked_drafts
+    except ImportError:  # an older checkout, which drafts only where it is asked to
+        return contextlib.nullcontext()
+    return only_asked_drafts()
 
 
 def _wait_for(model: Any) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...support.unasked import only_asked_drafts
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -104,9 +106,10 @@ def _scores_after(
     # Through `generate`, so that the logits processors of the call apply.
     asked = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
     if seed is None:
-        greedy: torch.Tensor = model.generate(**prefix, **{**others, **asked}).scores[0][0].double()
+        with only_asked_drafts():
+            greedy: torch.Tensor = model.generate(**prefix, **{**others, **asked}).scores[0][0].double()
         return greedy
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), only_asked_drafts():
         scores: torch.Tensor = model.generate(**prefix, **{**others, **asked, "do_sample": True}).scores[0]
         torch.manual_seed(seed)
         noise = torch.empty_like(scores)

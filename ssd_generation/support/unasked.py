@@ -1,0 +1,32 @@
+"""Drafting that a call does not ask for: switched on for a model by `always`, and off inside of other calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = ["may_draft_unasked", "only_asked_drafts"]
+
+_ONLY_ASKED: ContextVar[bool] = ContextVar("ssd_generation_only_asked_drafts", default=False)
+
+
+def may_draft_unasked() -> bool:
+    """Tell whether a call may draft without being asked to: not inside of `only_asked_drafts`."""
+    return not _ONLY_ASKED.get()
+
+
+@contextmanager
+def only_asked_drafts() -> Iterator[None]:
+    """Have calls on this thread draft only where they ask for it.
+
+    Inside of a `generate` call, since its processors, streamers and checks expect the model as it is; and around the
+    baselines that drafting is compared with.
+    """
+    before = _ONLY_ASKED.get()
+    _ONLY_ASKED.set(True)
+    try:
+        yield
+    finally:
+        # Not `reset`, which raises where a generator is closed in another context.
+        _ONLY_ASKED.set(before)
