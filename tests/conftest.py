@@ -95,6 +95,7 @@ LONGEST = (
 # The fast subset: of each of these files all tests, or those whose names have one of the endings.
 FAST: dict[str, tuple[str, ...]] = {
     "test_acceptance.py": ("[llama]", "[gemma2]", "_accepts"),
+    "test_always.py": ("_every_call_drafts", "_stored_with_the_model"),
     "test_bad_input.py": (),
     "test_bounds.py": (),
     "test_config.py": (),

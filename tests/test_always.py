@@ -60,7 +60,6 @@ def drafted(model: Any) -> bool:
     return last is not None and last.refusal is None and last.drafted_tokens > 0
 
 
-@pytest.mark.fast
 def test_every_call_drafts(model: PreTrainedModel, plain: torch.Tensor) -> None:
     for config in (None, GenerationConfig(**OPTIONS), model.generation_config):
         assert torch.equal(plain, generate(model, generation_config=config))
@@ -74,7 +73,6 @@ def test_every_call_drafts(model: PreTrainedModel, plain: torch.Tensor) -> None:
     assert torch.equal(plain, type(model).generate(model, inputs=prompt(9), **OPTIONS)) and drafted(model)
 
 
-@pytest.mark.fast
 def test_a_call_that_says_no_does_not_draft(model: PreTrainedModel, plain: torch.Tensor) -> None:
     for options in (
         {"self_speculative": False},
@@ -87,7 +85,6 @@ def test_a_call_that_says_no_does_not_draft(model: PreTrainedModel, plain: torch
     assert model.generation_config.self_speculative == SKIP.to_dict(), "the default stays"
 
 
-@pytest.mark.fast
 def test_a_generation_config_of_the_call_is_honoured(model: PreTrainedModel, plain: torch.Tensor) -> None:
     other = SelfSpeculativeConfig(SkipConfig(attention=[3], mlp=[0, 3]), FIXED)
     drafts = {}
@@ -201,7 +198,6 @@ def test_an_assistant_is_plain(model: PreTrainedModel, plain: torch.Tensor) -> N
     assert model.last_speculation is None
 
 
-@pytest.mark.fast
 def test_what_compares_with_plain_decoding_gets_it(model: PreTrainedModel, plain: torch.Tensor) -> None:
     with only_asked_drafts():
         assert torch.equal(plain, generate(model)) and model.last_speculation is None
@@ -214,7 +210,6 @@ def test_what_compares_with_plain_decoding_gets_it(model: PreTrainedModel, plain
         assert torch.equal(draft, generate(other))
 
 
-@pytest.mark.fast
 def test_it_is_stored_with_the_model(model: PreTrainedModel, plain: torch.Tensor, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -228,7 +223,6 @@ def test_it_is_stored_with_the_model(model: PreTrainedModel, plain: torch.Tensor
     assert torch.equal(plain, generate(again)) and not hasattr(again, "last_speculation")
 
 
-@pytest.mark.fast
 def test_a_default_of_before_stays_inert(plain: torch.Tensor, tmp_path: Path) -> None:
     enable_self_speculative(tiny_model(), default=SKIP).save_pretrained(tmp_path)
     again = enable_self_speculative(AutoModelForCausalLM.from_pretrained(tmp_path))
@@ -237,7 +231,6 @@ def test_a_default_of_before_stays_inert(plain: torch.Tensor, tmp_path: Path) ->
     assert torch.equal(plain, generate(again)) and drafted(again)
 
 
-@pytest.mark.fast
 def test_without_a_default_it_is_auto() -> None:
     model = enable_self_speculative(tiny_model(), always=True)
     assert model.generation_config.self_speculative == "auto"
@@ -246,7 +239,6 @@ def test_without_a_default_it_is_auto() -> None:
     assert enable_self_speculative(model, always=True).generation_config.self_speculative == SKIP.to_dict()
 
 
-@pytest.mark.fast
 def test_what_is_wrong_with_it_is_said_when_it_is_switched_on() -> None:
     with pytest.raises(TypeError, match=r"`always` is True or False, but got 'yes'"):
         enable_self_speculative(tiny_model(), always="yes")  # type: ignore[arg-type]

@@ -15,8 +15,6 @@ from ssd_generation.tuning import short_calls
 from ssd_generation.tuning.short_calls import is_known_short, is_short_for
 from tiny_models import prompt, tiny_model
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def model() -> PreTrainedModel:
