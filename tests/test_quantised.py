@@ -59,7 +59,7 @@ def test_the_same_text(target: Target, folder: str, tmp_path: Path, monkeypatch:
         assert row.untried is None
         assert row.cells == dict.fromkeys(COLUMNS, "yes"), row.name
         assert row.apart is not None and row.apart[1] < 0.02, row.name
-        for column in ("int8", "int4", "skipping", "batch"):
+        for column in ("int8", "int4", "skipping", "batch", "always"):
             assert row.drafted[column] > 0, (row.name, column)
 
 
@@ -126,7 +126,7 @@ def test_the_page() -> None:
         Row("absent", untried="some is not installed"),
     ]
     text = page(rows, "a model")
-    assert "| fine | yes | yes | yes | yes | yes | yes | yes | yes | 0.1 | 1e-07 | attention |" in text
+    assert "| fine | yes | yes | yes | yes | yes | yes | yes | yes | yes | 0.1 | 1e-07 | attention |" in text
     assert "| odd | **WRONG** | yes | no (1) |" in text and "1. It cannot. Forms: odd." in text
     assert "- absent: some is not installed." in text
     assert "| WRONG | 1 | 0 |" in text

@@ -31,6 +31,7 @@ COLUMNS = {
     "sampling": "sampling",
     "sampled batch": "sampled batch",
     "auto": '"auto"',
+    "always": "`always`",
 }
 """Ways to draft that each form is tried with, and the headings of their columns."""
 
@@ -79,6 +80,7 @@ def _requests(layers: int) -> dict[str, tuple[Any, dict[str, Any], bool]]:
         "sampling": (config(lookup=True, precision="int4"), sampled, False),
         "sampled batch": (config(lookup=True, precision="int4"), sampled, True),
         "auto": ("auto", greedy, False),
+        "always": (config(lookup=True, precision="int4"), greedy, False),
     }
 
 
@@ -127,8 +129,14 @@ def _try_state(caller: Any, row: Row, prompts: Sequence[dict[str, torch.Tensor]]
         plain = text()
         enable_self_speculative(caller)
 
-        def decode(text: Any = text, request: Any = request) -> torch.Tensor:
-            return text(self_speculative=request)  # type: ignore[no-any-return]
+        def decode(text: Any = text, request: Any = request, column: str = column) -> torch.Tensor:
+            if column != "always":
+                return text(self_speculative=request)  # type: ignore[no-any-return]
+            enable_self_speculative(caller, default=request, always=True)
+            try:
+                return text()  # type: ignore[no-any-return]
+            finally:
+                enable_self_speculative(caller, always=False)
 
         row.cells[column], row.drafted[column] = judged(model, plain, decode)
     why_no_drafts(caller)  # the last check was of a batch
