@@ -24,7 +24,7 @@ from run_again import Again
 from ssd_generation import Draft, Drafter, DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark import gpu
 from ssd_generation.cache import arena as arenas
-from ssd_generation.cache.layers import BufferedLayer, add_buffers
+from ssd_generation.cache.buffered_layers import BufferedLayer, add_buffers
 from ssd_generation.decoding import choice_graph
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.choice_graph import ChoicePart

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.cache_utils import DynamicCache
 
 from ..cache.arena import Arena
-from ..cache.layers import add_buffers
+from ..cache.buffered_layers import add_buffers
 from ..config import SkipConfig
 from ..decoding.loop import DecodingLoop
 from ..forward.cuda_graph import graph_passes as replayed

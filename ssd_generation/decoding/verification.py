@@ -15,11 +15,11 @@ from ..drafting.drafter import Draft
 from ..forward.cuda_graph.recorded import Tokens
 from ..forward.forward import Forward
 from ..support.devices import sent
+from .batch_rows import Rows
 from .choice import IMPOSSIBLE, SampledChoice
 from .choice_graph import ChoiceGraph, choice_graph
 from .commit import Committer
 from .outputs import StepOutputs
-from .rows import Rows
 
 __all__ = ["Verifier", "accept", "accept_known"]
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..cache.layers import DraftCache, draft_cache
+from ..cache.buffered_layers import DraftCache, draft_cache
 from ..config import SelfSpeculativeConfig
 from ..support.model_state import state_of
 from ..support.versions import cache_argument

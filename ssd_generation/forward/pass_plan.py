@@ -11,7 +11,7 @@ __all__ = ["EAGER", "PassPlan"]
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How passes over so many rows are run, and why not otherwise. Made by `tuning.plan.plan_passes`.
+    """How passes over so many rows are run, and why not otherwise. Made by `tuning.plan_passes`.
 
     Attributes:
         captured: whether passes may run as they were captured: not where hidden states or attentions are asked for,

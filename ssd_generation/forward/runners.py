@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache.layers import add_buffers, append_written, fix_unwritten
+from ..cache.buffered_layers import add_buffers, append_written, fix_unwritten
 from ..support.versions import cache_argument
 from .captured.passes import CapturedPasses, captured_target
 from .context import Context

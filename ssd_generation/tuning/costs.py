@@ -14,7 +14,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils import logging as hf_logging
 
-from ..cache.layers import BufferedLayer, add_buffers
+from ..cache.buffered_layers import BufferedLayer, add_buffers
 from ..cache.own_lists import new_cache
 from ..cache.recurrent import Checkpoint, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from ..cache.arena import BUCKETS
-from ..cache.layers import add_buffers
+from ..cache.buffered_layers import add_buffers
 from ..config.values import NUMERIC
 from ..forward.captured.batch_invariance import LINEARS, NATIVE, REPLAYED, WIDTHS, BatchInvariance
 from ..forward.captured.conditions import why_not_captured

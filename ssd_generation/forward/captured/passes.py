@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicCache
 
-from ...cache.layers import BufferedLayer, add_buffers, append_written
+from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written
 from ...config import SkipConfig
 from ...native.codegen.compiler import why_not
 from ...native.ops.kernels import NAMES
