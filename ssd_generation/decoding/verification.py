@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..drafting.drafter import Draft
-from ..forward.cuda_graph.recorded import Tokens
+from ..forward.cuda_graph.single_pass import Tokens
 from ..forward.forward import Forward
 from ..support.devices import sent
 from .batch_rows import Rows

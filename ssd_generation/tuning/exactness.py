@@ -25,7 +25,7 @@ from ..forward.captured.batch_invariance import LINEARS, NATIVE, REPLAYED, WIDTH
 from ..forward.captured.conditions import why_not_captured
 from ..forward.captured.passes import captured_target
 from ..forward.cuda_graph.graph_passes import GraphPasses, target_graphs, why_no_graphs
-from ..forward.cuda_graph.recorded import Tokens
+from ..forward.cuda_graph.single_pass import Tokens
 from ..forward.forward import Context, Forward
 from ..forward.pass_plan import PassPlan
 from ..forward.structure.positions import cut_to_table
@@ -85,18 +85,18 @@ class Certificate:
     """What was found of a model on a machine.
 
     Attributes:
-        invariant: how passes are run whose bits do not depend on their width; `None` where there is no such way.
+        batch_invariance: how passes are run whose bits do not depend on their width; `None` where there is no such way.
         refusal: why there is no such way.
     """
 
-    invariant: BatchInvariance | None
+    batch_invariance: BatchInvariance | None
     refusal: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
         return {
-            "linear": None if self.invariant is None else self.invariant.linear,
-            "widths": [] if self.invariant is None else list(self.invariant.widths),
+            "linear": None if self.batch_invariance is None else self.batch_invariance.linear,
+            "widths": [] if self.batch_invariance is None else list(self.batch_invariance.widths),
             "refusal": self.refusal,
         }
 
@@ -140,7 +140,7 @@ def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvaria
         # Before their bits are checked, which takes longer.
         return None, f"passes exact to the bit would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
     found = certificate_of(model)
-    return found.invariant, found.refusal
+    return found.batch_invariance, found.refusal
 
 
 def _batch_invariance_of_graphs(model: PreTrainedModel) -> tuple[BatchInvariance | None, str | None]:
@@ -376,8 +376,8 @@ def _cost(model: PreTrainedModel) -> Any:
     with torch.no_grad():
         text = _Text(model)
 
-        def passes(invariant: BatchInvariance | None) -> Callable[[int], float]:
-            forward, context = Forward(model, plan=PassPlan(invariant=invariant)), text.context()
+        def passes(batch_invariance: BatchInvariance | None) -> Callable[[int], float]:
+            forward, context = Forward(model, plan=PassPlan(batch_invariance=batch_invariance)), text.context()
 
             def once(count: int) -> float:
                 watch = Stopwatch(text.ids.device)

@@ -41,14 +41,14 @@ def plan_passes(
     # With "numeric" in half precision the model's own kernels run, so that the text is plain `generate`'s.
     own_kernels = exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
     if is_check:
-        invariant = batch_invariance_to_check(model, exactness) if captured else None
-        return PassPlan(captured, False, invariant, own_kernels, "the model is checked")
+        batch_invariance = batch_invariance_to_check(model, exactness) if captured else None
+        return PassPlan(captured, False, batch_invariance, own_kernels, "the model is checked")
     if not captured:
         reason: str | None = "attentions and hidden states come from the model's own code"
         if rows > 1:
             reason = "the rows of a batch go through the model's own code together"
         return PassPlan(False, False, None, own_kernels, reason)
-    invariant, reason = batch_invariance_of(model, exactness)
+    batch_invariance, reason = batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None:
         warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
-    return PassPlan(True, True, invariant, own_kernels, reason)
+    return PassPlan(True, True, batch_invariance, own_kernels, reason)

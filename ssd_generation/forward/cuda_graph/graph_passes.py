@@ -36,7 +36,7 @@ from .compiled_ops import fused_rows
 from .compiling import Fusing
 from .fixed_attention import FixedAttention
 from .graphs import KINDS, GraphBackend, Results, graph_backend_on
-from .recorded import LONGEST_CHAIN, ChainInputs, GraphPass, Inputs, Tokens
+from .single_pass import LONGEST_CHAIN, ChainInputs, GraphPass, Inputs, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +81,7 @@ class GraphPasses:
     Args:
         model: the target model.
         arena: where the text's keys and values lie.
-        replays: how passes are run again.
+        backend: how passes are run again.
         skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
         widths: of the passes, ascending.
         fuses: as `FUSES`.
@@ -103,7 +103,7 @@ class GraphPasses:
         self,
         model: PreTrainedModel,
         arena: Arena,
-        replays: GraphBackend,
+        backend: GraphBackend,
         skip_mode: SkipMode | None = None,
         widths: Sequence[int] = WIDTHS,
         fuses: str | None = None,
@@ -111,7 +111,7 @@ class GraphPasses:
         self._model = weakref.ref(model)
         self._windows = windows_of(model)
         self._fingerprint = fingerprint(model)
-        self.arena, self.replays, self.widths = arena, replays, tuple(widths)
+        self.arena, self.backend, self.widths = arena, backend, tuple(widths)
         self._capture = PassCapture(skip_mode, knows_windows=True)
         self.fuses = FUSES if fuses is None else fuses
         self.rival: GraphPasses | None = None
@@ -125,7 +125,7 @@ class GraphPasses:
         self._tries: list[bool] = [True] * _FIRST_TRIES if self.is_draft else []  # a draft is verified anyway
         self._eager_seconds = 0.0
         self._eager_tokens = 0
-        self._seconds = replays.seconds
+        self._seconds = backend.seconds
         self.refusal: str | None = None
         self.keeps_bits: bool | None = None
         self.narrower_saves = 0.0
@@ -245,7 +245,7 @@ class GraphPasses:
             for of in (width, NARROWER):
                 self._run(of, bucket, tokens, slot, slot)
                 run = partial(self._run, of, bucket, tokens, slot, slot)
-                seconds[of] = min(self.replays.seconds_of(run) for _ in range(_REPEATS))
+                seconds[of] = min(self.backend.seconds_of(run) for _ in range(_REPEATS))
         except Exception as error:  # as in `run`
             self._give_up(f"{type(error).__name__}: {error}")
             return False
@@ -299,8 +299,8 @@ class GraphPasses:
         if width not in self._programs:
             self._programs[width] = self._program(model, width)
         attention = FixedAttention(self.arena, bucket, inputs.slots, self._windows)
-        made = self._passes[width, bucket] = GraphPass(self._programs[width], attention, inputs, self.replays)
-        if self.replays.seconds:
+        made = self._passes[width, bucket] = GraphPass(self._programs[width], attention, inputs, self.backend)
+        if self.backend.seconds:
             self._seconds = time.perf_counter() - began
         return made
 
@@ -315,7 +315,7 @@ class GraphPasses:
         model = self._model()
         if model is None:
             return
-        device = self.replays.device
+        device = self.backend.device
         arena = self.arena.alike(BUCKETS[0])
         for width in (self.widths[-1], NARROWER):
             program = self._programs[width] = self._program(model, width)
@@ -334,9 +334,9 @@ class GraphPasses:
             model: the target model.
         """
         taken = self._runs * self.seconds.get(self.widths[-1], 0.0)
-        if self.fuses is not None or not self.replays.compiles or taken < _FUSING_AFTER or self.refusal is not None:
+        if self.fuses is not None or not self.backend.compiles or taken < _FUSING_AFTER or self.refusal is not None:
             return None
-        made = GraphPasses(model, self.arena, self.replays, widths=self.widths, fuses="rows")
+        made = GraphPasses(model, self.arena, self.backend, widths=self.widths, fuses="rows")
         made._eager_seconds, made._eager_tokens, made.rival = self._eager_seconds, self._eager_tokens, self
         return made
 
@@ -413,7 +413,7 @@ class GraphPasses:
         self._tries.append(agree_on_average(found[0], logits[:, -count:]))
         if self._tries.count(False) > 1:
             self._give_up("they give other logits than the model")
-        elif self.is_checked and self.replays.seconds:
+        elif self.is_checked and self.backend.seconds:
             self._see_that_it_pays(ids, slot, position)
 
     def _see_that_it_pays(self, ids: torch.Tensor, slot: int, position: int) -> None:
@@ -436,7 +436,7 @@ class GraphPasses:
         width = self.widths[-1]
         if (width, bucket) in self._passes and self._version == self.arena.version:
             run = partial(self._run, width, bucket, Tokens((), ids), slot, position)
-            self.seconds[width] = min(self.replays.seconds_of(run) for _ in range(_REPEATS))
+            self.seconds[width] = min(self.backend.seconds_of(run) for _ in range(_REPEATS))
         return self.seconds[width]
 
 
@@ -456,28 +456,28 @@ class GraphPart(Part):
     """Of a model: its passes as CUDA graphs.
 
     Attributes:
-        replayed: by skip set and precision, `None` for the whole model.
-        replays: how they are run again.
+        passes: by skip set and precision, `None` for the whole model.
+        backend: how they are run again.
         arena: the keys and values that they read and write.
         fusing: what compiles them.
     """
 
     def __init__(self) -> None:
-        self.replayed: dict[Hashable, GraphPasses] = {}
-        self.replays: GraphBackend | None = None
+        self.passes: dict[Hashable, GraphPasses] = {}
+        self.backend: GraphBackend | None = None
         self.arena: Arena | None = None
         self.fusing: Fusing[GraphPasses] | None = None
 
     def drop(self) -> None:
-        self.replayed, self.replays, self.arena, self.fusing = {}, None, None, None
+        self.passes, self.backend, self.arena, self.fusing = {}, None, None, None
 
     def drop_copies(self) -> None:
-        self.replayed = {kind: passes for kind, passes in self.replayed.items() if passes.copies is None}
+        self.passes = {kind: passes for kind, passes in self.passes.items() if passes.copies is None}
 
 
 def target_graphs(model: PreTrainedModel) -> GraphPasses | None:
     """The whole model's passes, or `None` where they may not be replayed; recorded anew when the model changed."""
-    return _known(model, None, lambda arena, replays: GraphPasses(model, arena, replays, widths=WIDTHS))
+    return _known(model, None, lambda arena, backend: GraphPasses(model, arena, backend, widths=WIDTHS))
 
 
 def draft_graphs(
@@ -492,8 +492,8 @@ def draft_graphs(
         copies: of weights, that it computes by.
     """
 
-    def make(arena: Arena, replays: GraphBackend) -> GraphPasses:
-        made = GraphPasses(model, arena, replays, skip_mode, widths=(1,))
+    def make(arena: Arena, backend: GraphBackend) -> GraphPasses:
+        made = GraphPasses(model, arena, backend, skip_mode, widths=(1,))
         made.copies = copies
         return made
 
@@ -520,17 +520,17 @@ def _known(
     if why_no_graphs(model) is not None:
         return None
     state = state_of(model).get(GraphPart)
-    passes = state.replayed.get(kind)
+    passes = state.passes.get(kind)
     if kind is None and passes is not None:
-        passes = state.replayed[None] = _fused_or_not(model, passes)
+        passes = state.passes[None] = _fused_or_not(model, passes)
     if passes is None or not passes.is_current(model) or passes.copies is not copies:
         device = model.get_input_embeddings().weight.device
-        if state.replays is None or state.arena is None or state.replays.device != device:
-            state.replays, state.arena = graph_backend_on(device), Arena()
+        if state.backend is None or state.arena is None or state.backend.device != device:
+            state.backend, state.arena = graph_backend_on(device), Arena()
         if kind is None:
             state.fusing = None
-        assert state.replays is not None and state.arena is not None
-        passes = state.replayed[kind] = make(state.arena, state.replays)
+        assert state.backend is not None and state.arena is not None
+        passes = state.passes[kind] = make(state.arena, state.backend)
     return passes
 
 
