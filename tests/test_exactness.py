@@ -22,7 +22,8 @@ from ssd_generation.forward.pass_plan import PassPlan
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.timing import Stopwatch
 from ssd_generation.tuning import exactness
-from ssd_generation.tuning.exactness import Certificate, batch_invariance_of, certificate_of, cost_of
+from ssd_generation.tuning.exactness import Certificate, certificate_of, cost_of
+from ssd_generation.tuning.plan_passes import batch_invariance_of
 from tiny_models import WINDOW, even_model, left_padded, prompt, tiny_model
 
 pytestmark = pytest.mark.measures

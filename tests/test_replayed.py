@@ -42,9 +42,9 @@ from ssd_generation.forward.structure.skip_mode import SkipMode
 from ssd_generation.harness.texts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
-from ssd_generation.tuning import exactness
+from ssd_generation.tuning import plan_passes
 from ssd_generation.tuning.costs import costs_of, measure_costs
-from ssd_generation.tuning.exactness import batch_invariance_of
+from ssd_generation.tuning.plan_passes import batch_invariance_of
 from test_capture import REFUSALS
 from tiny_models import FAMILIES, LAYERS, VOCAB, even_model, prompt, tiny_model
 
@@ -221,7 +221,7 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
     passes = graphs_of(model).passes[None]
     assert passes.is_checked and passes.narrower_saves == 0
     monkeypatch.setattr(torch, "equal", lambda one, other: one.shape == other.shape)
-    found, reason = exactness.batch_invariance_of(model, None)
+    found, reason = batch_invariance_of(model, None)
     monkeypatch.undo()
     monkeypatch.setitem(replay.KINDS, "cpu", Timed)
     monkeypatch.setattr(GraphPasses, "_run", run)
@@ -292,7 +292,7 @@ class _Pretended:
     ],
 )
 def test_what_the_certificate_says(passes: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exactness, "target_graphs", lambda model: passes)
+    monkeypatch.setattr(plan_passes, "target_graphs", lambda model: passes)
     way, why = batch_invariance_of(tiny_model(), None)
     if reason is None:
         assert why is None and way is not None and way.is_replayed and way.widths == (16,)
