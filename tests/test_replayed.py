@@ -36,6 +36,7 @@ from ssd_generation.forward.cuda_graph import graph_passes
 from ssd_generation.forward.cuda_graph import graphs as replay
 from ssd_generation.forward.cuda_graph.fixed_attention import FixedAttention
 from ssd_generation.forward.cuda_graph.graph_passes import GraphPart, GraphPasses, draft_graphs, target_graphs
+from ssd_generation.forward.cuda_graph.graph_table import GraphTable
 from ssd_generation.forward.cuda_graph.graphs import Results
 from ssd_generation.forward.cuda_graph.single_pass import Tokens
 from ssd_generation.forward.structure.skip_mode import SkipMode
@@ -165,7 +166,8 @@ def test_a_thousand_tokens_over_buckets_and_larger_arenas(monkeypatch: pytest.Mo
     assert torch.equal(plain, drafted) and torch.equal(plain[:, :29], short)
     assert graphs_of(model).arena.version > before, "the arena has grown"
     passes = graphs_of(model).passes[None]
-    assert (16, 1024) in passes._passes and (16, 32) not in passes._passes, "what was recorded in the old one is gone"
+    graphs = passes.table.graphs
+    assert (16, 1024) in graphs and (16, 32) not in graphs, "what was recorded in the old one is gone"
     assert Runs.recorded >= 6 and Runs.replays > 150
 
 
@@ -193,16 +195,17 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
     narrow: float, recording: float, same_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
-    original = GraphPasses._run
+    original = GraphTable.run
 
-    def run(self: GraphPasses, width: int, bucket: int, tokens: Any, slot: int, position: int) -> Results:
+    def run(self: GraphTable, width: int, bucket: int, tokens: Any, slot: int, position: int) -> Results:
         # A CPU's kernels round otherwise for other widths: the usual pass stands in for the narrower one.
         widths.append(width)
         found = original(self, 16, bucket, tokens, slot, position)
-        self._seconds = recording if self.is_checked else 0.0
+        is_checked = graphs_of(model).passes[None].is_checked
+        self.recording_seconds = recording if is_checked else 0.0
         if width == 16:
             return found
-        self._inputs.setdefault(1, self._inputs[16])
+        self.inputs.setdefault(1, self.inputs[16])
         return found if same_bits or bucket < 512 else (found[0] * 1.001, found[1])
 
     class Timed(Runs):
@@ -214,7 +217,7 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
             return 0.02 if len(widths) == before else narrow if widths[-1] == 1 else 0.004
 
     monkeypatch.setitem(replay.KINDS, "cpu", Timed)
-    monkeypatch.setattr(GraphPasses, "_run", run)
+    monkeypatch.setattr(GraphTable, "run", run)
     model = enable_self_speculative(even_model("llama", max_position_embeddings=2048))
     plain = plain_text(model, 600)
     plain_text(model, 20, self_speculative=NOTHING)
@@ -224,7 +227,7 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
     found, reason = batch_invariance_of(model, None)
     monkeypatch.undo()
     monkeypatch.setitem(replay.KINDS, "cpu", Timed)
-    monkeypatch.setattr(GraphPasses, "_run", run)
+    monkeypatch.setattr(GraphTable, "run", run)
     assert found is not None and reason is None
     assert (passes.narrower_saves > 0) == (narrow < 0.0038)
     for request in (NOTHING, Guesses(plain[0].tolist())):
@@ -429,7 +432,7 @@ def test_a_draft_with_sub_layers_left_out_is_replayed(family: str) -> None:
     plain, drafted = texts(model, config, 60)
     assert torch.equal(plain, drafted)
     passes = draft_graphs(model, (skip, None), SkipMode(model, skip))
-    assert passes is not None and passes._passes and passes.refusal is None
+    assert passes is not None and passes.table.graphs and passes.refusal is None
     replayed_rate = model.last_speculation.acceptance_rate
     replay.KINDS.pop("cpu")
     state_of(model).drop()
@@ -513,7 +516,7 @@ def test_nothing_in_a_pass_reads_a_value_or_moves(family: str) -> None:
         model(input_ids=text[:, :20], **{CACHE: cache}, use_cache=True)
         add_buffers(cache)
         assert passes.run(cache, Tokens((), text[:, 20:22]), 20, 20, records=True) is not None, passes.refusal
-        ((_, made),) = passes._passes.items()
+        ((_, made),) = passes.table.graphs.items()
         for slot, ids in ((20, text[:, 20:22]), (31, text[:, 40:49]), (200, text[:, 60:61])):
             made.inputs.set(Tokens((), ids), slot, slot)
             with _Looked() as looked:
@@ -670,7 +673,7 @@ def test_costs_are_measured_of_what_is_replayed_and_give_the_arena_back() -> Non
     model = enable_self_speculative(tiny_model())
     costs = measure_costs(model, SelfSpeculativeConfig(SkipConfig(attention=[1])))
     assert costs.plain_step > 0 and graphs_of(model).passes[None].is_checked
-    assert Runs.replays > 20 and graphs_of(model).passes[SkipConfig(attention=[1]), None]._passes
+    assert Runs.replays > 20 and graphs_of(model).passes[SkipConfig(attention=[1]), None].table.graphs
     plain, drafted = texts(model, NOTHING, 20)
     assert torch.equal(plain, drafted) and model.last_speculation.replayed_passes == 19
 
@@ -747,7 +750,7 @@ def test_where_recording_fails_the_models_own_code_goes_on(
     plain = plain_text(model, 60)
     assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist(), lengths=(3, 1))))
     passes = graphs_of(model).passes[None]
-    assert "out of memory" in passes.refusal and not passes._passes and passes.arena.bytes == 0
+    assert "out of memory" in passes.refusal and not passes.table.graphs and passes.arena.bytes == 0
     assert "not replayed any more" in caplog.text
     assert "out of memory" in str(model.last_speculation.replay_refusal)
 
@@ -910,7 +913,7 @@ def test_passes_are_compiled_beside_and_stay_if_they_are_faster(outcome: str, mo
         passes = graphs_of(model).passes[None]
         assert (passes is not before) == (outcome == "faster")
         if outcome == "faster":
-            assert passes.fuses == "rows" and passes.rival is None and not before._passes and True in compiled
+            assert passes.fuses == "rows" and passes.rival is None and not before.table.graphs and True in compiled
         elif outcome == "no compiler":
             assert "working compiler" in graphs_of(model).fusing.refusal
         else:

@@ -12,31 +12,23 @@ tokens that may still come, or those that were decoded without it, have taken as
 from __future__ import annotations
 
 import logging
-import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from ...cache.arena import BUCKETS, Arena, bucket_of
+from ...cache.arena import Arena, bucket_of
 from ...support.model_state import Part, state_of
-from ..captured.any_length import PassCapture, windows_of
 from ..captured.conditions import why_not_on
-from ..captured.fx_graph import CapturedPass, Program, compile_pass
-from ..captured.rewrites import share_results, use_rows
 from ..rounding import agree_on_average
 from ..structure.skip_mode import SkipMode
 from ..structure.weights import fingerprint
-from .compiled_ops import fused_rows
 from .compiling import Fusing
-from .fixed_attention import FixedAttention
+from .graph_table import GraphTable
 from .graphs import KINDS, GraphBackend, Results, graph_backend_on
-from .single_pass import LONGEST_CHAIN, ChainInputs, GraphPass, Inputs, Tokens
+from .single_pass import LONGEST_CHAIN, ChainInputs, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,8 +58,6 @@ _PAYS = 0.95
 _FIRST_TRIES = 3
 """Passes that are held against the model's own before the first one counts; two have to agree."""
 
-_REPEATS = 3
-
 _AHEAD = 2048
 """Slots that an arena is made for at the most before they are needed."""
 
@@ -87,6 +77,7 @@ class GraphPasses:
         fuses: as `FUSES`.
 
     Attributes:
+        table: the graphs.
         refusal: why nothing is replayed any more; `None` while it may be.
         is_checked: whether passes were found to give the model's own logits.
         keeps_bits: whether a token's bits were found not to depend on its place in a pass; `None` while not tried
@@ -108,24 +99,18 @@ class GraphPasses:
         widths: Sequence[int] = WIDTHS,
         fuses: str | None = None,
     ) -> None:
-        self._model = weakref.ref(model)
-        self._windows = windows_of(model)
+        self._model_name = type(model).__name__
         self._fingerprint = fingerprint(model)
         self.arena, self.backend, self.widths = arena, backend, tuple(widths)
-        self._capture = PassCapture(skip_mode, knows_windows=True)
         self.fuses = FUSES if fuses is None else fuses
+        self.table = GraphTable(model, arena, backend, skip_mode, self.fuses)
         self.rival: GraphPasses | None = None
         self.copies: object = None
         self._runs = 0
-        self._programs: dict[int, Program] = {}
-        self._inputs: dict[int, Inputs] = {}
-        self._passes: dict[tuple[int, int], GraphPass] = {}
-        self._version = arena.version
         self.is_draft = skip_mode is not None
         self._tries: list[bool] = [True] * _FIRST_TRIES if self.is_draft else []  # a draft is verified anyway
         self._eager_seconds = 0.0
         self._eager_tokens = 0
-        self._seconds = backend.seconds
         self.refusal: str | None = None
         self.keeps_bits: bool | None = None
         self.narrower_saves = 0.0
@@ -177,19 +162,18 @@ class GraphPasses:
         if self.refusal is not None or width is None:
             return None
         bucket = bucket_of(slot + width)
-        if bucket is None or not (records or (width, bucket) in self._passes):
+        if bucket is None or not (records or (width, bucket) in self.table.graphs):
             return None
         try:
             if not self.arena.lend(cache, slot + width, min(expected, slot + _AHEAD)):
                 return None
-            if self._version != self.arena.version:
-                self._version = self.arena.version
+            if self.table.is_stale:
                 self.forget()
                 if not records:
                     return None
             if tokens is not None and count <= NARROWER and self._is_narrower_here(bucket, tokens, slot, position):
                 width = NARROWER
-            logits, choices = self._run(width, bucket, tokens, slot, position)
+            logits, choices = self.table.run(width, bucket, tokens, slot, position)
         except Exception as error:
             # Whatever a driver says, or a model's code does, that is not known here: its own passes go on.
             self._give_up(f"{type(error).__name__}: {error}")
@@ -197,35 +181,22 @@ class GraphPasses:
         self._runs += 1
         return logits[:, :count], choices[:count]
 
-    def _run(self, width: int, bucket: int, tokens: Tokens | None, slot: int, position: int) -> Results:
-        inputs = self._inputs.get(width)
-        if inputs is None:
-            inputs = self._inputs[width] = self._new_inputs(width)
-        if tokens is not None:
-            inputs.set(tokens, slot, position)
-        known = self._passes.get((width, bucket))
-        if known is None:
-            given = inputs.all.clone()
-            known = self._record(width, bucket, inputs)
-            inputs.all.copy_(given)
-        return known.replay()
-
     def _is_narrower_here(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
         """Whether a narrower pass may stand in: where it has been used as often as pays, and has the same bits."""
         known = self._narrower.get(bucket)
         if known is None and self.narrower_saves:
             self._might_have_saved[bucket] += 1
-            if self._might_have_saved[bucket] * self.narrower_saves >= self._seconds:
+            if self._might_have_saved[bucket] * self.narrower_saves >= self.table.recording_seconds:
                 known = self._narrower[bucket] = self._has_same_bits(bucket, tokens, slot, position)
         return bool(known)
 
     def _has_same_bits(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
         """Whether a narrower pass gives the logits of the usual one, to the bit."""
         count, width = len(tokens), self.widths[-1]
-        usual = self._run(width, bucket, tokens, slot, position)[0][:, :count].clone()
+        usual = self.table.run(width, bucket, tokens, slot, position)[0][:, :count].clone()
         # By the device alone: the host has not waited in between.
-        given = Tokens((), self._inputs[width].ids[:, :count].clone())
-        return torch.equal(usual, self._run(NARROWER, bucket, given, slot, position)[0][:, :count])
+        given = Tokens((), self.table.inputs[width].ids[:, :count].clone())
+        return torch.equal(usual, self.table.run(NARROWER, bucket, given, slot, position)[0][:, :count])
 
     def consider_narrower(self, cache: Cache, tokens: Tokens, slot: int) -> bool:
         """Whether a pass over one token is faster by a narrower one than by the usual one.
@@ -243,9 +214,8 @@ class GraphPasses:
         seconds: dict[int, float] = {}
         try:
             for of in (width, NARROWER):
-                self._run(of, bucket, tokens, slot, slot)
-                run = partial(self._run, of, bucket, tokens, slot, slot)
-                seconds[of] = min(self.backend.seconds_of(run) for _ in range(_REPEATS))
+                self.table.run(of, bucket, tokens, slot, slot)
+                seconds[of] = self.table.seconds_of(of, bucket, tokens, slot, slot)
         except Exception as error:  # as in `run`
             self._give_up(f"{type(error).__name__}: {error}")
             return False
@@ -263,12 +233,7 @@ class GraphPasses:
         self._narrower = dict.fromkeys(buckets, True)
         self._might_have_saved.clear()
         if not uses:
-            self._passes = {key: known for key, known in self._passes.items() if key[0] in self.widths}
-
-    def _new_inputs(self, width: int) -> Inputs:
-        device = self.arena.keys[0].device
-        with torch.inference_mode(False):  # written in any mode
-            return ChainInputs(device, self.arena.capacity) if self.is_draft else Inputs(width, device)
+            self.table.drop_other_widths(self.widths)
 
     def chain(self, cache: Cache, first: int, slot: int, position: int, length: int) -> torch.Tensor | None:
         """Tokens that a draft takes greedily one behind the other: nothing but replays, and no wait.
@@ -288,44 +253,13 @@ class GraphPasses:
             tokens = None if depth else Tokens([first])
             if self.run(cache, tokens, slot + depth, position + depth, records=True) is None:
                 return None
-        inputs = self._inputs[1]
+        inputs = self.table.inputs[1]
         assert isinstance(inputs, ChainInputs)
         return inputs.chain[:, :length].clone()
 
-    def _record(self, width: int, bucket: int, inputs: Inputs) -> GraphPass:
-        began = time.perf_counter()
-        model = self._model()
-        assert model is not None
-        if width not in self._programs:
-            self._programs[width] = self._program(model, width)
-        attention = FixedAttention(self.arena, bucket, inputs.slots, self._windows)
-        made = self._passes[width, bucket] = GraphPass(self._programs[width], attention, inputs, self.backend)
-        if self.backend.seconds:
-            self._seconds = time.perf_counter() - began
-        return made
-
-    def _program(self, model: PreTrainedModel, width: int) -> Program:
-        program = compile_pass(self._capture.at(model, width, _fuse if self.fuses == "rows" else _simplify))
-        if self.fuses == "whole":
-            return replace(program, run=torch.compile(program.run, dynamic=False, fullgraph=True))
-        return program
-
     def compute_beside(self) -> None:
-        """Run a pass in buffers of its own, by which all that is compiled of it is: in another thread than decoding."""
-        model = self._model()
-        if model is None:
-            return
-        device = self.backend.device
-        arena = self.arena.alike(BUCKETS[0])
-        for width in (self.widths[-1], NARROWER):
-            program = self._programs[width] = self._program(model, width)
-            with torch.inference_mode(False):
-                inputs = Inputs(width, device)
-            inputs.set(Tokens((), torch.zeros((1, 1), dtype=torch.long, device=device)), 0, 0)
-            attention = FixedAttention(arena, BUCKETS[0], inputs.slots, self._windows)
-            with torch.inference_mode():
-                attention.begin()
-                program.run(inputs.ids, inputs.positions, attention)
+        """Run a pass of each width in buffers of its own, by which all that is compiled of it is: in another thread."""
+        self.table.compute_beside((self.widths[-1], NARROWER))
 
     def fused(self, model: PreTrainedModel) -> GraphPasses | None:
         """The same passes, to be compiled; `None` while that does not pay, or where it is not wanted.
@@ -343,16 +277,14 @@ class GraphPasses:
     def _give_up(self, reason: str) -> None:
         self.refusal = reason
         self.forget()
-        model = self._model()
         if self.rival is None:
-            logger.warning("Passes of %s are not replayed any more: %s", type(model).__name__, reason)
+            logger.warning("Passes of %s are not replayed any more: %s", self._model_name, reason)
         else:
-            logger.info("Compiled passes of %s are not used: %s", type(model).__name__, reason)
+            logger.info("Compiled passes of %s are not used: %s", self._model_name, reason)
 
     def forget(self) -> None:
         """Free what was recorded."""
-        self._passes.clear()
-        self._inputs.clear()
+        self.table.forget()
         self._narrower.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -365,12 +297,12 @@ class GraphPasses:
         """
         if self.refusal is not None:
             return False
-        if not self._seconds or self.rival is not None:
+        if not self.table.recording_seconds or self.rival is not None:
             return True
         if not self._eager_tokens:
             return False
         saved = _HALF * most_tokens * self._eager_seconds / self._eager_tokens
-        return self._eager_seconds + saved >= self._seconds
+        return self._eager_seconds + saved >= self.table.recording_seconds
 
     def note_eager(self, seconds: float) -> None:
         """A pass was run by the model's own code, and took so long."""
@@ -434,19 +366,9 @@ class GraphPasses:
     def _measured(self, bucket: int, ids: torch.Tensor, slot: int, position: int) -> float:
         """Seconds of a pass, now where it is recorded, else as it was elsewhere."""
         width = self.widths[-1]
-        if (width, bucket) in self._passes and self._version == self.arena.version:
-            run = partial(self._run, width, bucket, Tokens((), ids), slot, position)
-            self.seconds[width] = min(self.backend.seconds_of(run) for _ in range(_REPEATS))
+        if (width, bucket) in self.table.graphs and not self.table.is_stale:
+            self.seconds[width] = self.table.seconds_of(width, bucket, Tokens((), ids), slot, position)
         return self.seconds[width]
-
-
-def _simplify(model: PreTrainedModel, captured: CapturedPass) -> None:
-    share_results(captured)
-
-
-def _fuse(model: PreTrainedModel, captured: CapturedPass) -> None:
-    share_results(captured)
-    use_rows(captured, fused_rows())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
