@@ -177,8 +177,8 @@ def test_drafts_in_four_bits(options: str) -> None:
         assert plain == drafted
     rate = model.last_speculation.acceptance_rate
     assert abs(rate - on_cpu.last_speculation.acceptance_rate) < 0.12 and rate > 0.3
-    (passes,) = (found for kind, found in graphs_of(model).replayed.items() if kind is not None)
-    assert passes._passes and passes.refusal is None and passes.copies is not None
+    (passes,) = (found for kind, found in graphs_of(model).passes.items() if kind is not None)
+    assert passes.table.graphs and passes.refusal is None and passes.copies is not None
     copies = next(iter(state_of(model).get(CopiesPart).low_bit_drafts.values()))
     assert not copies.left, "all layers have copies"
     # Weights that change where they lie have new copies, and graphs of these.
@@ -198,8 +198,8 @@ def test_the_text_is_plain_generates_of_every_kind_of_model(family: str) -> None
     for request in (NOTHING, guesses, OWN):
         plain, drafted = texts(model, request)
         assert plain == drafted
-    passes = graphs_of(model).replayed.get(None)
-    assert (family == "llama4") == (passes is None or not passes._passes)
+    passes = graphs_of(model).passes.get(None)
+    assert (family == "llama4") == (passes is None or not passes.table.graphs)
 
 
 @pytest.mark.measures
@@ -343,7 +343,7 @@ def test_out_of_memory_while_capturing_leaves_nothing_behind(at: int, monkeypatc
         assert plain == drafted
     assert "out of memory" in str(model.last_speculation.replay_refusal)
     gc.collect()
-    assert not graphs_of(model).replayed[None]._passes and graphs_of(model).arena.bytes == 0
+    assert not graphs_of(model).passes[None].table.graphs and graphs_of(model).arena.bytes == 0
 
 
 def test_weights_and_devices_change_between_calls() -> None:
@@ -369,7 +369,7 @@ def test_costs_and_bits_are_looked_at_on_the_device() -> None:
     assert costs.draft_step > 0 and costs.measured_on is not None and "pretended GPU" in costs.measured_on
     plain, drafted = texts(model, guesses)
     assert plain == drafted
-    passes = graphs_of(model).replayed[None]
+    passes = graphs_of(model).passes[None]
     assert passes.keeps_bits is not None
     assert (model.last_speculation.exactness == "bitwise") == passes.keeps_bits
 

@@ -8,7 +8,7 @@ import torch
 
 from forked import Saying
 from ssd_generation.search.calibration import Calibration
-from ssd_generation.search.profile import CostProfile
+from ssd_generation.search.cost_profile import CostProfile
 from ssd_generation.search.space import Space, space_of
 from ssd_generation.search.storage import storage_of
 from ssd_generation.search.study import Search, SearchSettings, open_study

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -151,7 +152,7 @@ def test_import_table_has_no_cycles() -> None:
         ("forward/sublayers", "from . import skip_mode", None),
         ("drafting/lookup", "from ..support.bounds import Integer", None),
         ("drafting/lookup", "from ..decoding import loop", "drafting must not import decoding"),
-        ("search/study", "from ..benchmark.runner import run", "search must not import benchmark"),
+        ("search/study", "from ..benchmark.run_benchmark import run", "search must not import benchmark"),
         ("search/study", "from .space import Space\nfrom ..generation import enable", None),
         ("cli/search", "from ..search import study", "imports search at module level"),
         ("cli/search", "if True:\n    from .. import load_model", "imports __init__ at module level"),
@@ -498,3 +499,22 @@ def test_no_modules_import_one_another() -> None:
     assert "tables" in of_lab["targets.trial"]
     assert _circle(of_lab) == []
     assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+# --- Names of files -------------------------------------------------------------------------------
+def _shared_file_names(package: Path) -> dict[str, list[str]]:
+    """Per file name that several files have, where they are; every package has an `__init__.py`."""
+    places = defaultdict(list)
+    for path in sorted(package.rglob("*")):
+        if path.is_file() and path.name != "__init__.py" and "__pycache__" not in path.parts:
+            places[path.name].append(path.relative_to(package).as_posix())
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_no_two_files_share_a_name(tmp_path: Path) -> None:
+    # A traceback, an editor's tab and a search by name then say which module is meant.
+    assert _shared_file_names(PACKAGE) == {}
+    for place in ("search/__init__.py", "search/runner.py", "evaluation/__init__.py", "evaluation/runner.py"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).touch()
+    assert _shared_file_names(tmp_path) == {"runner.py": ["evaluation/runner.py", "search/runner.py"]}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
+from ssd_generation.benchmark.run_benchmark import BenchmarkSettings, benchmark_arguments, run_benchmark
 from ssd_generation.forward.copies.low_bit import copy_bytes
 from ssd_generation.harness.results import RunFolder, commit_of
 from ssd_generation.harness.run import Caller, Progress, TimedCall, side_by_side

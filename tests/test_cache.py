@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ssd_generation.cache.layers import (
+from ssd_generation.cache.buffered_layers import (
     BufferedLayer,
     BufferedSlidingLayer,
     DraftCache,

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, masking_utils, modeling_utils
 from transformers.models.llama import modeling_llama
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.cache import layers as cache
+from ssd_generation.cache import buffered_layers as cache
 from ssd_generation.forward.captured import capture
 from ssd_generation.forward.captured.capture import CannotCapture, capture_pass
 from ssd_generation.forward.captured.conditions import why_not_captured

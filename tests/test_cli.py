@@ -29,9 +29,8 @@ from transformers.utils import logging as transformers_logging
 import ssd_generation
 from ssd_generation import Costs, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cli import configs as cli_configs
-from ssd_generation.cli import loading as cli_loading
-from ssd_generation.cli import main
-from ssd_generation.cli.layers import describe_layers, parse_layers
+from ssd_generation.cli import main, resolve_options
+from ssd_generation.cli.layer_lists import describe_layers, parse_layers
 from ssd_generation.forward.structure.sublayers import locate_sublayers
 from tiny_models import CONFIGS, LAYERS, WINDOW, tiny_model
 
@@ -142,13 +141,13 @@ def test_json_is_one_document(ssd: Callable[..., Run], folder: str) -> None:
 def test_what_others_print_does_not_spoil_the_document(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = cli_loading.encode
+    real = resolve_options.encode
 
     def chatty(*args: Any) -> Any:
         print("a word from a library")
         return real(*args)
 
-    monkeypatch.setattr(cli_loading, "encode", chatty)
+    monkeypatch.setattr(resolve_options, "encode", chatty)
     run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--json")
     assert run.json["text"] and run.err == "a word from a library\n"
 
@@ -643,7 +642,7 @@ def test_ctrl_c_is_quiet(ssd: Callable[..., Run], folder: str, monkeypatch: pyte
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_loading, "encode", interrupted)
+    monkeypatch.setattr(resolve_options, "encode", interrupted)
     run = ssd("generate", "x", "-m", folder, *SKIP)
     assert run.status == 130 and run.out + run.err == ""
 
@@ -673,7 +672,7 @@ def test_faults_of_ours_keep_their_traceback(folder: str, monkeypatch: pytest.Mo
     def broken(*args: Any) -> None:
         raise AttributeError("a bug")
 
-    monkeypatch.setattr(cli_loading, "encode", broken)
+    monkeypatch.setattr(resolve_options, "encode", broken)
     with pytest.raises(AttributeError, match="a bug"):
         main(["generate", "x", "-m", folder, *SKIP])
 
@@ -684,7 +683,7 @@ def test_memory_that_runs_out_is_told_in_one_line(
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(cli_loading, "encode", full)
+    monkeypatch.setattr(resolve_options, "encode", full)
     run = ssd("generate", "x", "-m", folder, *SKIP)
     assert run.status == 2 and run.err == "error: CUDA out of memory.\n"
 

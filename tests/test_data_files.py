@@ -20,7 +20,7 @@ from ssd_generation.evaluation.tasks import check_data
 from ssd_generation.harness.texts import load_prompts, read_prompts
 from ssd_generation.search import calibration
 from ssd_generation.search.calibration import calibration_prompts
-from ssd_generation.search.profile import CostProfile
+from ssd_generation.search.cost_profile import CostProfile
 from test_cli import ssd as ssd  # the fixture
 from tiny_models import prompt, tiny_model
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
-from ssd_generation.evaluation import runner, sandbox
+from ssd_generation.evaluation import run_evaluation as evaluation_module
+from ssd_generation.evaluation import sandbox
 from ssd_generation.evaluation.quality import quality_of
 from ssd_generation.evaluation.report import (
     plot_quality,
@@ -29,7 +30,7 @@ from ssd_generation.evaluation.report import (
     runs_markdown,
     runs_table,
 )
-from ssd_generation.evaluation.runner import CodeExecution, EvaluationSettings, run_evaluation
+from ssd_generation.evaluation.run_evaluation import CodeExecution, EvaluationSettings, run_evaluation
 from ssd_generation.evaluation.tasks import Sample, Task, make_task
 from ssd_generation.harness.results import read_rows
 from ssd_generation.harness.run import Caller, Progress, TimedCall
@@ -472,7 +473,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     answers: list[str] = []
     monkeypatch.setattr(Caller, "call", lambda *args: TimedCall([5, 6], 1.0, 0.1, None))
     monkeypatch.setattr(
-        runner.Evaluation, "noted", lambda self, index, call: {"text": answers[index % len(answers)] if answers else ""}
+        evaluation_module.Evaluation,
+        "noted",
+        lambda self, index, call: {"text": answers[index % len(answers)] if answers else ""},
     )
     return answers
 
@@ -487,7 +490,7 @@ def test_code_is_run_only_when_allowed(model: Any, tmp_path: Path, written: list
     written += ["    return 1\n", "    return 2\n", "    return (\n"]
     task = code_task(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "run_programs", lambda *args: pytest.fail("was run"))
+        patch.setattr(evaluation_module, "run_programs", lambda *args: pytest.fail("was run"))
         summary = run(model, tmp_path / "r", task)
     assert summary["quality"] == {} and summary["code"] == {"outcomes": {}, "not_run": 9}
     assert "--allow-code-execution" in (tmp_path / "r" / "summary.md").read_text()
@@ -499,7 +502,7 @@ def test_code_is_run_only_when_allowed(model: Any, tmp_path: Path, written: list
         ran.extend(sources)
         return real(sources, *args, **kwargs)
 
-    monkeypatch.setattr(runner, "run_programs", count)
+    monkeypatch.setattr(evaluation_module, "run_programs", count)
     monkeypatch.setattr(Caller, "call", lambda *args: pytest.fail("was asked again"))
     summary = run(model, tmp_path / "r", task, code=CodeExecution())
     assert len(ran) == len(set(ran)) == 3  # equal programs once
@@ -522,7 +525,7 @@ def test_a_machine_that_cannot_hold_programs_is_told_before_anything_is_made(
     def refuse(*args: Any) -> None:
         raise RuntimeError("The kernel of this machine cannot hold a program.")
 
-    monkeypatch.setattr(runner, "run_program", refuse)
+    monkeypatch.setattr(evaluation_module, "run_program", refuse)
     monkeypatch.setattr(Caller, "call", lambda *args: pytest.fail("was asked"))
     with pytest.raises(RuntimeError, match="cannot hold"):
         run(model, tmp_path / "r", code_task(tmp_path), code=CodeExecution())

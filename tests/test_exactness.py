@@ -22,7 +22,8 @@ from ssd_generation.forward.pass_plan import PassPlan
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.timing import Stopwatch
 from ssd_generation.tuning import exactness
-from ssd_generation.tuning.exactness import Certificate, batch_invariance_of, certificate_of, cost_of
+from ssd_generation.tuning.exactness import Certificate, certificate_of, cost_of
+from ssd_generation.tuning.plan_passes import batch_invariance_of
 from tiny_models import WINDOW, even_model, left_padded, prompt, tiny_model
 
 pytestmark = pytest.mark.measures
@@ -145,7 +146,8 @@ def test_without_it_a_plain_step_is_the_models_own(dtype: torch.dtype) -> None:
 def test_the_certificate_is_stored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
-    assert found.invariant is not None and set(found.invariant.widths) <= set(WIDTHS) and found.refusal is None
+    assert found.batch_invariance is not None and found.refusal is None
+    assert set(found.batch_invariance.widths) <= set(WIDTHS)
     assert list(cache.rglob("*.json"))
     monkeypatch.setattr(exactness, "_find_out", lambda model: pytest.fail("checked again"))
     assert certificate_of(model_of("llama", torch.bfloat16)) == found
@@ -160,7 +162,7 @@ def test_the_cost_of_exact_passes_is_a_ratio_of_times_and_is_stored(
     class Noted(Forward):
         def __init__(self, model: Any, *, plan: PassPlan) -> None:
             super().__init__(model, plan=plan)
-            self.given = plan.invariant
+            self.given = plan.batch_invariance
 
         def target(self, *args: Any) -> Any:
             ran.append(self.given)
@@ -175,7 +177,7 @@ def test_the_cost_of_exact_passes_is_a_ratio_of_times_and_is_stored(
     monkeypatch.setattr(exactness, "Forward", Noted)
     monkeypatch.setattr(exactness, "Stopwatch", Given)
     found = cost_of(model_of("llama", torch.bfloat16))
-    assert found == pytest.approx(1.5, rel=0.01) and {invariant is None for invariant in ran} == {True, False}
+    assert found == pytest.approx(1.5, rel=0.01) and {way is None for way in ran} == {True, False}
     assert list(cache.rglob("*.json"))
     monkeypatch.setattr(exactness, "_cost", lambda model: pytest.fail("measured again"))
     assert cost_of(model_of("llama", torch.bfloat16)) == found
@@ -245,8 +247,8 @@ def test_a_kernel_that_looks_at_the_width_is_noticed(only_kernel: Any) -> None:
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
     # Below five rows it is one kernel, from there on another: widths of one kind alone.
-    assert found.invariant is not None
-    assert len({width < 5 for width in found.invariant.widths}) == 1
+    assert found.batch_invariance is not None
+    assert len({width < 5 for width in found.batch_invariance.widths}) == 1
     assert_same_bits(model, ["fixed 1", "fixed 6", "lookup"])
 
 
@@ -255,7 +257,7 @@ def test_a_kernel_that_looks_at_other_rows_is_noticed(only_kernel: Any, kernel: 
     only_kernel(kernel)
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
-    assert found.invariant is None and "the same bits" in str(found.refusal)
+    assert found.batch_invariance is None and "the same bits" in str(found.refusal)
     with pytest.warns(UserWarning, match="cannot decode exactly to the bit here: no kernel here"):
         decode(model, WAYS["fixed 4"])
     assert model.last_speculation.exactness == "numeric"
@@ -271,7 +273,7 @@ def test_sizes_that_vectors_do_not_divide_are_refused(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "why_not", lambda: "of the test")
     model = model_of("llama", torch.bfloat16, intermediate_size=48)
     found = certificate_of(model)
-    assert found.invariant is None and "silu may round a token otherwise for its place" in str(found.refusal)
+    assert found.batch_invariance is None and "silu may round a token otherwise for its place" in str(found.refusal)
     with pytest.warns(UserWarning, match="to the bit here: .*silu"):
         decode(model, UNDRAFTED)
 
@@ -289,7 +291,7 @@ def test_attention_over_the_whole_pass_is_noticed(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "why_not", lambda: "of the test")
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
-    assert found.invariant is None or len(found.invariant.widths) < len(WIDTHS)
+    assert found.batch_invariance is None or len(found.batch_invariance.widths) < len(WIDTHS)
 
 
 # --- when it is the way to decode
@@ -317,7 +319,7 @@ def test_by_default_where_it_is_nearly_free(
     way, reason = batch_invariance_of(model, None)
     assert (way is not None) == is_exact == (reason is None)
     assert is_exact or 'exactness="bitwise" asks for them' in str(reason)
-    assert batch_invariance_of(model, "bitwise") == (found.invariant, None)
+    assert batch_invariance_of(model, "bitwise") == (found.batch_invariance, None)
     assert batch_invariance_of(model, "numeric") == (None, "it was asked for")
 
 

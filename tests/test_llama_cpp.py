@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
+from ssd_generation.benchmark.run_benchmark import BenchmarkSettings, benchmark_arguments, run_benchmark
 from ssd_generation.cli.benchmark_view import _name_lines
 from ssd_generation.harness.llama_cpp import LlamaCpp, describe_gguf, gguf_methods, llama_cpp_version
 from ssd_generation.harness.llama_cpp import peer as module

@@ -205,7 +205,7 @@ def test_drafting_leaves_the_targets_cache_alone() -> None:
 def test_the_prefix_is_not_copied_to_draft() -> None:
     # What a drafting pass attends to lies in the very storage of the target's keys.
     model = enabled("llama")
-    from ssd_generation.cache import layers as cache
+    from ssd_generation.cache import buffered_layers as cache
 
     storages: list[bool] = []
     original = cache._DraftLayer.update

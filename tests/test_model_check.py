@@ -100,7 +100,7 @@ def test_a_model_without_a_cache_is_told_by_that() -> None:
 
 
 def test_refused_where_nothing_but_drafting_was_asked_for() -> None:
-    from ssd_generation.search.profile import measure_profile
+    from ssd_generation.search.cost_profile import measure_profile
 
     model = odd_model(NOT_SEVERAL_AT_ONCE["doge with experts"])
     before = type(model)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, enable_self_speculative
-from ssd_generation.cache.layers import add_buffers
+from ssd_generation.cache.buffered_layers import add_buffers
 from ssd_generation.forward.captured import passes
 from ssd_generation.forward.captured.batch_invariance import WIDTHS, BatchInvariance, RowAttention
 from ssd_generation.forward.captured.cache_attention import CacheAttention

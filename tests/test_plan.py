@@ -26,7 +26,7 @@ def certified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_single_text_is_captured_and_batch_invariant() -> None:
-    assert plan_passes(tiny_model()) == PassPlan(invariant=INVARIANT)
+    assert plan_passes(tiny_model()) == PassPlan(batch_invariance=INVARIANT)
     assert plan_passes(tiny_model()).reason is None
 
 
@@ -44,12 +44,12 @@ def test_numeric_in_half_precision_runs_the_models_own_kernels(dtype: torch.dtyp
     for rows in (1, 2):
         assert plan_passes(model, rows, "numeric").own_kernels == (dtype != torch.float32)
         assert not plan_passes(model, rows).own_kernels
-    assert plan_passes(model, exactness="numeric").invariant is None
+    assert plan_passes(model, exactness="numeric").batch_invariance is None
 
 
 def test_a_check_records_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "batch_invariance_to_check", lambda model, exactness: INVARIANT)
-    assert plan_passes(tiny_model(), is_check=True) == PassPlan(graph=False, invariant=INVARIANT)
+    assert plan_passes(tiny_model(), is_check=True) == PassPlan(graph=False, batch_invariance=INVARIANT)
     assert plan_passes(tiny_model(), rows=2, is_check=True) == EAGER
 
 

@@ -23,7 +23,7 @@ from ssd_generation import (
     disable_self_speculative,
     enable_self_speculative,
 )
-from ssd_generation.cache.layers import DraftCache, add_buffers
+from ssd_generation.cache.buffered_layers import DraftCache, add_buffers
 from ssd_generation.forward.captured import passes
 from ssd_generation.forward.copies import low_bit as precision
 from ssd_generation.forward.copies.low_bit import (

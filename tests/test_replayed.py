@@ -24,7 +24,7 @@ from run_again import Again
 from ssd_generation import Draft, Drafter, DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark import gpu
 from ssd_generation.cache import arena as arenas
-from ssd_generation.cache.layers import BufferedLayer, add_buffers
+from ssd_generation.cache.buffered_layers import BufferedLayer, add_buffers
 from ssd_generation.decoding import choice_graph
 from ssd_generation.decoding.choice import SampledChoice
 from ssd_generation.decoding.choice_graph import ChoicePart
@@ -32,19 +32,20 @@ from ssd_generation.decoding.loop import DecodingLoop
 from ssd_generation.decoding.processors import PureProcessors
 from ssd_generation.drafting.drafter import Texts
 from ssd_generation.forward.cuda_graph import compiled_ops as fused
-from ssd_generation.forward.cuda_graph import graph_passes as replayed
+from ssd_generation.forward.cuda_graph import graph_passes
 from ssd_generation.forward.cuda_graph import graphs as replay
 from ssd_generation.forward.cuda_graph.fixed_attention import FixedAttention
 from ssd_generation.forward.cuda_graph.graph_passes import GraphPart, GraphPasses, draft_graphs, target_graphs
+from ssd_generation.forward.cuda_graph.graph_table import GraphTable
 from ssd_generation.forward.cuda_graph.graphs import Results
-from ssd_generation.forward.cuda_graph.recorded import Tokens
+from ssd_generation.forward.cuda_graph.single_pass import Tokens
 from ssd_generation.forward.structure.skip_mode import SkipMode
 from ssd_generation.harness.texts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
-from ssd_generation.tuning import exactness
+from ssd_generation.tuning import plan_passes
 from ssd_generation.tuning.costs import costs_of, measure_costs
-from ssd_generation.tuning.exactness import batch_invariance_of
+from ssd_generation.tuning.plan_passes import batch_invariance_of
 from test_capture import REFUSALS
 from tiny_models import FAMILIES, LAYERS, VOCAB, even_model, prompt, tiny_model
 
@@ -126,7 +127,7 @@ def test_the_text_is_plain_whatever_is_drafted(family: str) -> None:
     plain = plain_text(model, 40)
     for drafter in (NOTHING, Guesses(plain[0].tolist())):
         assert torch.equal(plain, plain_text(model, 40, self_speculative=drafter))
-    passes = graphs_of(model).replayed.get(None)
+    passes = graphs_of(model).passes.get(None)
     if passes is not None and passes.refusal is None:
         assert passes.is_checked and Runs.replays > 20 and passes.arena.keys
     assert (passes is None or passes.refusal is not None) == (family in NOT_REPLAYED)
@@ -164,8 +165,9 @@ def test_a_thousand_tokens_over_buckets_and_larger_arenas(monkeypatch: pytest.Mo
     drafted = plain_text(model, 1000, self_speculative=Guesses(plain[0].tolist()))
     assert torch.equal(plain, drafted) and torch.equal(plain[:, :29], short)
     assert graphs_of(model).arena.version > before, "the arena has grown"
-    passes = graphs_of(model).replayed[None]
-    assert (16, 1024) in passes._passes and (16, 32) not in passes._passes, "what was recorded in the old one is gone"
+    passes = graphs_of(model).passes[None]
+    graphs = passes.table.graphs
+    assert (16, 1024) in graphs and (16, 32) not in graphs, "what was recorded in the old one is gone"
     assert Runs.recorded >= 6 and Runs.replays > 150
 
 
@@ -184,7 +186,7 @@ def test_a_text_longer_than_any_bucket_goes_on_by_the_models_own_code(monkeypatc
     model = enable_self_speculative(tiny_model())
     plain = plain_text(model, 100)
     assert torch.equal(plain, plain_text(model, 100, self_speculative=Guesses(plain[0].tolist())))
-    assert 0 < Runs.replays < 60 and graphs_of(model).replayed[None].refusal is None
+    assert 0 < Runs.replays < 60 and graphs_of(model).passes[None].refusal is None
 
 
 @pytest.mark.parametrize("same_bits", [True, False])
@@ -193,16 +195,17 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
     narrow: float, recording: float, same_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
-    original = GraphPasses._run
+    original = GraphTable.run
 
-    def run(self: GraphPasses, width: int, bucket: int, tokens: Any, slot: int, position: int) -> Results:
+    def run(self: GraphTable, width: int, bucket: int, tokens: Any, slot: int, position: int) -> Results:
         # A CPU's kernels round otherwise for other widths: the usual pass stands in for the narrower one.
         widths.append(width)
         found = original(self, 16, bucket, tokens, slot, position)
-        self._seconds = recording if self.is_checked else 0.0
+        is_checked = graphs_of(model).passes[None].is_checked
+        self.recording_seconds = recording if is_checked else 0.0
         if width == 16:
             return found
-        self._inputs.setdefault(1, self._inputs[16])
+        self.inputs.setdefault(1, self.inputs[16])
         return found if same_bits or bucket < 512 else (found[0] * 1.001, found[1])
 
     class Timed(Runs):
@@ -214,17 +217,17 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
             return 0.02 if len(widths) == before else narrow if widths[-1] == 1 else 0.004
 
     monkeypatch.setitem(replay.KINDS, "cpu", Timed)
-    monkeypatch.setattr(GraphPasses, "_run", run)
+    monkeypatch.setattr(GraphTable, "run", run)
     model = enable_self_speculative(even_model("llama", max_position_embeddings=2048))
     plain = plain_text(model, 600)
     plain_text(model, 20, self_speculative=NOTHING)
-    passes = graphs_of(model).replayed[None]
+    passes = graphs_of(model).passes[None]
     assert passes.is_checked and passes.narrower_saves == 0
     monkeypatch.setattr(torch, "equal", lambda one, other: one.shape == other.shape)
-    found, reason = exactness.batch_invariance_of(model, None)
+    found, reason = batch_invariance_of(model, None)
     monkeypatch.undo()
     monkeypatch.setitem(replay.KINDS, "cpu", Timed)
-    monkeypatch.setattr(GraphPasses, "_run", run)
+    monkeypatch.setattr(GraphTable, "run", run)
     assert found is not None and reason is None
     assert (passes.narrower_saves > 0) == (narrow < 0.0038)
     for request in (NOTHING, Guesses(plain[0].tolist())):
@@ -252,7 +255,7 @@ def test_what_is_called_bitwise_is(family: str, dtype: torch.dtype) -> None:
     drafted: Any = plain_text(model, 60, self_speculative=Guesses(undrafted.sequences[0].tolist()), **options)
     assert drafted.speculation.replayed_passes == drafted.speculation.target_passes - 1 < 55
     assert undrafted.speculation.replayed_passes == undrafted.speculation.target_passes - 1 == 59
-    passes = graphs_of(model).replayed[None]
+    passes = graphs_of(model).passes[None]
     # Kernels of a CPU may add up a row otherwise for its place; then it says so.
     assert undrafted.speculation.exactness == ("bitwise" if passes.keeps_bits else "numeric")
     if passes.keeps_bits:
@@ -292,12 +295,12 @@ class _Pretended:
     ],
 )
 def test_what_the_certificate_says(passes: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exactness, "target_graphs", lambda model: passes)
-    invariant, why = batch_invariance_of(tiny_model(), None)
+    monkeypatch.setattr(plan_passes, "target_graphs", lambda model: passes)
+    way, why = batch_invariance_of(tiny_model(), None)
     if reason is None:
-        assert why is None and invariant is not None and invariant.is_replayed and invariant.widths == (16,)
+        assert why is None and way is not None and way.is_replayed and way.widths == (16,)
     else:
-        assert invariant is None and reason in str(why)
+        assert way is None and reason in str(why)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +432,7 @@ def test_a_draft_with_sub_layers_left_out_is_replayed(family: str) -> None:
     plain, drafted = texts(model, config, 60)
     assert torch.equal(plain, drafted)
     passes = draft_graphs(model, (skip, None), SkipMode(model, skip))
-    assert passes is not None and passes._passes and passes.refusal is None
+    assert passes is not None and passes.table.graphs and passes.refusal is None
     replayed_rate = model.last_speculation.acceptance_rate
     replay.KINDS.pop("cpu")
     state_of(model).drop()
@@ -513,7 +516,7 @@ def test_nothing_in_a_pass_reads_a_value_or_moves(family: str) -> None:
         model(input_ids=text[:, :20], **{CACHE: cache}, use_cache=True)
         add_buffers(cache)
         assert passes.run(cache, Tokens((), text[:, 20:22]), 20, 20, records=True) is not None, passes.refusal
-        ((_, made),) = passes._passes.items()
+        ((_, made),) = passes.table.graphs.items()
         for slot, ids in ((20, text[:, 20:22]), (31, text[:, 40:49]), (200, text[:, 60:61])):
             made.inputs.set(Tokens((), ids), slot, slot)
             with _Looked() as looked:
@@ -669,8 +672,8 @@ def test_a_cache_that_is_lent_to_one_is_not_lent_to_another() -> None:
 def test_costs_are_measured_of_what_is_replayed_and_give_the_arena_back() -> None:
     model = enable_self_speculative(tiny_model())
     costs = measure_costs(model, SelfSpeculativeConfig(SkipConfig(attention=[1])))
-    assert costs.plain_step > 0 and graphs_of(model).replayed[None].is_checked
-    assert Runs.replays > 20 and graphs_of(model).replayed[SkipConfig(attention=[1]), None]._passes
+    assert costs.plain_step > 0 and graphs_of(model).passes[None].is_checked
+    assert Runs.replays > 20 and graphs_of(model).passes[SkipConfig(attention=[1]), None].table.graphs
     plain, drafted = texts(model, NOTHING, 20)
     assert torch.equal(plain, drafted) and model.last_speculation.replayed_passes == 19
 
@@ -716,13 +719,13 @@ def test_weights_that_change_where_they_lie_are_followed() -> None:
 def test_weights_in_another_place_are_recorded_anew() -> None:
     model = enable_self_speculative(tiny_model())
     plain_text(model, 20, self_speculative=NOTHING)
-    old = graphs_of(model).replayed[None]
+    old = graphs_of(model).passes[None]
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight = torch.nn.Parameter(module.weight + 0.05 * torch.randn(module.weight.shape))
     plain, drafted = texts(model, NOTHING, 40)
-    assert torch.equal(plain, drafted) and graphs_of(model).replayed[None] is not old
+    assert torch.equal(plain, drafted) and graphs_of(model).passes[None] is not old
     model.to(torch.float64)
     plain, drafted = texts(model, NOTHING, 40)
     assert torch.equal(plain, drafted) and graphs_of(model).arena.keys[0].dtype is torch.float64
@@ -742,12 +745,12 @@ def test_where_recording_fails_the_models_own_code_goes_on(
 
     monkeypatch.setattr(Runs, "record", fails)
     monkeypatch.setattr(arenas, "BUCKETS", (16, 32, 48, 64, 80, 96))
-    monkeypatch.setattr(replayed, "WIDTHS", (4,))
+    monkeypatch.setattr(graph_passes, "WIDTHS", (4,))
     model = enable_self_speculative(tiny_model())
     plain = plain_text(model, 60)
     assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist(), lengths=(3, 1))))
-    passes = graphs_of(model).replayed[None]
-    assert "out of memory" in passes.refusal and not passes._passes and passes.arena.bytes == 0
+    passes = graphs_of(model).passes[None]
+    assert "out of memory" in passes.refusal and not passes.table.graphs and passes.arena.bytes == 0
     assert "not replayed any more" in caplog.text
     assert "out of memory" in str(model.last_speculation.replay_refusal)
 
@@ -762,7 +765,7 @@ def test_a_wrong_pass_never_decides_a_token(monkeypatch: pytest.MonkeyPatch) -> 
     model = enable_self_speculative(tiny_model())
     plain, drafted = texts(model, NOTHING, 40)
     assert torch.equal(plain, drafted)
-    passes = graphs_of(model).replayed[None]
+    passes = graphs_of(model).passes[None]
     assert not passes.is_checked and "other logits" in passes.refusal
 
 
@@ -805,7 +808,7 @@ def test_where_replaying_does_not_pay_the_models_own_code_goes_on(
     model = enable_self_speculative(tiny_model())
     plain, drafted = texts(model, NOTHING, 40)
     assert torch.equal(plain, drafted)
-    passes = graphs_of(model).replayed[None]
+    passes = graphs_of(model).passes[None]
     assert passes.refusal == (None if replays < own else "they take 20000.0 ms where the model's own take 4000.0")
 
 
@@ -825,7 +828,7 @@ def test_without_a_way_to_replay_nothing_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(replay.KINDS, "cpu")
     model = enable_self_speculative(tiny_model())
     plain, drafted = texts(model, NOTHING, 20)
-    assert torch.equal(plain, drafted) and not graphs_of(model).replayed and target_graphs(model) is None
+    assert torch.equal(plain, drafted) and not graphs_of(model).passes and target_graphs(model) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -898,19 +901,19 @@ def test_passes_are_compiled_beside_and_stay_if_they_are_faster(outcome: str, mo
         drafts = Guesses(plain[0].tolist())
         while graphs_of(model).fusing is None:
             assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts))
-            assert graphs_of(model).replayed[None].fuses is None
+            assert graphs_of(model).passes[None].fuses is None
             # So long has it decoded.
             assert (Runs.replays < 100) or graphs_of(model).fusing is not None
-        before = graphs_of(model).replayed[None]
+        before = graphs_of(model).passes[None]
         graphs_of(model).fusing._thread.join()
         assert set(compiled) == {False}, "nothing waits"
         for _ in range(3):
             assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts))
             assert model.last_speculation.replayed_passes > 5
-        passes = graphs_of(model).replayed[None]
+        passes = graphs_of(model).passes[None]
         assert (passes is not before) == (outcome == "faster")
         if outcome == "faster":
-            assert passes.fuses == "rows" and passes.rival is None and not before._passes and True in compiled
+            assert passes.fuses == "rows" and passes.rival is None and not before.table.graphs and True in compiled
         elif outcome == "no compiler":
             assert "working compiler" in graphs_of(model).fusing.refusal
         else:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from ssd_generation import PrecisionConfig, SkipConfig, enable_self_speculative
-from ssd_generation.cache.layers import add_buffers
+from ssd_generation.cache.buffered_layers import add_buffers
 from ssd_generation.forward.captured import passes, rewrites
 from ssd_generation.forward.captured.cache_attention import CacheAttention
 from ssd_generation.forward.captured.capture import _Capture, capture_pass

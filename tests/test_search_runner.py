@@ -17,13 +17,13 @@ from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, en
 from ssd_generation.forward.captured.passes import CapturedPasses
 from ssd_generation.harness.texts import Prompt
 from ssd_generation.search import calibration as calibration_module
-from ssd_generation.search import profile as profile_module
-from ssd_generation.search import runner as runner_module
+from ssd_generation.search import cost_profile as profile_module
+from ssd_generation.search import run_search
 from ssd_generation.search.calibration import calibrate, calibration_prompts, describe_weights
 from ssd_generation.search.confirm import NOTHING_DRAFTED, confirm, generated_acceptance
+from ssd_generation.search.cost_profile import CostProfile, measure_profile
 from ssd_generation.search.plots import plot_all, plot_map, plot_progress, sensitivities
-from ssd_generation.search.profile import CostProfile, measure_profile
-from ssd_generation.search.runner import search
+from ssd_generation.search.run_search import search
 from ssd_generation.search.settings import CalibrationSettings, ResultSettings, SearchSettings
 from ssd_generation.search.trials import PRIOR, Found
 from ssd_generation.tuning.acceptance import judge_all, verify_text
@@ -437,8 +437,8 @@ def test_what_cannot_be_is_said_before_anything_slow(
     if "results" in changes:
         changes = {**changes, "results": ResultSettings(storage=str(tmp_path / "s.db"), confirmed=0)}
         search(model_of(), TOKENIZER, 1, profile=profile, **{**SMALL, "results": changes["results"]})
-    monkeypatch.setattr(runner_module, "measure_profile", lambda *args, **kwargs: pytest.fail("was measured"))
-    monkeypatch.setattr(runner_module, "calibrate", lambda *args, **kwargs: pytest.fail("was generated"))
+    monkeypatch.setattr(run_search, "measure_profile", lambda *args, **kwargs: pytest.fail("was measured"))
+    monkeypatch.setattr(run_search, "calibrate", lambda *args, **kwargs: pytest.fail("was generated"))
     with pytest.raises(ValueError, match=message):
         search(model_of(), TOKENIZER, 4, **{**SMALL, **changes})
 
@@ -449,7 +449,7 @@ def test_the_config_is_there_before_the_timing(
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner_module, "confirm", interrupted)
+    monkeypatch.setattr(run_search, "confirm", interrupted)
     with pytest.raises(KeyboardInterrupt):
         search(model_of(), TOKENIZER, 3, results=ResultSettings(tmp_path), profile=profile, **SMALL)
     written = json.loads((tmp_path / "search.json").read_text())

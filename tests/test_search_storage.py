@@ -19,7 +19,7 @@ import pytest
 
 from lab.search_methods import __main__ as methods
 from search_worker import cost_profile
-from ssd_generation.search.runner import read_study, retarget
+from ssd_generation.search.run_search import read_study, retarget
 from ssd_generation.search.space import Space
 from ssd_generation.search.storage import storage_of, storage_to_read
 from ssd_generation.search.study import SearchSettings, claim, open_study

@@ -32,7 +32,7 @@ from search_worker import calibration, cost_profile, work, worker
 from ssd_generation import SelfSpeculativeConfig, SkipConfig
 from ssd_generation.config import Provenance
 from ssd_generation.search.proposals import forward_selection, warm_start
-from ssd_generation.search.runner import read_study, retarget
+from ssd_generation.search.run_search import read_study, retarget
 from ssd_generation.search.space import SKIP, space_of
 from ssd_generation.search.storage import storage_of
 from ssd_generation.search.study import (

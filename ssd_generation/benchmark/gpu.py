@@ -27,13 +27,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.cache_utils import DynamicCache
 
 from ..cache.arena import Arena
-from ..cache.layers import add_buffers
+from ..cache.buffered_layers import add_buffers
 from ..config import SkipConfig
 from ..decoding.loop import DecodingLoop
-from ..forward.cuda_graph import graph_passes as replayed
+from ..forward.cuda_graph import graph_passes
 from ..forward.cuda_graph.graph_passes import GraphPart, GraphPasses
 from ..forward.cuda_graph.graphs import graph_backend_on
-from ..forward.cuda_graph.recorded import Tokens
+from ..forward.cuda_graph.single_pass import Tokens
 from ..forward.structure.skip_mode import SkipMode
 from ..forward.structure.sublayers import locate_sublayers
 from ..generation import enable_self_speculative
@@ -117,7 +117,7 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
     Args:
         model: a transformers model, enabled.
         clock: the time that there is.
-        fuses: what is compiled of them, as `forward.replayed.FUSES`.
+        fuses: what is compiled of them, as `forward.cuda_graph.graph_passes.FUSES`.
 
     Returns:
         For each width and place a dictionary: `width`, `behind`, `eager` and `replayed` in seconds (`None` where it
@@ -125,8 +125,8 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
         sub-layers left out has `what="half"`.
     """
     device = model.get_input_embeddings().weight.device
-    replays = graph_backend_on(device)
-    if replays is None:
+    backend = graph_backend_on(device)
+    if backend is None:
         clock.missing.append(f"replayed passes: nothing is replayed on {device.type}")
     half = random_half(locate_sublayers(model), 0)
     rows = []
@@ -134,8 +134,8 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
         arena = Arena()
         mode = SkipMode(model, half) if what == "half" else None
         passes = None
-        if replays is not None:
-            passes = GraphPasses(model, arena, replays, mode, _WIDTHS, fuses)
+        if backend is not None:
+            passes = GraphPasses(model, arena, backend, mode, _WIDTHS, fuses)
         for behind in _BEHIND:
             for width in widths:
                 name = f"{what}, {width} behind {behind}"
@@ -386,12 +386,12 @@ def main() -> None:
     model, tokenizer = _loaded(arguments)
     clock = Clock(arguments.seconds)
     if arguments.fused is not None:
-        replayed.FUSES = arguments.fused
+        graph_passes.FUSES = arguments.fused
     calls = None
     if tokenizer is not None:
         calls = measure_calls(model, tokenizer, Clock(arguments.seconds * 0.7, clock.missing), arguments.new_tokens)
     state = state_of(model).get(GraphPart)
-    target = state.replayed.get(None)
+    target = state.passes.get(None)
     report = {
         "machine": describe_machine(model),
         "arguments": vars(arguments),

@@ -27,7 +27,7 @@ from ..harness.results import (
 )
 from ..harness.run import Child, Observer, Progress, calls, rotated
 from ..harness.texts import Prompt
-from .runner import BenchmarkSettings
+from .run_benchmark import BenchmarkSettings
 
 __all__ = ["check_checkout", "own_methods", "run_paired"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from .layers import BufferedLayer, BufferedSlidingLayer
+from .buffered_layers import BufferedLayer, BufferedSlidingLayer
 
 __all__ = ["BUCKETS", "Arena", "bucket_of"]
 

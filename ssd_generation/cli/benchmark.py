@@ -14,7 +14,7 @@ from .options import DEMO, ComparedConfigOptions, MeasuredModelOptions, MethodOp
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ..benchmark.runner import BenchmarkSettings
+    from ..benchmark.run_benchmark import BenchmarkSettings
     from ..config import SelfSpeculativeConfig
     from ..harness.results import RunFolder
     from ..harness.texts import Prompt
@@ -155,7 +155,7 @@ def parse(
         ImportError: llama.cpp is to be run and not installed.
     """
     from ..benchmark.paired import check_checkout, own_methods
-    from ..benchmark.runner import BenchmarkSettings
+    from ..benchmark.run_benchmark import BenchmarkSettings
     from ..harness.llama_cpp import describe_gguf
     from ..harness.methods import default_methods
     from ..harness.texts import load_prompts
@@ -213,10 +213,10 @@ def _gguf_methods(model: MeasuredModelOptions, compared: ComparisonOptions) -> d
 
 def _run(request: Request, model: MeasuredModelOptions, results: ResultOptions) -> tuple[dict[str, Any], Path]:
     """The summary of the run, and its folder."""
-    from ..benchmark.runner import benchmark_arguments
+    from ..benchmark.run_benchmark import benchmark_arguments
     from ..harness.results import RunFolder
     from .console import resumable
-    from .loading import default_folder
+    from .resolve_options import default_folder
 
     path = default_folder("benchmark", model.model) if results.output is None else results.output
     arguments = benchmark_arguments(request.settings, request.prompts, request.config, **request.about)
@@ -236,9 +236,9 @@ def _run(request: Request, model: MeasuredModelOptions, results: ResultOptions) 
 def _run_methods(
     request: Request, folder: RunFolder, model: MeasuredModelOptions, announced: str | None
 ) -> dict[str, Any]:
-    from ..benchmark.runner import run_benchmark
+    from ..benchmark.run_benchmark import run_benchmark
     from .benchmark_view import live_progress
-    from .loading import load, set_threads
+    from .resolve_options import load, set_threads
 
     set_threads(model.threads)
     target, tokenizer = load(model)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..support.display import byte_size
 from .console import styled
-from .layers import describe_skip
+from .layer_lists import describe_skip
 
 if TYPE_CHECKING:
     from ..config import Costs, SelfSpeculativeConfig

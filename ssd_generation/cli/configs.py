@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .layers import parse_layers
+from .layer_lists import parse_layers
 from .options import AUTO, DEMO, DEMO_PRESET
 
 if TYPE_CHECKING:

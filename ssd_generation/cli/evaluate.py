@@ -16,7 +16,7 @@ from .options import ComparedConfigOptions, JsonOption, MeasuredModelOptions, Me
 
 if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
-    from ..evaluation.runner import CodeExecution, EvaluationSettings, Processes
+    from ..evaluation.run_evaluation import CodeExecution, EvaluationSettings, Processes
 
 HELP = """Measure the quality of the answers, and the speed, of this library beside plain decoding and its peers.
 
@@ -221,7 +221,7 @@ class Request:
         Raises:
             ValueError: the options contradict one another.
         """
-        from ..evaluation.runner import EvaluationSettings
+        from ..evaluation.run_evaluation import EvaluationSettings
 
         answers = self.answers
         return EvaluationSettings(
@@ -252,7 +252,7 @@ def parse(
     Raises:
         ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
     """
-    from ..evaluation.runner import default_methods
+    from ..evaluation.run_evaluation import default_methods
     from ..evaluation.tasks import TASKS, check_data
     from .configs import config_to_compare, requested_methods
 
@@ -282,7 +282,7 @@ def _code_execution(options: CodeOptions) -> CodeExecution | None:
     """
     if not options.allow_code_execution:
         return None
-    from ..evaluation.runner import CodeExecution
+    from ..evaluation.run_evaluation import CodeExecution
     from ..evaluation.sandbox import Limits, run_program
 
     code = CodeExecution(Limits(seconds=options.code_seconds), options.allow_weaker_sandbox)
@@ -295,11 +295,11 @@ def _code_execution(options: CodeOptions) -> CodeExecution | None:
 
 def _run(request: Request, results: ResultOptions, group: Processes | None) -> tuple[dict[str, Any] | None, Path]:
     """The summary of the run (in its first process, else `None`), and its folder."""
-    from ..evaluation.runner import run_evaluation
+    from ..evaluation.run_evaluation import run_evaluation
     from ..evaluation.tasks import make_task
     from .benchmark_view import live_progress
     from .console import resumable
-    from .loading import default_folder, load, set_threads
+    from .resolve_options import default_folder, load, set_threads
 
     model, questions = request.model, request.questions
     set_threads(model.threads)

@@ -85,7 +85,7 @@ def parse(
     """
     from .configs import requested_config, with_drafting
     from .generate_run import Request
-    from .loading import read_prompt
+    from .resolve_options import read_prompt
 
     if show.repeats is not None and not show.compare:
         raise ValueError(f"--repeats {show.repeats} needs --compare.")

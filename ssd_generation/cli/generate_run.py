@@ -151,7 +151,7 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
     from ..generation import enable_self_speculative
     from ..harness.results import TokenOrigins, describe_environment
     from ..tuning.automatic import weight_bytes
-    from .loading import encode, load
+    from .resolve_options import encode, load
 
     target, tokenizer = load(request.model)
     target = enable_self_speculative(target)

@@ -105,7 +105,7 @@ def _skeleton(name: str, source: str, gguf_file: str | None) -> tuple[PreTrained
     """The model without weights, and its layout; with its weights, where that does not work."""
     from ..forward.structure.sublayers import layout_of
     from .console import progress
-    from .loading import load
+    from .resolve_options import load
 
     if not os.path.isfile(os.path.join(source, "adapter_config.json")):
         with progress(f"Reading {name}"):
@@ -394,7 +394,7 @@ def _draft(document: dict[str, Any]) -> Text:
     """What the draft leaves out, in words."""
     from ..config import SkipConfig
     from .console import styled
-    from .layers import describe_skip
+    from .layer_lists import describe_skip
 
     if not document["has_config"]:
         return styled(("--config or --skip-attention 5,7-9 --skip-mlp 6 shows what a draft would leave out.", "dim"))

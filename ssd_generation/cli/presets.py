@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .layers import describe_layers
+from .layer_lists import describe_layers
 from .options import JsonOption
 
 HELP = "List the configs that come with the package, for [bold]--config[/bold]."

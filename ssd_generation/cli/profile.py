@@ -15,7 +15,7 @@ from .options import JsonOption, ModelArgumentOptions
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..search.profile import CostProfile
+    from ..search.cost_profile import CostProfile
 
 MS = 1000.0
 
@@ -73,8 +73,8 @@ def profile(model: ModelArgumentOptions, options: ProfileOptions) -> None:
 
 
 def _measure(model: ModelArgumentOptions, contexts: list[int], repeats: int) -> CostProfile:
-    from ..search.profile import measure_profile
-    from .loading import load, set_threads
+    from ..search.cost_profile import measure_profile
+    from .resolve_options import load, set_threads
     from .search_view import bar
 
     set_threads(model.threads)

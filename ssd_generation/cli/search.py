@@ -12,7 +12,7 @@ from .option_groups import with_option_groups
 from .options import JsonOption, ModelArgumentOptions
 
 if TYPE_CHECKING:
-    from ..search.runner import SearchResult
+    from ..search.run_search import SearchResult
     from .search_view import Picked
 
 HELP = """Find what a model is best to leave out while it drafts, and in which precision to keep the rest.
@@ -203,11 +203,11 @@ def _search(
 ) -> tuple[SearchResult, Path, str]:
     """The result, the folder that it was written to, and which plots are in it."""
     from ..config import SelfSpeculativeConfig
-    from ..search.profile import CostProfile
-    from ..search.runner import search as run_search
+    from ..search.cost_profile import CostProfile
+    from ..search.run_search import search as run_search
     from ..search.settings import CalibrationSettings, ResultSettings, SearchSettings
     from .console import resumable
-    from .loading import default_folder, load, set_threads
+    from .resolve_options import default_folder, load, set_threads
     from .search_view import View
 
     # What can be refused is refused before anything slow begins.
@@ -299,8 +299,8 @@ def _pick(source: str, name: str | None, costs: Path, results: FoundOptions) -> 
 
     with quiet_libraries():
         from ..config import LookupConfig
-        from ..search.profile import CostProfile
-        from ..search.runner import retarget
+        from ..search.cost_profile import CostProfile
+        from ..search.run_search import retarget
         from ..search.study import found_config
 
         profile = CostProfile.load(costs)

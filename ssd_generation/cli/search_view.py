@@ -13,8 +13,8 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
-    from ..search.profile import CostProfile
-    from ..search.runner import SearchResult
+    from ..search.cost_profile import CostProfile
+    from ..search.run_search import SearchResult
     from ..search.study import Found, Tried
 
 
@@ -143,7 +143,7 @@ def describe_tried(tried: Tried) -> str:
 
 def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
     """What a draft leaves out and computes in low bits, in lines."""
-    from .layers import describe_layers, describe_skip
+    from .layer_lists import describe_layers, describe_skip
 
     lines = []
     if config.skip:

@@ -1,6 +1,5 @@
 """What to draft with."""
 
-from .files import CONFIG_NAME, FORMAT_VERSION
 from .schema import (
     PRESETS,
     Costs,
@@ -11,6 +10,7 @@ from .schema import (
     SelfSpeculativeConfig,
     SkipConfig,
 )
+from .stored_parameters import CONFIG_NAME, FORMAT_VERSION
 from .values import POLICIES, PRECISIONS
 
 __all__ = ["CONFIG_NAME", "FORMAT_VERSION", "POLICIES", "PRECISIONS", "PRESETS", "Costs", "DraftingConfig"]

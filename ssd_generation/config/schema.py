@@ -17,7 +17,7 @@ from ..support.hub import identity_of
 from ..support.messages import did_you_mean, listed, shown
 from ..support.parameters import Parameters, Part, check_keys
 from . import values
-from .files import FORMAT_VERSION, PARTS, PUBLISHED, SKIP_KEYS, StoredParameters, single
+from .stored_parameters import FORMAT_VERSION, PARTS, PUBLISHED, SKIP_KEYS, StoredParameters, single
 from .values import LAYERS, NAME, NUM_LAYERS, PRECISION, SECONDS
 
 if TYPE_CHECKING:

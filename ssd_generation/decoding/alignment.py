@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cache.layers import BufferedLayer, move_rows, reaches_back
+from ..cache.buffered_layers import BufferedLayer, move_rows, reaches_back
 from ..forward.context import Context
 from ..support.devices import sent
 

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..cache.layers import add_buffers
+from ..cache.buffered_layers import add_buffers
 from ..config import SelfSpeculativeConfig
 from ..drafting.drafter import Draft
 from ..drafting.policy import DraftPolicy

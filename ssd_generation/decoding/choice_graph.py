@@ -42,14 +42,14 @@ class ChoiceGraph:
     """Sampled tokens from logits, for one call at a time.
 
     Args:
-        replays: how it is run again.
+        backend: how it is run again.
         vocabulary: tokens that the model knows, V.
         dtype: of the logits.
     """
 
-    def __init__(self, replays: GraphBackend, vocabulary: int, dtype: torch.dtype) -> None:
-        device = replays.device
-        self.replays, self.vocabulary, self.dtype = replays, vocabulary, dtype
+    def __init__(self, backend: GraphBackend, vocabulary: int, dtype: torch.dtype) -> None:
+        device = backend.device
+        self.backend, self.vocabulary, self.dtype = backend, vocabulary, dtype
         with torch.inference_mode(False):  # written in any mode
             self._logits = torch.zeros((1, _ROWS[-1], vocabulary), dtype=dtype, device=device)
             self.noise = torch.ones((_STEPS, vocabulary), device=device)
@@ -104,7 +104,7 @@ class ChoiceGraph:
             return None
 
     def _record(self, processors: PureProcessors, rows: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-        device = self.replays.device
+        device = self.backend.device
         with torch.inference_mode(False):
             no_text = torch.zeros((rows, 1), dtype=torch.long, device=device)
             places = torch.arange(rows, device=device)
@@ -116,7 +116,7 @@ class ChoiceGraph:
                 race /= self.noise.index_select(0, (places + self._first) % _STEPS)
                 return (winners(race),)
 
-        return self.replays.record(compute)
+        return self.backend.record(compute)
 
 
 class ChoicePart(Part):
@@ -139,12 +139,12 @@ def choice_graph(
         processors, choice: of the call, which is of a single text.
         logits (`torch.FloatTensor` of shape `(1, n, V)`): such as there will be.
     """
-    replays, state = state_of(model).get(GraphPart).replays, state_of(model).get(ChoicePart)
-    if processors.setting is None or replays is None:
+    backend, state = state_of(model).get(GraphPart).backend, state_of(model).get(ChoicePart)
+    if processors.setting is None or backend is None:
         return None
     known = state.choice_graph
-    kind = replays, logits.shape[-1], logits.dtype
-    if known is None or (known.replays, known.vocabulary, known.dtype) != kind:
+    kind = backend, logits.shape[-1], logits.dtype
+    if known is None or (known.backend, known.vocabulary, known.dtype) != kind:
         try:
             known = state.choice_graph = ChoiceGraph(*kind)
         except torch.OutOfMemoryError:

@@ -8,11 +8,11 @@ import torch
 
 from ..forward.forward import Forward
 from ..forward.structure.weights import WeightWatch
+from .batch_rows import Rows
 from .ends import KnownEnds
 from .loop_request import LoopRequest
 from .outputs import StepOutputs
 from .random_use import is_foreign, no_draws
-from .rows import Rows
 from .statistics import SpeculationStatistics
 
 __all__ = ["Committer"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..cache.layers import reaches_back
+from ..cache.buffered_layers import reaches_back
 from ..cache.recurrent import Checkpoint
 from ..forward.forward import Forward
-from .rows import Rows
+from .batch_rows import Rows
 
 __all__ = ["complete_cache"]
 

@@ -24,13 +24,13 @@ from ..forward.structure.weights import WeightWatch
 from ..native.waiting import ThreadsAtWork
 from ..support.timing import Stopwatch
 from ..support.versions import CACHE
+from .batch_rows import Rows
 from .choice import Choice, SampledChoice
 from .commit import Committer
 from .completion import complete_cache
 from .loop_request import LoopRequest
 from .outputs import SelfSpeculativeOutput, StepOutputs
 from .prompt import read_prompt
-from .rows import Rows
 from .statistics import SpeculationStatistics
 from .verification import Verifier
 

@@ -9,8 +9,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache.layers import BufferedSlidingLayer
-from .rows import Rows
+from ..cache.buffered_layers import BufferedSlidingLayer
+from .batch_rows import Rows
 from .statistics import SpeculationStatistics
 
 __all__ = ["SelfSpeculativeOutput", "StepOutputs"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..cache.layers import BufferedSlidingLayer
+from ..cache.buffered_layers import BufferedSlidingLayer
 from ..cache.recurrent import MOST_OWED, REACH
 from .alignment import Alignment
 from .choice import Choice

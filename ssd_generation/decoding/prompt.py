@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..cache.layers import add_buffers, trim_windows
+from ..cache.buffered_layers import add_buffers, trim_windows
 from ..cache.recurrent import Checkpoint, slots_of
 from ..forward.context import Context
 from ..forward.eager.module_states import module_states
@@ -14,12 +14,12 @@ from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.forward import Forward
 from ..forward.structure.positions import most_positions
 from ..support.versions import cache_argument
+from .batch_rows import Rows
 from .choice import IMPOSSIBLE, Choice
 from .loop_request import LoopRequest
 from .outputs import StepOutputs
 from .processors import Processors
 from .rotary import RotarySwitch
-from .rows import Rows
 
 __all__ = ["read_prompt"]
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..drafting.drafter import Draft
-from ..forward.cuda_graph.recorded import Tokens
+from ..forward.cuda_graph.single_pass import Tokens
 from ..forward.forward import Forward
 from ..support.devices import sent
+from .batch_rows import Rows
 from .choice import IMPOSSIBLE, SampledChoice
 from .choice_graph import ChoiceGraph, choice_graph
 from .commit import Committer
 from .outputs import StepOutputs
-from .rows import Rows
 
 __all__ = ["Verifier", "accept", "accept_known"]
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..cache.layers import DraftCache, draft_cache
+from ..cache.buffered_layers import DraftCache, draft_cache
 from ..config import SelfSpeculativeConfig
 from ..support.model_state import state_of
 from ..support.versions import cache_argument
@@ -20,7 +20,7 @@ from .context import NOT_FOR_DRAFTS, Context
 from .copies.low_bit import CopiesPart
 from .copies.resident import drafting_model
 from .cuda_graph.graph_passes import GraphPasses, draft_graphs
-from .cuda_graph.recorded import Tokens
+from .cuda_graph.single_pass import Tokens
 from .eager.few_rows import few_rows
 from .eager.module_states import mode_of_states
 from .eager.row_by_row import row_by_row
@@ -154,8 +154,8 @@ class _ModelDraftPasses(DraftPasses):
 class _GraphDraftPasses(DraftPasses):
     """Replayed, and by the model's own code from where that fails."""
 
-    def __init__(self, replayed: GraphPasses, context: Context, of_the_model: Callable[[], _ModelDraftPasses]) -> None:
-        self._replayed, self._context, self._of_the_model = replayed, context, of_the_model
+    def __init__(self, graphs: GraphPasses, context: Context, of_the_model: Callable[[], _ModelDraftPasses]) -> None:
+        self._graphs, self._context, self._of_the_model = graphs, context, of_the_model
         self._others: _ModelDraftPasses | None = None
 
     def __exit__(self, *error: object) -> None:
@@ -169,13 +169,13 @@ class _GraphDraftPasses(DraftPasses):
 
     def chain(self, first: int, length: int) -> torch.Tensor | None:
         context = self._context
-        return self._replayed.chain(context.cache, first, context.length, context.position, length)
+        return self._graphs.chain(context.cache, first, context.length, context.position, length)
 
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
         if self._others is None:
             context = self._context
             slot, position = context.length + depth, context.position + depth
-            found = self._replayed.run(context.cache, Tokens((), token), slot, position, records=True)
+            found = self._graphs.run(context.cache, Tokens((), token), slot, position, records=True)
             if found is not None:
                 return found[0]
             others = self._of_the_model()
@@ -191,11 +191,11 @@ class DraftForward:
         model = drafting_model(model, config)
         self._model = model
         self._skip_mode, self._captured = draft_of(model, config)
-        self._replayed: GraphPasses | None = None
+        self._graphs: GraphPasses | None = None
         if target is not None and config.drafts_itself:
             copies = state_of(model).get(CopiesPart).low_bit_drafts.get((config.skip, config.precision))
-            self._replayed = draft_graphs(model, (config.skip, config.precision), self._skip_mode, copies)
-        if self._replayed is not None:
+            self._graphs = draft_graphs(model, (config.skip, config.precision), self._skip_mode, copies)
+        if self._graphs is not None:
             self._captured = None
         self._target = target
         self._skipped_attention = frozenset(config.skip.attention)
@@ -220,12 +220,12 @@ class DraftForward:
         ):
             return _CapturedDraftPasses(captured, context.cache, positions, length)
         of_the_model = partial(self._passes_of_the_model, context, length)
-        replayed, target = self._replayed, self._target
-        if replayed is None or target is None or not target.is_checked or not context.is_plain(rows):
+        graphs, target = self._graphs, self._target
+        if graphs is None or target is None or not target.is_checked or not context.is_plain(rows):
             return of_the_model()
         if not target.arena.lend(context.cache, context.length + length + 1):
             return of_the_model()
-        return _GraphDraftPasses(replayed, context, of_the_model)
+        return _GraphDraftPasses(graphs, context, of_the_model)
 
     def _passes_of_the_model(self, context: Context, length: int) -> _ModelDraftPasses:
         again = None if context.checkpoint is None else context.checkpoint.rewind(context.cache, context.length)

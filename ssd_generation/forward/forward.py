@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from ..config import SelfSpeculativeConfig
 from .context import Context
-from .cuda_graph.recorded import Tokens
+from .cuda_graph.single_pass import Tokens
 from .draft_passes import DraftForward, DraftPasses
 from .pass_plan import PassPlan
 from .runners import CapturedRunner, EagerRunner, GraphRunner, WholeText
@@ -46,7 +46,7 @@ class Forward:
     ) -> None:
         self.model, self.plan = model, plan
         self.device = input_device(model)
-        self.is_bitwise = plan.invariant is not None
+        self.is_bitwise = plan.batch_invariance is not None
         self._graph: GraphRunner | None = None
         self._make_runners()
         self._config = config
@@ -72,7 +72,7 @@ class Forward:
             ValueError: as the constructor.
         """
         self._config = config
-        self._draft = DraftForward(self.model, config, None if self._graph is None else self._graph.replayed)
+        self._draft = DraftForward(self.model, config, None if self._graph is None else self._graph.graphs)
 
     def renew(self) -> None:
         """Go on with other weights, as after an adapter was switched.

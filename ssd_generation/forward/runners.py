@@ -15,12 +15,12 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache.layers import add_buffers, append_written, fix_unwritten
+from ..cache.buffered_layers import add_buffers, append_written, fix_unwritten
 from ..support.versions import cache_argument
 from .captured.passes import CapturedPasses, captured_target
 from .context import Context
 from .cuda_graph.graph_passes import GraphPasses, target_graphs
-from .cuda_graph.recorded import Tokens
+from .cuda_graph.single_pass import Tokens
 from .eager.few_rows import MOST_ROWS, few_rows
 from .eager.module_states import mode_of_states
 from .eager.row_by_row import row_by_row
@@ -174,11 +174,11 @@ class CapturedRunner:
     """
 
     def __init__(self, model: PreTrainedModel, plan: PassPlan, eager: EagerRunner) -> None:
-        self._captured: CapturedPasses | None = captured_target(model, plan.invariant) if plan.captured else None
+        self._captured: CapturedPasses | None = captured_target(model, plan.batch_invariance) if plan.captured else None
         self._eager, self._plan = eager, plan
         # In half precision a plain step is the model's own: captured, it would round otherwise.
         is_half = model.dtype in (torch.bfloat16, torch.float16)
-        self._shortest = 2 if plan.invariant is None and is_half else 1
+        self._shortest = 2 if plan.batch_invariance is None and is_half else 1
 
     def run(self, tokens: torch.Tensor, context: Context, whole: WholeText | None = None) -> Passed | None:
         """Run the pass; arguments as of `EagerRunner.run`."""
@@ -199,7 +199,7 @@ class CapturedRunner:
         context.cache.crop(-count)  # the model's own pass decides
         outputs, _ = self._eager.run(tokens, context)
         context.is_as_flat = agree(logits, outputs.logits[:, -count:])
-        if not context.is_as_flat or self._plan.invariant is None:
+        if not context.is_as_flat or self._plan.batch_invariance is None:
             return Passed(outputs, False)
         # The keys and values, too, are to have the bits that they have in any other pass.
         context.cache.crop(-count)
@@ -230,48 +230,48 @@ class GraphRunner:
     def __init__(self, model: PreTrainedModel, eager: EagerRunner) -> None:
         self.passes = 0
         self._model, self._eager = model, eager
-        self._replayed: GraphPasses | None = target_graphs(model)
+        self._graphs: GraphPasses | None = target_graphs(model)
         self._is_stale = False
 
     @property
-    def replayed(self) -> GraphPasses | None:
+    def graphs(self) -> GraphPasses | None:
         """The passes; `None` where this device has none, or weights have changed since they were recorded."""
-        return None if self._is_stale else self._replayed
+        return None if self._is_stale else self._graphs
 
     @property
     def is_there(self) -> bool:
         """Whether this device replays passes of the model, or would."""
-        return self._replayed is not None
+        return self._graphs is not None
 
     @property
     def refusal(self) -> str | None:
         """Why passes are not replayed where they might be; `None` where they are, or this device has no graphs."""
-        return None if self._replayed is None else self._replayed.refusal
+        return None if self._graphs is None else self._graphs.refusal
 
     @property
     def may_run(self) -> bool:
         """Whether passes are replayed, or may turn out to be."""
-        if self._is_stale or self._replayed is None:
+        if self._is_stale or self._graphs is None:
             return False
-        self._replayed = self._replayed.in_use
-        return self._replayed.refusal is None
+        self._graphs = self._graphs.in_use
+        return self._graphs.refusal is None
 
     @property
     def is_ready(self) -> bool:
         """Whether passes are replayed by now, where they have been recorded."""
-        return self.may_run and self._replayed is not None and self._replayed.is_checked
+        return self.may_run and self._graphs is not None and self._graphs.is_checked
 
     @property
     def is_trying(self) -> bool:
         """Whether passes are to be replayed, and have not been found to be right yet."""
-        return self.may_run and self._replayed is not None and not self._replayed.is_checked
+        return self.may_run and self._graphs is not None and not self._graphs.is_checked
 
     def end(self, cache: Cache, keeps: bool) -> None:
         """End a call; arguments as of `Forward.end`."""
-        if self._replayed is not None:
-            self._replayed.arena.take_back(cache, keeps)
-            if self._replayed.refusal is not None:
-                self._replayed.arena.free()
+        if self._graphs is not None:
+            self._graphs.arena.take_back(cache, keeps)
+            if self._graphs.refusal is not None:
+                self._graphs.arena.free()
 
     def renew(self, eager: EagerRunner) -> None:
         """Go on with weights that may have changed in the middle of a call.
@@ -280,9 +280,9 @@ class GraphRunner:
             eager: runs the model's own code with these.
         """
         self._eager = eager
-        if self._replayed is not None:
+        if self._graphs is not None:
             # Another recording would need the memory that this call's cache has been lent.
-            self._is_stale = not self._replayed.is_current(self._model)
+            self._is_stale = not self._graphs.is_current(self._model)
 
     def run(self, tokens: torch.Tensor, context: Context, whole: WholeText | None = None) -> Passed | None:
         """Run the pass; arguments as of `EagerRunner.run`."""
@@ -305,11 +305,11 @@ class GraphRunner:
         """
         if not self.may_run or not context.is_plain(1):
             return None
-        replayed = self._replayed
-        assert replayed is not None
-        if not replayed.is_checked:
+        graphs = self._graphs
+        assert graphs is not None
+        if not graphs.is_checked:
             return None
-        found = replayed.run(context.cache, tokens, context.length, context.position, expected=context.limit)
+        found = graphs.run(context.cache, tokens, context.length, context.position, expected=context.limit)
         if found is not None:
             append_written(context.cache, found[1].shape[0])
             self.passes += 1
@@ -317,14 +317,14 @@ class GraphRunner:
 
     def _record(self, tokens: torch.Tensor, context: Context) -> Passed:
         """Run the model's own code, and record the same pass where that pays off in this text."""
-        replayed = self._replayed
-        assert replayed is not None
+        graphs = self._graphs
+        assert graphs is not None
 
         def timed(run: Callable[[], None]) -> None:
-            replayed.note_eager(replayed.replays.seconds_of(run))
+            graphs.note_eager(graphs.backend.seconds_of(run))
 
         passed = self._eager.run(tokens, context, through=timed)
         left = max(context.limit - context.length, 0)
-        if replayed.is_worth_it(left):
-            replayed.try_beside(context.cache, tokens, context.position, passed.outputs.logits, left)
+        if graphs.is_worth_it(left):
+            graphs.try_beside(context.cache, tokens, context.position, passed.outputs.logits, left)
         return passed

@@ -8,7 +8,7 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
-from ..cache.layers import add_buffers, drop_buffers
+from ..cache.buffered_layers import add_buffers, drop_buffers
 from ..cache.own_lists import class_of, hold_lists, release_lists
 from ..cache.recurrent import REACH, keeps_states
 from ..cache.static import fill_static
@@ -24,7 +24,7 @@ from ..support.versions import CACHE
 __all__ = ["Loan", "suited_cache"]
 
 _HISTORY = 160
-"""Tokens by which a row of a batch may lead when a sliding window's cache is to be rolled back (decoding/rows.py)."""
+"""Tokens by which a row of a batch may lead when a sliding window's cache is rolled back (decoding/batch_rows.py)."""
 
 
 class Loan:

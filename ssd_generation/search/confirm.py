@@ -119,10 +119,10 @@ def confirm(
 def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
     """Capture the verification passes of all lengths now: a capture takes as long as several tokens of a short text."""
     for config in configs:
-        invariant = plan_passes(model, exactness=config.exactness).invariant
-        passes = captured_target(model, invariant)
+        batch_invariance = plan_passes(model, exactness=config.exactness).batch_invariance
+        passes = captured_target(model, batch_invariance)
         for length in range(1, config.longest_draft + 2) if passes is not None else ():
-            width = length if invariant is None else invariant.width(length)
+            width = length if batch_invariance is None else batch_invariance.width(length)
             if passes is not None and width is not None:
                 passes.program(width)
 

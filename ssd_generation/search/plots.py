@@ -13,7 +13,7 @@ from .space import KEEP, SKIP
 from .trials import Found, Tried, mean_acceptance
 
 if TYPE_CHECKING:
-    from .profile import CostProfile
+    from .cost_profile import CostProfile
     from .space import Space
 
 __all__ = ["plot_frontier", "plot_map", "plot_progress"]

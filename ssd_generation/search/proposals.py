@@ -13,7 +13,7 @@ from .space import HEAD, KEEP, SKIP, Space
 from .trials import SPEEDUP, Scoring, Tried
 
 if TYPE_CHECKING:
-    from .profile import CostProfile
+    from .cost_profile import CostProfile
 
 __all__ = ["forward_selection", "next_proposals", "uniform_drafts", "warm_start"]
 

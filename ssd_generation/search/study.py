@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .calibration import Calibration
-    from .profile import CostProfile
+    from .cost_profile import CostProfile
 
 __all__ = [
     "ABOUT",

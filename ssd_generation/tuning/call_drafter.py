@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
     from ..config import SelfSpeculativeConfig
-    from ..decoding.rows import Rows
+    from ..decoding.batch_rows import Rows
 
 __all__ = ["BetweenRounds", "call_drafter", "policy_of", "refinement_of"]
 

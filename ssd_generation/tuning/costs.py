@@ -14,7 +14,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils import logging as hf_logging
 
-from ..cache.layers import BufferedLayer, add_buffers
+from ..cache.buffered_layers import BufferedLayer, add_buffers
 from ..cache.own_lists import new_cache
 from ..cache.recurrent import Checkpoint, has_states
 from ..config import Costs, SelfSpeculativeConfig, SkipConfig
@@ -101,8 +101,8 @@ def rows_measured(rows: int) -> int:
 def _plan(model: PreTrainedModel, config: SelfSpeculativeConfig, rows: int) -> PassPlan:
     """How the passes are run whose costs are measured. Replayed ones are the same, batch-invariant or not."""
     plan = plan_passes(model, rows, config.exactness)
-    is_replayed = plan.invariant is not None and plan.invariant.is_replayed
-    return dataclasses.replace(plan, invariant=None) if is_replayed else plan
+    is_replayed = plan.batch_invariance is not None and plan.batch_invariance.is_replayed
+    return dataclasses.replace(plan, batch_invariance=None) if is_replayed else plan
 
 
 def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True, rows: int = 1) -> Any:
@@ -285,19 +285,22 @@ def costs_of(
     """
     if is_offloaded(model):
         return _costs_of_streamed(model, config, again)
-    if rows == 1 and not config.drafts_itself and (known := _costs_of_replayed(model)) is not None:
+    if rows == 1 and not config.drafts_itself and (known := _costs_of_graphs(model)) is not None:
         return known
     plan = _plan(model, config, rows)
-    invariant = plan.invariant
-    shape = {**describe_model(model), "invariant": None if invariant is None else dataclasses.asdict(invariant)}
-    passes = state_of(model).get(GraphPart).replayed.get(None)
+    batch_invariance = plan.batch_invariance
+    shape = {
+        **describe_model(model),
+        "invariant": None if batch_invariance is None else dataclasses.asdict(batch_invariance),
+    }
+    passes = state_of(model).get(GraphPart).passes.get(None)
     if rows == 1 and passes is not None and passes.narrower_saves:
         shape["narrower"] = True
     if (how := state_of(model).get(RowByRowPart).row_by_row.get(rows > 1)) is not None:
         shape["row by row"] = how
     if rows > 1:
         shape["rows"] = rows
-    if invariant is None:
+    if batch_invariance is None:
         shape["own kernels"] = plan.own_kernels or why_not() is not None
 
     def put_together(verify: Any, ratio: Any) -> Costs:
@@ -329,7 +332,7 @@ def costs_of(
     return put_together(verify, ratio)
 
 
-def _costs_of_replayed(model: PreTrainedModel) -> Costs | None:
+def _costs_of_graphs(model: PreTrainedModel) -> Costs | None:
     """The costs of a model whose passes are replayed, for drafts that cost nothing; `None` for any other model.
 
     All its passes are of one width, so that they cost the same; a pass over one token is less where a narrower one

@@ -19,13 +19,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging as hf_logging
 
 from ..cache.arena import BUCKETS
-from ..cache.layers import add_buffers
-from ..config.values import NUMERIC
+from ..cache.buffered_layers import add_buffers
 from ..forward.captured.batch_invariance import LINEARS, NATIVE, REPLAYED, WIDTHS, BatchInvariance
-from ..forward.captured.conditions import why_not_captured
 from ..forward.captured.passes import captured_target
-from ..forward.cuda_graph.graph_passes import GraphPasses, target_graphs, why_no_graphs
-from ..forward.cuda_graph.recorded import Tokens
+from ..forward.cuda_graph.graph_passes import GraphPasses
+from ..forward.cuda_graph.single_pass import Tokens
 from ..forward.forward import Context, Forward
 from ..forward.pass_plan import PassPlan
 from ..forward.structure.positions import cut_to_table
@@ -46,8 +44,8 @@ __all__ = [
     "HOW_TO_ASK",
     "Certificate",
     "ExactnessPart",
-    "batch_invariance_of",
-    "batch_invariance_to_check",
+    "batch_invariance_of_captured",
+    "batch_invariance_of_graphs",
     "certificate_of",
     "cost_of",
     "is_free",
@@ -85,18 +83,18 @@ class Certificate:
     """What was found of a model on a machine.
 
     Attributes:
-        invariant: how passes are run whose bits do not depend on their width; `None` where there is no such way.
+        batch_invariance: how passes are run whose bits do not depend on their width; `None` where there is no such way.
         refusal: why there is no such way.
     """
 
-    invariant: BatchInvariance | None
+    batch_invariance: BatchInvariance | None
     refusal: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
         return {
-            "linear": None if self.invariant is None else self.invariant.linear,
-            "widths": [] if self.invariant is None else list(self.invariant.widths),
+            "linear": None if self.batch_invariance is None else self.batch_invariance.linear,
+            "widths": [] if self.batch_invariance is None else list(self.batch_invariance.widths),
             "refusal": self.refusal,
         }
 
@@ -111,20 +109,15 @@ class Certificate:
         return cls(BatchInvariance(data["linear"], widths))
 
 
-def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
-    """How the passes of a call are run: so that their bits do not depend on their width, or `None` and why not.
+def batch_invariance_of_captured(
+    model: PreTrainedModel, exactness: str | None
+) -> tuple[BatchInvariance | None, str | None]:
+    """Return how captured passes keep their bits from depending on their width, or `None` and why they do not.
 
     Args:
-        model: the target model.
-        exactness: what was asked for; `None`: to the bit where that is nearly free.
+        model: the target model; its passes can be captured.
+        exactness: what was asked for, not "numeric".
     """
-    if exactness == NUMERIC:
-        return None, "it was asked for"
-    if why_no_graphs(model) is None:
-        return _batch_invariance_of_graphs(model)
-    refusal = why_not_captured(model)
-    if refusal is not None:
-        return None, f"its passes run by the model's own code: {refusal}"
     # Describing the model takes milliseconds: once is enough while nothing changes that the answer depends on.
     known = state_of(model).get(ExactnessPart).exactness
     key = (exactness, model.dtype, torch.get_num_threads())
@@ -135,18 +128,23 @@ def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[
 
 
 def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
-    """See `batch_invariance_of`, of a model whose passes can be captured."""
+    """See `batch_invariance_of_captured`."""
     if exactness is None and not is_free(model) and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
         # Before their bits are checked, which takes longer.
         return None, f"passes exact to the bit would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
     found = certificate_of(model)
-    return found.invariant, found.refusal
+    return found.batch_invariance, found.refusal
 
 
-def _batch_invariance_of_graphs(model: PreTrainedModel) -> tuple[BatchInvariance | None, str | None]:
-    """See `batch_invariance_of`, of a model whose passes are replayed as they were recorded."""
-    passes = target_graphs(model)
-    assert passes is not None
+def batch_invariance_of_graphs(
+    model: PreTrainedModel, passes: GraphPasses
+) -> tuple[BatchInvariance | None, str | None]:
+    """Return how CUDA graphs keep their bits from depending on their width, or `None` and why they do not.
+
+    Args:
+        model: the target model.
+        passes: its graphs, of `target_graphs`.
+    """
     if passes.refusal is not None:
         return None, f"its passes are not replayed: {passes.refusal}"
     if not passes.is_checked:
@@ -203,20 +201,6 @@ def is_free(model: PreTrainedModel) -> bool:
     passes = captured_target(model, BatchInvariance(NATIVE, WIDTHS))
     program = None if passes is None else passes.program(_TIMED[-1])
     return program is not None and ".attend(" not in program.source
-
-
-def batch_invariance_to_check(model: PreTrainedModel, exactness: str | None) -> BatchInvariance | None:
-    """How the passes of a call will be run, as far as that is known before their bits are looked at.
-
-    Only in float32, where these passes are as near to the model's own as any.
-
-    Args:
-        model: the target model.
-        exactness: what was asked for.
-    """
-    if exactness == NUMERIC or model.dtype != torch.float32 or why_not_captured(model) is not None:
-        return None
-    return BatchInvariance(NATIVE, WIDTHS) if is_free(model) else None
 
 
 def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
@@ -376,8 +360,8 @@ def _cost(model: PreTrainedModel) -> Any:
     with torch.no_grad():
         text = _Text(model)
 
-        def passes(invariant: BatchInvariance | None) -> Callable[[int], float]:
-            forward, context = Forward(model, plan=PassPlan(invariant=invariant)), text.context()
+        def passes(batch_invariance: BatchInvariance | None) -> Callable[[int], float]:
+            forward, context = Forward(model, plan=PassPlan(batch_invariance=batch_invariance)), text.context()
 
             def once(count: int) -> float:
                 watch = Stopwatch(text.ids.device)

@@ -216,7 +216,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
         model: the target model.
         is_batch: more than one row.
         decode: decodes the forced text.
-        exactness: that was asked for: of the passes that are tried, as in `batch_invariance_of`.
+        exactness: that was asked for: of the passes that are tried, as in `plan_passes`.
     """
     if (refusal := active_dropout(model)) is not None:
         return ModelCheck(refusal=refusal)  # no two passes agree
@@ -296,8 +296,9 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
             even, how = _least_difference(model, text, plain, decode, is_batch, needed, lockstep=True)
             return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven, row_by_row=how)
         forbid_capture(model, None)
-        captured, how = _difference(model, text, plain, decode) if why_not_captured(model) is None else None, None
-        if captured is not None or why_not_captured(model) is not None:
+        is_captured = why_not_captured(model) is None
+        captured, how = _difference(model, text, plain, decode) if is_captured else None, None
+        if captured is not None or not is_captured:
             forbid_capture(model, captured)
             own, how = _least_difference(model, text, plain, decode, is_batch, least_needed(model))
             if own is not None:

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config.values import BITWISE, NUMERIC
+from ..forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
+from ..forward.captured.conditions import why_not_captured
+from ..forward.cuda_graph.graph_passes import target_graphs
 from ..forward.pass_plan import PassPlan
 from ..support.warn import warn_once
-from .exactness import batch_invariance_of, batch_invariance_to_check
+from .exactness import batch_invariance_of_captured, batch_invariance_of_graphs, is_free
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["plan_passes"]
+__all__ = ["batch_invariance_of", "batch_invariance_to_check", "plan_passes"]
 
 
 def plan_passes(
@@ -41,14 +44,46 @@ def plan_passes(
     # With "numeric" in half precision the model's own kernels run, so that the text is plain `generate`'s.
     own_kernels = exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
     if is_check:
-        invariant = batch_invariance_to_check(model, exactness) if captured else None
-        return PassPlan(captured, False, invariant, own_kernels, "the model is checked")
+        batch_invariance = batch_invariance_to_check(model, exactness) if captured else None
+        return PassPlan(captured, False, batch_invariance, own_kernels, "the model is checked")
     if not captured:
         reason: str | None = "attentions and hidden states come from the model's own code"
         if rows > 1:
             reason = "the rows of a batch go through the model's own code together"
         return PassPlan(False, False, None, own_kernels, reason)
-    invariant, reason = batch_invariance_of(model, exactness)
+    batch_invariance, reason = batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None:
         warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
-    return PassPlan(True, True, invariant, own_kernels, reason)
+    return PassPlan(True, True, batch_invariance, own_kernels, reason)
+
+
+def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
+    """Return how passes over a single text keep their bits from depending on their width, or `None` and why not.
+
+    Args:
+        model: the target model.
+        exactness: what was asked for; `None`: to the bit where that is nearly free.
+    """
+    if exactness == NUMERIC:
+        return None, "it was asked for"
+    graphs = target_graphs(model)
+    if graphs is not None:
+        return batch_invariance_of_graphs(model, graphs)
+    refusal = why_not_captured(model)
+    if refusal is not None:
+        return None, f"its passes run by the model's own code: {refusal}"
+    return batch_invariance_of_captured(model, exactness)
+
+
+def batch_invariance_to_check(model: PreTrainedModel, exactness: str | None) -> BatchInvariance | None:
+    """Return what `batch_invariance_of` will, as far as that is known before bits are compared.
+
+    Only in float32, where these passes are as near to the model's own as any.
+
+    Args:
+        model: the target model.
+        exactness: what was asked for.
+    """
+    if exactness == NUMERIC or model.dtype != torch.float32 or why_not_captured(model) is not None:
+        return None
+    return BatchInvariance(NATIVE, WIDTHS) if is_free(model) else None

@@ -304,7 +304,7 @@ def results_of(sound: Path) -> Attempt:
 
 
 def storages_of(sound: Path) -> Attempt:
-    from ssd_generation.search.runner import read_study
+    from ssd_generation.search.run_search import read_study
 
     def attempt(rng: random.Random, folder: Path) -> tuple[Callable[[], Any], str, bool | str]:
         kind = rng.choice(["journal", "journal", "sqlite", "json", "folder", "odd"])

@@ -32,7 +32,7 @@ class PassCapture:
 
     Args:
         skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
-        knows_windows: whether the attention that they are played back with knows about sliding windows.
+        knows_windows: whether the attention of the captured passes knows about sliding windows.
     """
 
     def __init__(self, skip_mode: SkipMode | None, knows_windows: bool) -> None:

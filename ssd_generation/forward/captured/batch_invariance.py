@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ...cache.layers import BufferedLayer, BufferedSlidingLayer
+from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer
 from ...native.ops.linear import native_linear
 from .cache_attention import CacheAttention
 from .fx_graph import CapturedPass

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ...cache.layers import BufferedLayer
+from ...cache.buffered_layers import BufferedLayer
 
 __all__ = ["CacheAttention", "live_layers"]
 

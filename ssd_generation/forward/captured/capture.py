@@ -2,7 +2,7 @@
 
 A small model spends more time in Python (modules, keyword arguments, masks, cache objects) than in its matrices. One
 pass over n tokens behind a KV cache always does the same operations on the same shapes, so it is captured once and
-played back (fx_graph.py). Nothing is known about model families: what is captured are the torch functions that the
+compiled (fx_graph.py). Nothing is known about model families: what is captured are the torch functions that the
 model's `forward` calls.
 
 The nodes are made by a torch function mode of our own. fx's symbolic tracer cannot follow the models (branches on
@@ -80,7 +80,7 @@ _LITERALS = frozenset(
 
 
 class CannotCapture(Exception):
-    """This pass cannot be played back; the message says why."""
+    """This pass cannot be captured; the message says why."""
 
 
 def _has_size_of_values(name: str, args: tuple[Any, ...]) -> bool:
@@ -309,7 +309,7 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequ
         model: the target model, in skip mode or not.
         length: n ≥ 1.
         behind: tokens in the cache, ≥ 1. What is captured must not depend on it: see `captured.same_pass`.
-        windows: by layer, the sliding window that the attention it is played back with knows of.
+        windows: by layer, the sliding window that the attention of the captured pass knows of.
 
     Raises:
         CannotCapture: the pass is not a pure function of ids, positions and cache.
@@ -343,7 +343,7 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequ
         if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != length or query.shape[1] % key.shape[1]:
             raise CannotCapture("an attention with shapes of its own")
         with torch._C.DisableTorchFunction():
-            # Laid out as when it is played back, where code that needs it otherwise would fail.
+            # Laid out as when the captured pass runs, where code that needs it otherwise would fail.
             result = query.new_zeros((1, query.shape[1], length, value.shape[3])).transpose(1, 2)
             (_, _, new_key), (_, _, new_value) = keys[id(key)], keys[id(value)]
             scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5

@@ -29,7 +29,7 @@ class ConditionsPart(Part):
 
 
 def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
-    """Have no pass of this model captured, or played back, from now on.
+    """Forbid captured passes of this model from now on, or allow them again.
 
     Args:
         model: the target model.
@@ -91,6 +91,6 @@ def why_not_on(
 def does_something(hook: Any) -> bool:
     """Whether a hook is more than what transformers leaves behind once a call has asked for hidden states.
 
-    That one does nothing until the next such call, whose passes are not played back.
+    That one does nothing until the next such call, whose passes are not captured ones.
     """
     return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"

@@ -1,4 +1,4 @@
-"""Passes of a model over a few tokens behind its cache, captured and played back where that is possible.
+"""Passes of a model over a few tokens behind its cache, captured and run where that is possible.
 
 A pass is captured (capture.py) from the model's own code and used as long as the model is the one captured: same
 modules, same weights, no hooks, nothing patched. Where a pass cannot be captured, the caller runs the model itself.
@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicCache
 
-from ...cache.layers import BufferedLayer, add_buffers, append_written
+from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written
 from ...config import SkipConfig
 from ...native.codegen.compiler import why_not
 from ...native.ops.kernels import NAMES
@@ -78,7 +78,8 @@ class CapturedPasses:
         skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
         skipped_attention: layers whose attention the draft leaves out.
         copies: low-bit copies that the draft computes from, or `None`.
-        invariant: of the whole model: how its bits are kept from depending on the width of a pass; `None`: they may.
+        batch_invariance: of the whole model: how its bits are kept from depending on the width of a pass; `None`: they
+            may.
     """
 
     def __init__(
@@ -87,22 +88,26 @@ class CapturedPasses:
         skip_mode: SkipMode | None = None,
         skipped_attention: frozenset[int] = frozenset(),
         copies: LowBitCopies | None = None,
-        invariant: BatchInvariance | None = None,
+        batch_invariance: BatchInvariance | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self.invariant = invariant
+        self.batch_invariance = batch_invariance
         self._skip_mode = skip_mode
         self._skipped = skipped_attention
         # Not held: the copies hold their passes, and are to go when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
         self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
-        self._capture = PassCapture(skip_mode, invariant is not None)
+        self._capture = PassCapture(skip_mode, batch_invariance is not None)
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Not passes that run by torch's own kernels.
-        may_be = self.is_draft or model.dtype == torch.float32 if invariant is None else invariant.linear == NATIVE
+        may_be = (
+            self.is_draft or model.dtype == torch.float32
+            if batch_invariance is None
+            else batch_invariance.linear == NATIVE
+        )
         self._is_native = may_be and model.dtype in NAMES and why_not() is None
         self._dtype = model.dtype
         self.refusal: str | None = None
@@ -129,7 +134,7 @@ class CapturedPasses:
             assert model is not None
             try:
                 captured = self._capture.at(model, length, self._simplify)
-                self.uneven = None if self.invariant is None else uneven(captured)
+                self.uneven = None if self.batch_invariance is None else uneven(captured)
                 self._programs[length] = None if self.uneven is not None else self._make(model, captured)
             except Exception as error:
                 if self.is_draft and self._is_native and not isinstance(error, CannotCapture):
@@ -145,17 +150,17 @@ class CapturedPasses:
         return self._programs[length]
 
     def can_run(self, cache: Cache, length: int) -> bool:
-        """Whether `run` can play back a pass over `length` tokens behind this cache."""
+        """Whether `run` can run a captured pass over `length` tokens behind this cache."""
         return self.program(length) is not None and bool(self._live(cache))
 
     def _live(self, cache: Cache) -> list[BufferedLayer] | None:
-        live = live_layers(cache, self._skipped) if self.invariant is None else live_layers_of_any_window(cache)
+        live = live_layers(cache, self._skipped) if self.batch_invariance is None else live_layers_of_any_window(cache)
         if live and self._is_native and any(layer.dtype is not self._dtype for layer in live):
             return None  # which torch's attention would take
         return live
 
     def _new_attention(self) -> CacheAttention:
-        return CacheAttention() if self.invariant is None else RowAttention()
+        return CacheAttention() if self.batch_invariance is None else RowAttention()
 
     def run(
         self,
@@ -175,20 +180,20 @@ class CapturedPasses:
             positions (`torch.LongTensor` of shape `(1, n)`): their positions.
             drafted: tokens of this round's draft that are behind the cache already.
             ahead: tokens that this round's draft will have in all, to reserve cache for them at once.
-            width: to fill the pass up to; by default that of `invariant`, where there is one.
+            width: to fill the pass up to; by default that of `batch_invariance`, where there is one.
 
         Returns:
-            Logits `(1, n, V)`, or `None` where the pass cannot be played back: nothing has happened then.
+            Logits `(1, n, V)`, or `None` where there is no captured pass to run: nothing has happened then.
         """
         count = ids.shape[1]
-        if self.invariant is not None and count > (widest := self.invariant.widths[-1]):
+        if self.batch_invariance is not None and count > (widest := self.batch_invariance.widths[-1]):
             for layer in self._live(cache) or ():
                 layer.reserve(count)  # at once: a window is to be rolled back by all of it
             parts = zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True)
             found = [self.run(cache, *part) for part in parts]
             return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
         if width is None:
-            width = count if self.invariant is None else self.invariant.width(count)
+            width = count if self.batch_invariance is None else self.batch_invariance.width(count)
         program = None if width is None else self.program(width)
         if program is None:
             return None
@@ -235,7 +240,7 @@ class CapturedPasses:
             if copies is None:
                 raise CannotCapture("the low-bit copies were dropped")
             _use_copies(captured, copies)
-        elif self.invariant is not None:
+        elif self.batch_invariance is not None:
             swap_linears(captured, self._invariant_linear)
         elif self.is_draft or model.dtype == torch.float32:
             layers = [layer for node in captured.nodes if (layer := linear_weight(captured, node)) is not None]
@@ -257,10 +262,10 @@ class CapturedPasses:
 
     def _invariant_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
         """A layer whose bits do not depend on the width of a pass, the same for passes of all lengths."""
-        assert self.invariant is not None
+        assert self.batch_invariance is not None
         key = id(weight), id(bias)
         if key not in self._linears:
-            self._linears[key] = weight, bias, LINEARS[self.invariant.linear](weight, bias)
+            self._linears[key] = weight, bias, LINEARS[self.batch_invariance.linear](weight, bias)
         return self._linears[key][2]
 
     def _simplify(self, model: PreTrainedModel, captured: CapturedPass) -> None:
@@ -296,7 +301,7 @@ class CapturedPasses:
             positions = torch.arange(behind, behind + length, device="cpu")[None]
             # Layers with a window have none here, unless the attention knows about windows.
             config = model.config.get_text_config(decoder=True)
-            own = DynamicCache() if self.invariant is None else DynamicCache(config=config)
+            own = DynamicCache() if self.batch_invariance is None else DynamicCache(config=config)
             model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: own})
             buffered = copy.deepcopy(own)
             add_buffers(buffered)
@@ -442,19 +447,19 @@ def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple
     return SkipMode(model, config.skip, () if copies is None else copies.forwards()), copies
 
 
-def captured_target(model: PreTrainedModel, invariant: BatchInvariance | None = None) -> CapturedPasses | None:
+def captured_target(model: PreTrainedModel, batch_invariance: BatchInvariance | None = None) -> CapturedPasses | None:
     """The whole model's passes, or `None` where they may not be captured; made anew when the model changed.
 
     Args:
         model: the target model.
-        invariant: how bits are kept from depending on the width of a pass; `None`: they may.
+        batch_invariance: how bits are kept from depending on the width of a pass; `None`: they may.
     """
     if why_not_captured(model) is not None:
         return None
     known: dict[str | None, CapturedPasses] = state_of(model).get(CapturedPart).captured_targets
-    kind = None if invariant is None else invariant.linear
+    kind = None if batch_invariance is None else batch_invariance.linear
     passes = known.get(kind)
     if passes is None or not passes.is_current(model):
-        passes = known[kind] = CapturedPasses(model, invariant=invariant)
-    passes.invariant = invariant  # the same passes, at fewer widths
+        passes = known[kind] = CapturedPasses(model, batch_invariance=batch_invariance)
+    passes.batch_invariance = batch_invariance  # the same passes, at fewer widths
     return passes

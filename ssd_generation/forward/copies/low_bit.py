@@ -425,7 +425,7 @@ class LowBitCopies:
         modules: the linear layers, in the order of the model.
         others: further `(module, forward)` pairs that the draft computes by.
         left: sub-layers and layers that were asked for and stay as they are, with the reason.
-        passes: passes recorded with these copies (passes.py), kept here so that they go with them.
+        passes: passes captured with these copies (captured/passes.py), kept here so that they go with them.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Compiled(Protocol):
-    replays: GraphBackend
+    backend: GraphBackend
 
     def compute_beside(self) -> None:
         """Run all that is to be compiled, in memory of its own."""
@@ -48,11 +48,11 @@ class Fusing(Generic[T]):
 
     def _run(self) -> None:
         try:
-            device = self.passes.replays.device
-            replays = graph_backend_on(device)  # with no memory in common with those that decode
-            assert replays is not None
+            device = self.passes.backend.device
+            backend = graph_backend_on(device)  # with no memory in common with those that decode
+            assert backend is not None
             with torch.no_grad():
-                replays.beside(self.passes.compute_beside)
+                backend.beside(self.passes.compute_beside)
         except Exception as error:  # of a compiler, a driver, or a model that changed meanwhile
             self.refusal = f"{type(error).__name__}: {error}"
             logger.info("Small operations are not compiled: %s", self.refusal)

@@ -12,31 +12,23 @@ tokens that may still come, or those that were decoded without it, have taken as
 from __future__ import annotations
 
 import logging
-import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from ...cache.arena import BUCKETS, Arena, bucket_of
+from ...cache.arena import Arena, bucket_of
 from ...support.model_state import Part, state_of
-from ..captured.any_length import PassCapture, windows_of
 from ..captured.conditions import why_not_on
-from ..captured.fx_graph import CapturedPass, Program, compile_pass
-from ..captured.rewrites import share_results, use_rows
 from ..rounding import agree_on_average
 from ..structure.skip_mode import SkipMode
 from ..structure.weights import fingerprint
-from .compiled_ops import fused_rows
 from .compiling import Fusing
-from .fixed_attention import FixedAttention
+from .graph_table import GraphTable
 from .graphs import KINDS, GraphBackend, Results, graph_backend_on
-from .recorded import LONGEST_CHAIN, ChainInputs, GraphPass, Inputs, Tokens
+from .single_pass import LONGEST_CHAIN, ChainInputs, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,8 +58,6 @@ _PAYS = 0.95
 _FIRST_TRIES = 3
 """Passes that are held against the model's own before the first one counts; two have to agree."""
 
-_REPEATS = 3
-
 _AHEAD = 2048
 """Slots that an arena is made for at the most before they are needed."""
 
@@ -81,12 +71,13 @@ class GraphPasses:
     Args:
         model: the target model.
         arena: where the text's keys and values lie.
-        replays: how passes are run again.
+        backend: how passes are run again.
         skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
         widths: of the passes, ascending.
         fuses: as `FUSES`.
 
     Attributes:
+        table: the graphs.
         refusal: why nothing is replayed any more; `None` while it may be.
         is_checked: whether passes were found to give the model's own logits.
         keeps_bits: whether a token's bits were found not to depend on its place in a pass; `None` while not tried
@@ -103,29 +94,23 @@ class GraphPasses:
         self,
         model: PreTrainedModel,
         arena: Arena,
-        replays: GraphBackend,
+        backend: GraphBackend,
         skip_mode: SkipMode | None = None,
         widths: Sequence[int] = WIDTHS,
         fuses: str | None = None,
     ) -> None:
-        self._model = weakref.ref(model)
-        self._windows = windows_of(model)
+        self._model_name = type(model).__name__
         self._fingerprint = fingerprint(model)
-        self.arena, self.replays, self.widths = arena, replays, tuple(widths)
-        self._capture = PassCapture(skip_mode, knows_windows=True)
+        self.arena, self.backend, self.widths = arena, backend, tuple(widths)
         self.fuses = FUSES if fuses is None else fuses
+        self.table = GraphTable(model, arena, backend, skip_mode, self.fuses)
         self.rival: GraphPasses | None = None
         self.copies: object = None
         self._runs = 0
-        self._programs: dict[int, Program] = {}
-        self._inputs: dict[int, Inputs] = {}
-        self._passes: dict[tuple[int, int], GraphPass] = {}
-        self._version = arena.version
         self.is_draft = skip_mode is not None
         self._tries: list[bool] = [True] * _FIRST_TRIES if self.is_draft else []  # a draft is verified anyway
         self._eager_seconds = 0.0
         self._eager_tokens = 0
-        self._seconds = replays.seconds
         self.refusal: str | None = None
         self.keeps_bits: bool | None = None
         self.narrower_saves = 0.0
@@ -177,19 +162,18 @@ class GraphPasses:
         if self.refusal is not None or width is None:
             return None
         bucket = bucket_of(slot + width)
-        if bucket is None or not (records or (width, bucket) in self._passes):
+        if bucket is None or not (records or (width, bucket) in self.table.graphs):
             return None
         try:
             if not self.arena.lend(cache, slot + width, min(expected, slot + _AHEAD)):
                 return None
-            if self._version != self.arena.version:
-                self._version = self.arena.version
+            if self.table.is_stale:
                 self.forget()
                 if not records:
                     return None
             if tokens is not None and count <= NARROWER and self._is_narrower_here(bucket, tokens, slot, position):
                 width = NARROWER
-            logits, choices = self._run(width, bucket, tokens, slot, position)
+            logits, choices = self.table.run(width, bucket, tokens, slot, position)
         except Exception as error:
             # Whatever a driver says, or a model's code does, that is not known here: its own passes go on.
             self._give_up(f"{type(error).__name__}: {error}")
@@ -197,35 +181,22 @@ class GraphPasses:
         self._runs += 1
         return logits[:, :count], choices[:count]
 
-    def _run(self, width: int, bucket: int, tokens: Tokens | None, slot: int, position: int) -> Results:
-        inputs = self._inputs.get(width)
-        if inputs is None:
-            inputs = self._inputs[width] = self._new_inputs(width)
-        if tokens is not None:
-            inputs.set(tokens, slot, position)
-        known = self._passes.get((width, bucket))
-        if known is None:
-            given = inputs.all.clone()
-            known = self._record(width, bucket, inputs)
-            inputs.all.copy_(given)
-        return known.replay()
-
     def _is_narrower_here(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
         """Whether a narrower pass may stand in: where it has been used as often as pays, and has the same bits."""
         known = self._narrower.get(bucket)
         if known is None and self.narrower_saves:
             self._might_have_saved[bucket] += 1
-            if self._might_have_saved[bucket] * self.narrower_saves >= self._seconds:
+            if self._might_have_saved[bucket] * self.narrower_saves >= self.table.recording_seconds:
                 known = self._narrower[bucket] = self._has_same_bits(bucket, tokens, slot, position)
         return bool(known)
 
     def _has_same_bits(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
         """Whether a narrower pass gives the logits of the usual one, to the bit."""
         count, width = len(tokens), self.widths[-1]
-        usual = self._run(width, bucket, tokens, slot, position)[0][:, :count].clone()
+        usual = self.table.run(width, bucket, tokens, slot, position)[0][:, :count].clone()
         # By the device alone: the host has not waited in between.
-        given = Tokens((), self._inputs[width].ids[:, :count].clone())
-        return torch.equal(usual, self._run(NARROWER, bucket, given, slot, position)[0][:, :count])
+        given = Tokens((), self.table.inputs[width].ids[:, :count].clone())
+        return torch.equal(usual, self.table.run(NARROWER, bucket, given, slot, position)[0][:, :count])
 
     def consider_narrower(self, cache: Cache, tokens: Tokens, slot: int) -> bool:
         """Whether a pass over one token is faster by a narrower one than by the usual one.
@@ -243,9 +214,8 @@ class GraphPasses:
         seconds: dict[int, float] = {}
         try:
             for of in (width, NARROWER):
-                self._run(of, bucket, tokens, slot, slot)
-                run = partial(self._run, of, bucket, tokens, slot, slot)
-                seconds[of] = min(self.replays.seconds_of(run) for _ in range(_REPEATS))
+                self.table.run(of, bucket, tokens, slot, slot)
+                seconds[of] = self.table.seconds_of(of, bucket, tokens, slot, slot)
         except Exception as error:  # as in `run`
             self._give_up(f"{type(error).__name__}: {error}")
             return False
@@ -263,12 +233,7 @@ class GraphPasses:
         self._narrower = dict.fromkeys(buckets, True)
         self._might_have_saved.clear()
         if not uses:
-            self._passes = {key: known for key, known in self._passes.items() if key[0] in self.widths}
-
-    def _new_inputs(self, width: int) -> Inputs:
-        device = self.arena.keys[0].device
-        with torch.inference_mode(False):  # written in any mode
-            return ChainInputs(device, self.arena.capacity) if self.is_draft else Inputs(width, device)
+            self.table.drop_other_widths(self.widths)
 
     def chain(self, cache: Cache, first: int, slot: int, position: int, length: int) -> torch.Tensor | None:
         """Tokens that a draft takes greedily one behind the other: nothing but replays, and no wait.
@@ -288,44 +253,13 @@ class GraphPasses:
             tokens = None if depth else Tokens([first])
             if self.run(cache, tokens, slot + depth, position + depth, records=True) is None:
                 return None
-        inputs = self._inputs[1]
+        inputs = self.table.inputs[1]
         assert isinstance(inputs, ChainInputs)
         return inputs.chain[:, :length].clone()
 
-    def _record(self, width: int, bucket: int, inputs: Inputs) -> GraphPass:
-        began = time.perf_counter()
-        model = self._model()
-        assert model is not None
-        if width not in self._programs:
-            self._programs[width] = self._program(model, width)
-        attention = FixedAttention(self.arena, bucket, inputs.slots, self._windows)
-        made = self._passes[width, bucket] = GraphPass(self._programs[width], attention, inputs, self.replays)
-        if self.replays.seconds:
-            self._seconds = time.perf_counter() - began
-        return made
-
-    def _program(self, model: PreTrainedModel, width: int) -> Program:
-        program = compile_pass(self._capture.at(model, width, _fuse if self.fuses == "rows" else _simplify))
-        if self.fuses == "whole":
-            return replace(program, run=torch.compile(program.run, dynamic=False, fullgraph=True))
-        return program
-
     def compute_beside(self) -> None:
-        """Run a pass in buffers of its own, by which all that is compiled of it is: in another thread than decoding."""
-        model = self._model()
-        if model is None:
-            return
-        device = self.replays.device
-        arena = self.arena.alike(BUCKETS[0])
-        for width in (self.widths[-1], NARROWER):
-            program = self._programs[width] = self._program(model, width)
-            with torch.inference_mode(False):
-                inputs = Inputs(width, device)
-            inputs.set(Tokens((), torch.zeros((1, 1), dtype=torch.long, device=device)), 0, 0)
-            attention = FixedAttention(arena, BUCKETS[0], inputs.slots, self._windows)
-            with torch.inference_mode():
-                attention.begin()
-                program.run(inputs.ids, inputs.positions, attention)
+        """Run a pass of each width in buffers of its own, by which all that is compiled of it is: in another thread."""
+        self.table.compute_beside((self.widths[-1], NARROWER))
 
     def fused(self, model: PreTrainedModel) -> GraphPasses | None:
         """The same passes, to be compiled; `None` while that does not pay, or where it is not wanted.
@@ -334,25 +268,23 @@ class GraphPasses:
             model: the target model.
         """
         taken = self._runs * self.seconds.get(self.widths[-1], 0.0)
-        if self.fuses is not None or not self.replays.compiles or taken < _FUSING_AFTER or self.refusal is not None:
+        if self.fuses is not None or not self.backend.compiles or taken < _FUSING_AFTER or self.refusal is not None:
             return None
-        made = GraphPasses(model, self.arena, self.replays, widths=self.widths, fuses="rows")
+        made = GraphPasses(model, self.arena, self.backend, widths=self.widths, fuses="rows")
         made._eager_seconds, made._eager_tokens, made.rival = self._eager_seconds, self._eager_tokens, self
         return made
 
     def _give_up(self, reason: str) -> None:
         self.refusal = reason
         self.forget()
-        model = self._model()
         if self.rival is None:
-            logger.warning("Passes of %s are not replayed any more: %s", type(model).__name__, reason)
+            logger.warning("Passes of %s are not replayed any more: %s", self._model_name, reason)
         else:
-            logger.info("Compiled passes of %s are not used: %s", type(model).__name__, reason)
+            logger.info("Compiled passes of %s are not used: %s", self._model_name, reason)
 
     def forget(self) -> None:
         """Free what was recorded."""
-        self._passes.clear()
-        self._inputs.clear()
+        self.table.forget()
         self._narrower.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -365,12 +297,12 @@ class GraphPasses:
         """
         if self.refusal is not None:
             return False
-        if not self._seconds or self.rival is not None:
+        if not self.table.recording_seconds or self.rival is not None:
             return True
         if not self._eager_tokens:
             return False
         saved = _HALF * most_tokens * self._eager_seconds / self._eager_tokens
-        return self._eager_seconds + saved >= self._seconds
+        return self._eager_seconds + saved >= self.table.recording_seconds
 
     def note_eager(self, seconds: float) -> None:
         """A pass was run by the model's own code, and took so long."""
@@ -413,7 +345,7 @@ class GraphPasses:
         self._tries.append(agree_on_average(found[0], logits[:, -count:]))
         if self._tries.count(False) > 1:
             self._give_up("they give other logits than the model")
-        elif self.is_checked and self.replays.seconds:
+        elif self.is_checked and self.backend.seconds:
             self._see_that_it_pays(ids, slot, position)
 
     def _see_that_it_pays(self, ids: torch.Tensor, slot: int, position: int) -> None:
@@ -434,19 +366,9 @@ class GraphPasses:
     def _measured(self, bucket: int, ids: torch.Tensor, slot: int, position: int) -> float:
         """Seconds of a pass, now where it is recorded, else as it was elsewhere."""
         width = self.widths[-1]
-        if (width, bucket) in self._passes and self._version == self.arena.version:
-            run = partial(self._run, width, bucket, Tokens((), ids), slot, position)
-            self.seconds[width] = min(self.replays.seconds_of(run) for _ in range(_REPEATS))
+        if (width, bucket) in self.table.graphs and not self.table.is_stale:
+            self.seconds[width] = self.table.seconds_of(width, bucket, Tokens((), ids), slot, position)
         return self.seconds[width]
-
-
-def _simplify(model: PreTrainedModel, captured: CapturedPass) -> None:
-    share_results(captured)
-
-
-def _fuse(model: PreTrainedModel, captured: CapturedPass) -> None:
-    share_results(captured)
-    use_rows(captured, fused_rows())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -456,28 +378,28 @@ class GraphPart(Part):
     """Of a model: its passes as CUDA graphs.
 
     Attributes:
-        replayed: by skip set and precision, `None` for the whole model.
-        replays: how they are run again.
+        passes: by skip set and precision, `None` for the whole model.
+        backend: how they are run again.
         arena: the keys and values that they read and write.
         fusing: what compiles them.
     """
 
     def __init__(self) -> None:
-        self.replayed: dict[Hashable, GraphPasses] = {}
-        self.replays: GraphBackend | None = None
+        self.passes: dict[Hashable, GraphPasses] = {}
+        self.backend: GraphBackend | None = None
         self.arena: Arena | None = None
         self.fusing: Fusing[GraphPasses] | None = None
 
     def drop(self) -> None:
-        self.replayed, self.replays, self.arena, self.fusing = {}, None, None, None
+        self.passes, self.backend, self.arena, self.fusing = {}, None, None, None
 
     def drop_copies(self) -> None:
-        self.replayed = {kind: passes for kind, passes in self.replayed.items() if passes.copies is None}
+        self.passes = {kind: passes for kind, passes in self.passes.items() if passes.copies is None}
 
 
 def target_graphs(model: PreTrainedModel) -> GraphPasses | None:
     """The whole model's passes, or `None` where they may not be replayed; recorded anew when the model changed."""
-    return _known(model, None, lambda arena, replays: GraphPasses(model, arena, replays, widths=WIDTHS))
+    return _known(model, None, lambda arena, backend: GraphPasses(model, arena, backend, widths=WIDTHS))
 
 
 def draft_graphs(
@@ -492,8 +414,8 @@ def draft_graphs(
         copies: of weights, that it computes by.
     """
 
-    def make(arena: Arena, replays: GraphBackend) -> GraphPasses:
-        made = GraphPasses(model, arena, replays, skip_mode, widths=(1,))
+    def make(arena: Arena, backend: GraphBackend) -> GraphPasses:
+        made = GraphPasses(model, arena, backend, skip_mode, widths=(1,))
         made.copies = copies
         return made
 
@@ -520,17 +442,17 @@ def _known(
     if why_no_graphs(model) is not None:
         return None
     state = state_of(model).get(GraphPart)
-    passes = state.replayed.get(kind)
+    passes = state.passes.get(kind)
     if kind is None and passes is not None:
-        passes = state.replayed[None] = _fused_or_not(model, passes)
+        passes = state.passes[None] = _fused_or_not(model, passes)
     if passes is None or not passes.is_current(model) or passes.copies is not copies:
         device = model.get_input_embeddings().weight.device
-        if state.replays is None or state.arena is None or state.replays.device != device:
-            state.replays, state.arena = graph_backend_on(device), Arena()
+        if state.backend is None or state.arena is None or state.backend.device != device:
+            state.backend, state.arena = graph_backend_on(device), Arena()
         if kind is None:
             state.fusing = None
-        assert state.replays is not None and state.arena is not None
-        passes = state.replayed[kind] = make(state.arena, state.replays)
+        assert state.backend is not None and state.arena is not None
+        passes = state.passes[kind] = make(state.arena, state.backend)
     return passes
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...cache.layers import keep_length
+from ...cache.buffered_layers import keep_length
 from ...support.forks import forget_undo, note_undo
 from ...support.model_state import state_of
 from ...support.unasked import only_asked_drafts

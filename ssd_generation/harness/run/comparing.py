@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...cache.layers import spare_slots
+from ...cache.buffered_layers import spare_slots
 from ...config import DraftingConfig, SelfSpeculativeConfig
 from ...forward.copies.low_bit import copies_of, copy_bytes
 from ...forward.copies.resident import drafting_model

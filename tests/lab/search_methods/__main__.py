@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ssd_generation.models import load_model
 from ssd_generation.search.calibration import calibrate, calibration_prompts
-from ssd_generation.search.profile import CostProfile, measure_profile
+from ssd_generation.search.cost_profile import CostProfile, measure_profile
 from ssd_generation.search.settings import CalibrationSettings, check_sampler
 from ssd_generation.support.display import visible
 from ssd_generation.support.files import replacing, write_whole

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ssd_generation.forward.copies.low_bit import drop_copies
 from ssd_generation.search.calibration import Calibration, describe_weights
 from ssd_generation.search.confirm import confirm
-from ssd_generation.search.profile import CostProfile
+from ssd_generation.search.cost_profile import CostProfile
 from ssd_generation.search.settings import SearchSettings, check_sampler
 from ssd_generation.search.space import Space, space_of
 from ssd_generation.search.storage import storage_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cache.layers import BufferedLayer
+from ..cache.buffered_layers import BufferedLayer
 from ..forward.context import Context
 from .alignment import Alignment
 from .choice import Choice

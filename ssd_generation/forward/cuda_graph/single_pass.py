@@ -101,9 +101,9 @@ class ChainInputs(Inputs):
 class GraphPass:
     """A pass of one width over one bucket."""
 
-    def __init__(self, program: Program, attention: FixedAttention, inputs: Inputs, replays: GraphBackend) -> None:
+    def __init__(self, program: Program, attention: FixedAttention, inputs: Inputs, backend: GraphBackend) -> None:
         self.program, self.attention, self.inputs = program, attention, inputs
-        self.replay = replays.record(self.compute)
+        self.replay = backend.record(self.compute)
 
     def compute(self) -> Results:
         """`logits (1, w, V)` and the tokens with the largest `(w,)`: what is recorded."""

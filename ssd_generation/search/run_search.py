@@ -24,7 +24,7 @@ from ..support.messages import listed
 from ..tuning.acceptance import Acceptance, judge_all
 from .calibration import Calibration, calibrate, calibration_prompts, describe_weights, digest_of, encode_all
 from .confirm import NOTHING_DRAFTED, Confirmed, confirm
-from .profile import CostProfile, measure_profile
+from .cost_profile import CostProfile, measure_profile
 from .settings import CalibrationSettings, ResultSettings, SearchSettings
 from .space import Space, space_of
 from .storage import storage_of, storage_to_read

@@ -1,0 +1,162 @@
+"""CUDA graphs of a model's passes, one for each width and each bucket of slots: how they are recorded and replayed.
+
+Which of them a text needs, and whether they may be used at all, is decided in graph_passes.py.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...cache.arena import BUCKETS, Arena
+from ..captured.any_length import PassCapture, windows_of
+from ..captured.fx_graph import CapturedPass, Program, compile_pass
+from ..captured.rewrites import share_results, use_rows
+from ..structure.skip_mode import SkipMode
+from .compiled_ops import fused_rows
+from .fixed_attention import FixedAttention
+from .graphs import GraphBackend, Results
+from .single_pass import ChainInputs, GraphPass, Inputs, Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["GraphTable"]
+
+_REPEATS = 3
+"""Runs of a pass that is timed; the fastest counts."""
+
+
+class GraphTable:
+    """CUDA graphs by width and bucket, recorded when they are first run.
+
+    Args:
+        model: the target model.
+        arena: where the text's keys and values lie.
+        backend: how passes are run again.
+        skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
+        fuses: what is compiled of passes, as `graph_passes.FUSES`.
+
+    Attributes:
+        graphs: by width and bucket.
+        inputs: where the passes of a width read their tokens.
+        recording_seconds: what recording a graph took last; before that, the backend's guess.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, arena: Arena, backend: GraphBackend, skip_mode: SkipMode | None, fuses: str | None
+    ) -> None:
+        self.graphs: dict[tuple[int, int], GraphPass] = {}
+        self.inputs: dict[int, Inputs] = {}
+        self.recording_seconds = backend.seconds
+        self._model = weakref.ref(model)
+        self._arena, self._backend, self._fuses = arena, backend, fuses
+        self._windows = windows_of(model)
+        self._capture = PassCapture(skip_mode, knows_windows=True)
+        self._is_draft = skip_mode is not None
+        self._programs: dict[int, Program] = {}
+        self._version = arena.version
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the arena's addresses are no longer those that were recorded."""
+        return self._version != self._arena.version
+
+    def forget(self) -> None:
+        """Free what was recorded."""
+        self._version = self._arena.version
+        self.graphs.clear()
+        self.inputs.clear()
+
+    def drop_other_widths(self, widths: Collection[int]) -> None:
+        """Free the graphs of all widths but these."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] in widths}
+
+    def run(self, width: int, bucket: int, tokens: Tokens | None, slot: int, position: int) -> Results:
+        """Replay a pass, recorded before where it has not been.
+
+        Args:
+            width: of the pass.
+            bucket: slots that it reads.
+            tokens: at most `width`; `None`: those that the pass before left.
+            slot: of the first token.
+            position: of the first token.
+
+        Returns:
+            As of `GraphPass.compute`.
+        """
+        inputs = self.inputs.get(width)
+        if inputs is None:
+            inputs = self.inputs[width] = self._new_inputs(width)
+        if tokens is not None:
+            inputs.set(tokens, slot, position)
+        graph = self.graphs.get((width, bucket))
+        if graph is None:
+            given = inputs.all.clone()
+            graph = self._record(width, bucket, inputs)
+            inputs.all.copy_(given)
+        return graph.replay()
+
+    def seconds_of(self, width: int, bucket: int, tokens: Tokens, slot: int, position: int) -> float:
+        """Time a pass; arguments as of `run`."""
+        run = partial(self.run, width, bucket, tokens, slot, position)
+        return min(self._backend.seconds_of(run) for _ in range(_REPEATS))
+
+    def compute_beside(self, widths: Collection[int]) -> None:
+        """Run passes in buffers of their own, by which all that is compiled of them is: in another thread.
+
+        Args:
+            widths: of the passes.
+        """
+        model = self._model()
+        if model is None:
+            return
+        device = self._backend.device
+        arena = self._arena.alike(BUCKETS[0])
+        for width in widths:
+            program = self._programs[width] = self._program(model, width)
+            with torch.inference_mode(False):
+                inputs = Inputs(width, device)
+            inputs.set(Tokens((), torch.zeros((1, 1), dtype=torch.long, device=device)), 0, 0)
+            attention = FixedAttention(arena, BUCKETS[0], inputs.slots, self._windows)
+            with torch.inference_mode():
+                attention.begin()
+                program.run(inputs.ids, inputs.positions, attention)
+
+    def _new_inputs(self, width: int) -> Inputs:
+        device = self._arena.keys[0].device
+        with torch.inference_mode(False):  # written in any mode
+            return ChainInputs(device, self._arena.capacity) if self._is_draft else Inputs(width, device)
+
+    def _record(self, width: int, bucket: int, inputs: Inputs) -> GraphPass:
+        began = time.perf_counter()
+        model = self._model()
+        assert model is not None
+        if width not in self._programs:
+            self._programs[width] = self._program(model, width)
+        attention = FixedAttention(self._arena, bucket, inputs.slots, self._windows)
+        made = self.graphs[width, bucket] = GraphPass(self._programs[width], attention, inputs, self._backend)
+        if self._backend.seconds:
+            self.recording_seconds = time.perf_counter() - began
+        return made
+
+    def _program(self, model: PreTrainedModel, width: int) -> Program:
+        program = compile_pass(self._capture.at(model, width, _fuse if self._fuses == "rows" else _simplify))
+        if self._fuses == "whole":
+            return replace(program, run=torch.compile(program.run, dynamic=False, fullgraph=True))
+        return program
+
+
+def _simplify(model: PreTrainedModel, captured: CapturedPass) -> None:
+    share_results(captured)
+
+
+def _fuse(model: PreTrainedModel, captured: CapturedPass) -> None:
+    share_results(captured)
+    use_rows(captured, fused_rows())
