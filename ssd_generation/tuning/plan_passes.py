@@ -17,7 +17,7 @@ from .exactness import batch_invariance_of_captured, batch_invariance_of_graphs,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["batch_invariance_of", "batch_invariance_to_check", "plan_passes"]
+__all__ = ["batch_invariance_of", "batch_invariance_to_check", "plan_passes", "runs_own_code"]
 
 
 def plan_passes(
@@ -87,3 +87,12 @@ def batch_invariance_to_check(model: PreTrainedModel, exactness: str | None) -> 
     if exactness == NUMERIC or model.dtype != torch.float32 or why_not_captured(model) is not None:
         return None
     return BatchInvariance(NATIVE, WIDTHS) if is_free(model) else None
+
+
+def runs_own_code(model: PreTrainedModel) -> bool:
+    """Tell whether passes over a single text run by the model's own code, neither captured nor replayed as graphs.
+
+    Args:
+        model: the target model.
+    """
+    return target_graphs(model) is None and why_not_captured(model) is not None

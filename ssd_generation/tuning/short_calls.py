@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..forward.captured.conditions import why_not_captured
-from ..forward.cuda_graph.graph_passes import why_no_graphs
 from ..support.model_state import Part, state_of
 from ..support.structure import modules_of
+from .plan_passes import runs_own_code
 from .speedup import theoretical_speedup
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def is_short_for(model: PreTrainedModel, config: SelfSpeculativeConfig, new_toke
     """
     part, costs = state_of(model).get(ShortCallsPart), config.costs
     part.longest = 0
-    if costs is None or why_not_captured(model) is None or why_no_graphs(model) is None:
+    if costs is None or not runs_own_code(model):
         return False
     speedup = theoretical_speedup(config.drafting.acceptance, costs)[0] if config.precision else 1.0
     saved_per_token = costs.plain_step * max(0.0, 1 - 1 / speedup)
