@@ -16,13 +16,13 @@ Where registers are few, x is made float32 before, once for all rows of W that a
 through them. int8: w = q · s, with one scale per row of W.
 
 Built by llvmlite, not checked in as C that clang compiled to LLVM's language. The same kernels in C with vector
-extensions (clang 22.1.8; llvmlite 0.50, LLVM 22.1; two cores of an AMD EPYC with AVX2, one thread) gave the same bits
-in 1,008 calls, 1 to 9 rows, and took 0.97 (0.93 to 1.06) of the time in bfloat16 and 1.02 (0.99 to 1.08) in float32
-for 1, 2 and 4 rows: medians over six shapes. C is shorter, 230 lines, of which many are macros for types and tiles.
-But 13 modules (six kinds by two counts of registers, and AVX-512's bfloat16) would be checked in, with 54 to 74 KB
-each before LLVM's passes and 0.3 to 1.6 MB after. They name clang's processor, to be removed. Their text depends on
-LLVM's version: llvmlite 0.45 has LLVM 20. Only CI with a clang could compare them with C, and other kernels would
-still need the builder.
+extensions (clang 22.1.8; llvmlite 0.50, LLVM 22.1; AMD EPYC, AVX2, one thread) gave the same bits in 1,008 calls of 1
+to 9 rows. C took 1.02 (0.99 to 1.08) of the time in float32 and 0.97 (0.93 to 1.06) in bfloat16 for 1, 2 and 4 rows
+(median over six shapes, extremes), and 1.04 and 0.70 for 8: the last probably since C converts x without masked loads,
+which is possible here, too. C is shorter, 230 lines, many of them macros for types and tiles. But 13 modules (six kinds
+by two counts of registers, and AVX-512's bfloat16) would be checked in, 54 to 74 KB each before LLVM's passes and 0.3
+to 1.6 MB after. Their text depends on LLVM's version (20 in llvmlite 0.45, the oldest supported) and names clang's
+processor. Only CI with a clang could compare them with C, and the other kernels would still need the builder.
 """
 
 from __future__ import annotations
