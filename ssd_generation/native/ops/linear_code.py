@@ -115,12 +115,15 @@ class _Kernels(Module):
         """Numbers from one row of x to the next when they are multiplied."""
         return columns
 
-    def convert(self, b: Any, x: Any, made: Any, k: Any, left: Any) -> None:
-        """Write as many columns of a row of x as are multiplied at a time, or as are left."""
+    def convert(self, b: Any, x: Any, made: Any, k: Any, count: Any) -> None:
+        """Write as many columns of a row of x as are multiplied at a time; with `count` only so many."""
         of_x = STORED[self.activation]
-        count = least(b, left, integer(LANES))
         values = self.floats(b, self.load(b, self.at(b, x, k, of_x), of_x, count), self.activation)
-        self.store_many(b, values, self.at(b, made, k, FLOAT), count, "float32")
+        place = self.at(b, made, k, FLOAT)
+        if count is None:
+            b.store(values, place, align=4)
+        else:
+            self.store_many(b, values, place, count, "float32")
 
     def weights(self, b: Any, row: Any, k: Any, count: Any) -> Any:
         """Of a row of W from column k on; with `count` of only so many columns, and zeros."""
@@ -248,7 +251,11 @@ class _Kernels(Module):
         with self.loop(b, integer(0), rows, integer(1), []) as (m, _):
             its_x = self.at(b, x, b.mul(m, columns), STORED[self.activation])
             its_own = self.at(b, made, b.mul(m, stride), self.of_x)
-            with self.loop(b, integer(0), columns, integer(self.columns), []) as (k, _):
+            # Without AVX-512 a masked load of 16-bit numbers becomes a branch for each of them: only for the rest.
+            whole, step = b.and_(columns, integer(-self.columns)), integer(self.columns)
+            with self.loop(b, integer(0), whole, step, []) as (k, _):
+                self.convert(b, its_x, its_own, k, None)
+            with self.loop(b, whole, columns, step, []) as (k, _):
                 self.convert(b, its_x, its_own, k, b.sub(columns, k))
         b.ret_void()
         return function
@@ -300,8 +307,8 @@ class _Pairs(_Kernels):
         """See there; of 32 columns, those with odd numbers stand before the others."""
         return b.and_(b.add(columns, integer(self.columns - 1)), integer(-self.columns))
 
-    def convert(self, b: Any, x: Any, made: Any, k: Any, left: Any) -> None:
-        parts = self.weights(b, x, k, least(b, left, integer(self.columns)))
+    def convert(self, b: Any, x: Any, made: Any, k: Any, count: Any) -> None:
+        parts = self.weights(b, x, k, count)
         for at, part in enumerate(parts):
             b.store(part, self.at(b, made, b.add(k, integer(LANES * at)), FLOAT), align=4)
 
