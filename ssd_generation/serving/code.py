@@ -1,0 +1,62 @@
+"""The `custom_generate/` that makes transformers draft with a model wherever `generate` is called."""
+
+from __future__ import annotations
+
+from pprint import pformat
+from typing import Literal
+
+from .. import __version__
+from ..config import SelfSpeculativeConfig
+
+__all__ = ["REQUIREMENTS", "generate_code", "is_ours", "served_code"]
+
+REQUIREMENTS = f"ssd_generation>={__version__}\n"
+
+# Only a public name: a folder outlives the version that wrote it.
+_CODE = '''"""Self-speculative decoding: the model drafts for itself and verifies the draft, so the text stays its own.
+
+Written by `ssd export`. Needs the package: pip install ssd_generation
+"""
+
+from ssd_generation import generate_drafting
+
+# A config, as `SelfSpeculativeConfig.to_dict()` has it; or "auto": by whatever pays on the machine at hand.
+DEFAULT = {default}
+
+
+def generate(*inputs, model, **arguments):
+    """Generate as the model's own `generate`, drafting; `self_speculative=False` decodes plainly for a call."""
+    return generate_drafting(model, DEFAULT, inputs, arguments)
+'''
+
+_SERVED = '''"""Drafts and logs each request. Written by `ssd serve`, for as long as it runs."""
+
+from ssd_generation.serving.requests import serve_request
+
+DEFAULT = {default}
+
+
+def generate(*inputs, model, **arguments):
+    return serve_request(model, DEFAULT, inputs, arguments)
+'''
+
+
+def generate_code(default: SelfSpeculativeConfig | Literal["auto"]) -> str:
+    """Return `custom_generate/generate.py` for a folder that stays."""
+    return _CODE.format(default=_literal(default))
+
+
+def served_code(default: SelfSpeculativeConfig | Literal["auto"]) -> str:
+    """Return `custom_generate/generate.py` for a model while it is served."""
+    return _SERVED.format(default=_literal(default))
+
+
+def is_ours(code: str) -> bool:
+    """Tell whether a `custom_generate/generate.py` was written here, so that another may replace it."""
+    return "from ssd_generation" in code
+
+
+def _literal(default: SelfSpeculativeConfig | Literal["auto"]) -> str:
+    if not isinstance(default, SelfSpeculativeConfig):
+        return f'"{default}"'
+    return pformat(default.to_dict(), width=120, sort_dicts=False)
