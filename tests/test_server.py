@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from test_cli import ssd as ssd  # the fixture
 
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[2]), DraftingConfig(policy="fixed", max_draft_length=3))
 QUESTIONS = ["the rain", "a river", "the sea", "the fields", "what falls"]
+SERVING = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
 PATIENCE = 120.0  # seconds for a start
 
 integrations = pytest.mark.integrations
@@ -221,6 +223,16 @@ def test_an_answer_in_one_piece(server: Server, answers: dict[str, str]) -> None
     assert re.search(r"\d+ tokens in .* tokens/s\), acceptance rate \d+% of \d+ drafted tokens", line)
     completion = client(server).completions.create(model="tiny", prompt="the rain", max_tokens=8)
     assert completion.usage.completion_tokens <= 8
+
+
+@integrations
+@pytest.mark.skipif(not SERVING.exists(), reason="a source distribution has no docs")
+def test_the_client_of_the_docs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"^```py\n(from openai.*?)^```$", SERVING.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    code = found[1].replace("http://localhost:8000/v1", server.url).replace("SmolLM2-135M-Instruct", "tiny")
+    exec(compile(code, SERVING.name, "exec"), {})
+    assert capsys.readouterr().out != ""
 
 
 @integrations

@@ -29,8 +29,6 @@ tools. Its log says of each request how many tokens it took and how many drafts 
   ssd serve demo
   ssd serve Qwen/Qwen2.5-0.5B-Instruct --port 8080
   ssd serve ./my-model --config ./search-my-model --dtype bfloat16
-  curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \\
-    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 """
 
 

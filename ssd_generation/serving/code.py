@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pprint import pformat
 from typing import Literal
 
-from .. import __version__
+from packaging.version import Version
+
 from ..config import SelfSpeculativeConfig
 
-__all__ = ["REQUIREMENTS", "generate_code", "is_ours", "served_code"]
+__all__ = ["generate_code", "is_ours", "requirements", "served_code"]
 
-REQUIREMENTS = f"ssd_generation>={__version__}\n"
+_PACKAGE = __name__.partition(".")[0]
 
 # Only a public name: a folder outlives the version that wrote it.
 _CODE = '''"""Self-speculative decoding: the model drafts for itself and verifies the draft, so the text stays its own.
@@ -49,6 +51,13 @@ def generate_code(default: SelfSpeculativeConfig | Literal["auto"]) -> str:
 def served_code(default: SelfSpeculativeConfig | Literal["auto"]) -> str:
     """Return `custom_generate/generate.py` for a model while it is served."""
     return _SERVED.format(default=_literal(default))
+
+
+def requirements() -> str:
+    """Return `custom_generate/requirements.txt`, which transformers checks."""
+    here = Version(version(_PACKAGE))
+    # Transformers reads digits and dots, and takes a development version for older than what it becomes.
+    return f"{_PACKAGE}\n" if here.is_prerelease else f"{_PACKAGE}>={here.base_version}\n"
 
 
 def is_ours(code: str) -> bool:

@@ -15,7 +15,7 @@ from ..support.display import path_shown
 from ..support.files import is_temporary, temporary_name
 from ..support.reading import CODE, read_text
 from .card import CardError, write_card
-from .code import REQUIREMENTS, generate_code, is_ours
+from .code import generate_code, is_ours, requirements
 from .source import Source
 
 __all__ = ["Export", "export_model", "fill"]
@@ -97,7 +97,7 @@ def fill(folder: Path, default: SelfSpeculativeConfig | Literal["auto"], code: s
     within = folder / _CODE_FOLDER
     within.mkdir()
     (within / "generate.py").write_text(code, encoding="utf-8", newline="\n")
-    (within / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8", newline="\n")
+    (within / "requirements.txt").write_text(requirements(), encoding="utf-8", newline="\n")
     if isinstance(default, SelfSpeculativeConfig):
         (folder / CONFIG_NAME).write_text(default.to_json_string(), encoding="utf-8", newline="\n")
 
