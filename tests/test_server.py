@@ -283,6 +283,18 @@ def test_sampling_and_requests_that_are_wrong(server: Server) -> None:
 
 
 @integrations
+def test_no_other_model_is_loaded_for_a_client(server: Server, folder: str) -> None:
+    request = urllib.request.Request(
+        server.url.replace("/v1", "/load_model"),
+        json.dumps({"model": folder}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        assert "This server is for tiny alone." in answer.read().decode()
+    assert [model.id for model in client(server).models.list()] == ["tiny"]
+
+
+@integrations
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_it_ends_while_it_answers(
     folder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, how: int

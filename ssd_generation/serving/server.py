@@ -68,7 +68,20 @@ class ModelServer(Serve):
         super().__init__(force_model=model, trust_remote_code=True, non_blocking=True, **options)
 
     def start_server(self) -> None:
-        """Do nothing yet: transformers calls this once the model is loaded, and the draft is prepared first."""
+        """Load no other model from now on; transformers calls this once the model is loaded.
+
+        Nothing is served yet: the draft is prepared first. Any client may ask for other models to be loaded
+        (`/load_model`), and code that comes with them would be trusted.
+        """
+        manager = self._model_manager
+        load, key = manager.load_model_and_processor, manager.process_model_name(self._name)
+
+        def load_ours(name: str, *args: Any, **kwargs: Any) -> Any:
+            if name != key or kwargs.get("gguf_file") is not None:
+                raise ValueError(f"This server is for {self._name} alone.")
+            return load(name, *args, **kwargs)
+
+        manager.load_model_and_processor = load_ours
 
     def prepare(self, text: str) -> Drafting:
         """Measure what drafting costs where that is not known, and generate once, on the thread that serves.

@@ -149,8 +149,9 @@ def check_fits(folder: Path, default: SelfSpeculativeConfig | Literal["auto"]) -
             "decoding is for decoder-only models."
         )
     text = config.get_text_config(decoder=True)
-    if isinstance(default, SelfSpeculativeConfig):
-        default.validate_for(num_layers=text.num_hidden_layers, model_type=text.model_type)
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(default, SelfSpeculativeConfig) and layers is not None:
+        default.validate_for(num_layers=layers, model_type=text.model_type)
 
 
 def require_no_code(source: Source) -> None:
