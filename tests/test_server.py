@@ -123,7 +123,12 @@ class Server:
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "ssd_generation", "serve", *arguments, "--port", "0"]
         self.process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=_heed_interrupts,
         )
         self.lines: list[str] = []
         self._new: queue.Queue[str] = queue.Queue()
@@ -157,6 +162,11 @@ class Server:
     def end(self, how: int = signal.SIGINT) -> int:
         self.process.send_signal(how)
         return self.process.wait(timeout=30)
+
+
+def _heed_interrupts() -> None:
+    """A test run in the background of a script ignores Ctrl-C, and what it starts would, too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")
