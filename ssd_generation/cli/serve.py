@@ -76,7 +76,7 @@ def _serve(model: str, served: ServedModelOptions, address: AddressOptions) -> N
     from ..serving.source import check_fits, find_model, require_no_code
     from .console import debugging, err, measuring, progress
     from .export import default_of
-    from .loading import set_threads
+    from .resolve_options import set_threads
 
     # What can be refused is refused before anything slow begins.
     require_packages()

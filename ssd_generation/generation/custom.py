@@ -45,9 +45,9 @@ def generate_drafting(
         vars(model).pop("generate", None)
         if not is_self_speculative(model) or getattr(model.generation_config, _ALWAYS, None) is None:
             enable_self_speculative(model, default, always=True)
-        return type(model).generate(model, *inputs, **arguments)  # type: ignore[arg-type]
+        return type(model).generate(model, *inputs, **arguments)
     with _always(model, default), drafts_unasked():
-        return type(model).generate(model, *inputs, **arguments)  # type: ignore[arg-type]
+        return type(model).generate(model, *inputs, **arguments)
 
 
 def _came_with(model: PreTrainedModel) -> bool:
