@@ -26,7 +26,6 @@ from ssd_generation import (
     enable_self_speculative,
     is_self_speculative,
 )
-from ssd_generation.serving import folder as export_folder
 from ssd_generation.serving.source import find_model, require_no_code, stored_default
 from ssd_generation.support import hub
 from test_cli import Run
@@ -59,6 +58,10 @@ def config(tmp_path: Path) -> str:
 
 def loaded(folder: str | Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def metadata_of(folder: str) -> dict[str, Any]:
+    return huggingface_hub.metadata_load(f"{folder}/README.md") or {}
 
 
 def drafted(model: Any) -> int:
@@ -206,7 +209,7 @@ def test_the_figures_are_on_the_card(ssd: Callable[..., Run], folder: str) -> No
     SelfSpeculativeConfig(CONFIG.skip, drafting, costs=costs, provenance=about).save_pretrained("measured")
     ssd("export", folder, "out", "--config", "measured", "--only")
     text = (Path("out") / "README.md").read_text(encoding="utf-8")
-    assert huggingface_hub.metadata_load("out/README.md")["tags"] == ["custom_generate"]
+    assert metadata_of("out")["tags"] == ["custom_generate"]
     for figure in ("someone/model", "2025-01-31", "cpu (someone's, 2 threads)", "20 ms", "4 ms", "8 tokens 30 ms"):
         assert figure in text
     assert "0.90, 0.80" in text and "speed-up that these figures promise" in text
@@ -220,7 +223,7 @@ def test_a_models_own_card_stays_a_card(ssd: Callable[..., Run], folder: str) ->
     ssd("export", "out", "again")
     for place in ("out", "again"):
         text = (Path(place) / "README.md").read_text(encoding="utf-8")
-        metadata = huggingface_hub.metadata_load(f"{place}/README.md")
+        metadata = metadata_of(place)
         assert metadata["license"] == "mit" and metadata["tags"] == ["rivers", "custom_generate"]
         assert "About it." in text and text.count("## Drafting with the model itself") == 1
     assert "custom_generate" not in card.read_text(encoding="utf-8")
@@ -243,26 +246,23 @@ def test_files_of_git_and_of_caches_are_left_out(ssd: Callable[..., Run], folder
 
 
 def test_a_hub_id_is_downloaded(ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked: list[tuple[str, bool]] = []
+    gives = folder
 
-    def download(repo_id: str, **options: Any) -> str:
-        asked.append((repo_id, options["ignore_patterns"]))
-        return folder
+    def download(repo_id: str, ignore_patterns: list[str]) -> str:
+        asked.append((repo_id, "*.bin" in ignore_patterns))
+        return gives
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    source = find_model("someone/tiny")
-    assert source.name == "someone/tiny" and [repo for repo, _ in asked] == ["someone/tiny"]
-    assert "*.bin" in asked[0][1]
+    assert find_model("someone/tiny").name == "someone/tiny"
+    assert asked == [("someone/tiny", True)]
     assert ssd("export", "someone/tiny", "out", "--link").status == 0
     shutil.copytree(folder, "pickled")
     (Path("pickled") / "model.safetensors").rename("pickled/pytorch_model.bin")
-    monkeypatch.setattr(
-        "test_export.huggingface_hub.snapshot_download",
-        lambda repo_id, **options: asked.append((repo_id, options["ignore_patterns"])) or "pickled",
-    )
+    gives = "pickled"
     asked.clear()
     find_model("someone/old")
-    assert ["*.bin" in patterns for _, patterns in asked] == [True, False]
+    assert asked == [("someone/old", True), ("someone/old", False)]
 
 
 def test_a_hub_that_gives_nothing_is_refused(ssd: Callable[..., Run]) -> None:
@@ -346,7 +346,7 @@ def test_nothing_is_left_of_an_export_that_fails(
         copied.append(target)
         Path(target).touch()
 
-    monkeypatch.setattr(export_folder.shutil, "copyfile", fails)
+    monkeypatch.setattr(shutil, "copyfile", fails)
     before = set(os.listdir("."))
     run = ssd("export", folder, "out")
     assert run.status == 2 and "No space left" in run.err

@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, SpeculationStatistics
 from ssd_generation.cli.serve import _in_url, _way
 from ssd_generation.serving import requests as served_requests
-from ssd_generation.serving import server as model_server
 from ssd_generation.serving.requests import log_line
 from ssd_generation.serving.server import Drafting, free_port
 from test_cli import TEMPLATE_OF, Run
@@ -81,7 +80,7 @@ def test_addresses() -> None:
 def test_a_missing_package_is_named_with_its_extra(
     ssd: Callable[..., Run], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_server.importlib.util, "find_spec", lambda name: None if name == "fastapi" else object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else object())
     run = ssd("serve", folder)
     assert run.status == 2 and "needs fastapi, which is not installed" in run.err
     assert 'pip install "ssd_generation[serve]"' in run.err

@@ -79,8 +79,8 @@ def _section(name: str, default: SelfSpeculativeConfig | Literal["auto"], only: 
         "tokens cheaply and verifies them in one pass: the same greedy text, the same distribution of samples. No "
         "second model, no training.\n",
         f"```python\n# pip install ssd_generation; FOLDER: this folder, or its Hub id\n{use}\n```\n",
-        "`self_speculative=False` in a call decodes plainly; so do `assistant_model=` and `prompt_lookup_num_tokens=` "
-        "in their own way.\n",
+        "`self_speculative=False` in a call decodes plainly; `assistant_model=` and `prompt_lookup_num_tokens=` draft "
+        "in transformers' own ways instead.\n",
     ]
     if not isinstance(default, SelfSpeculativeConfig):
         parts.append("It drafts by whatever pays on the machine at hand: the first call measures that, in seconds.\n")
@@ -105,7 +105,7 @@ def _figures(config: SelfSpeculativeConfig) -> str:
     if not rows:
         return ""
     table = "".join(f"| {name} | {for_markdown(value)} |\n" for name, value in rows)
-    return f"Measured, on one machine; another gives other figures:\n\n| | |\n|---|---|\n{table}"
+    return f"Where the config comes from, and what was measured there (another machine gives other figures):\n\n| | |\n|---|---|\n{table}"
 
 
 def _conditions(config: SelfSpeculativeConfig) -> list[tuple[str, str]]:
