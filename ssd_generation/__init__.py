@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .drafting.drafter import Draft, Drafter
     from .forward.structure.skip_mode import draft_mode
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
+    from .generation.custom import generate_drafting
     from .harness.results import TokenOrigins
     from .models import fetch_demo, load_demo, load_model
 
@@ -54,6 +55,7 @@ __all__ = [
     "draft_mode",
     "enable_self_speculative",
     "fetch_demo",
+    "generate_drafting",
     "is_self_speculative",
     "load_demo",
     "load_model",
@@ -74,6 +76,7 @@ _HOMES = {
     "disable_self_speculative": ".generation",
     "enable_self_speculative": ".generation",
     "is_self_speculative": ".generation",
+    "generate_drafting": ".generation.custom",
     "fetch_demo": ".models",
     "load_demo": ".models",
     "load_model": ".models",

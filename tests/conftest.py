@@ -102,6 +102,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "test_display.py": (),
     "test_draft_policy_parts.py": (),
     "test_drafting.py": (),
+    "test_export.py": ("_drafts", "_refused", "_left", "_card"),
     "test_generate.py": (),
     "test_lookup.py": (),
     "test_lossless.py": ("[llama]", "[gemma2]", "[gpt2]", "_says", "_speed"),
@@ -131,15 +132,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the fast subset, leaves the nightly tests out and puts the longest files first."""
+    """Mark the fast subset, leave out what has to be asked for, and put the longest files first."""
     for item in items:
         endings = FAST.get(item.path.name)
         if endings is not None and (not endings or item.name.endswith(endings)):
             item.add_marker("fast")
-    if "nightly" not in (config.getoption("markexpr") or ""):
-        left_out = [item for item in items if item.get_closest_marker("nightly") is not None]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
+        if item.get_closest_marker("integrations") is not None:
+            item.add_marker(pytest.mark.filterwarnings("default"))  # of programs that are not ours
+    for name in ("nightly", "integrations"):
+        if name not in (config.getoption("markexpr") or ""):
+            left_out = [item for item in items if item.get_closest_marker(name) is not None]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item.get_closest_marker(name) is None]
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

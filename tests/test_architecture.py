@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "search": {"harness"},
     "evaluation": {"harness"},
     "benchmark": {"harness"},
+    "serving": {"harness"},
 }
 # The front doors may import every room. What the command line imports of ours at module level would be paid for
 # by every sub-command, so that has to stand inside a function (but for the two doors, which cost nothing).

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import benchmark, evaluate, generate, inspect, presets, profile, search
+from . import benchmark, evaluate, export, generate, inspect, presets, profile, search, serve
 
 # Typer joins the lines of the first paragraph only; the others are kept as they are.
 HELP = """Self-speculative decoding: a language model drafts for itself.
@@ -24,6 +24,8 @@ text), then checks them all in one pass. No second model, no training, the same 
   ssd profile demo                            what drafting costs, part by part
   ssd benchmark --limit-per-category 1        beside its peers, on many kinds of prompts
   ssd evaluate summarisation --limit 8        is it still as good?
+  ssd serve demo                              a server that drafts (transformers' own)
+  ssd export demo smollm2-drafting            a folder that drafts in any program
 """
 
 app = typer.Typer(
@@ -60,4 +62,6 @@ app.command(help=evaluate.REPORT_HELP)(evaluate.report)
 app.command(help=search.HELP)(search.search)
 app.command(help=profile.HELP)(profile.profile)
 app.command(help=inspect.HELP)(inspect.inspect)
+app.command(help=export.HELP)(export.export)
+app.command(help=serve.HELP)(serve.serve)
 app.command(help=presets.HELP)(presets.presets)

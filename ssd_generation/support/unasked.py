@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["may_draft_unasked", "only_asked_drafts"]
+__all__ = ["drafts_unasked", "may_draft_unasked", "only_asked_drafts"]
 
 _ONLY_ASKED: ContextVar[bool] = ContextVar("ssd_generation_only_asked_drafts", default=False)
 
@@ -29,4 +29,18 @@ def only_asked_drafts() -> Iterator[None]:
         yield
     finally:
         # Not `reset`, which raises where a generator is closed in another context.
+        _ONLY_ASKED.set(before)
+
+
+@contextmanager
+def drafts_unasked() -> Iterator[None]:
+    """Have calls on this thread draft without being asked to, though inside of a call that does not.
+
+    For the code that a call with `custom_generate="folder"` runs in its own place.
+    """
+    before = _ONLY_ASKED.get()
+    _ONLY_ASKED.set(False)
+    try:
+        yield
+    finally:
         _ONLY_ASKED.set(before)
