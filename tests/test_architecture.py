@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuning": {"decoding"},
     "generation": {"tuning"},
     "harness": {"generation", "models"},
+    "chat": {"harness"},
     "search": {"harness"},
     "evaluation": {"harness"},
     "benchmark": {"harness"},
@@ -409,6 +410,7 @@ PART_OF_ANOTHER = {
     **dict.fromkeys(("huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "tqdm"), "transformers"),
     "outlines_core": "outlines",
     "datasets": "evaluate",
+    "pyarrow": "evaluate",
     "sqlalchemy": "optuna",
 }
 
