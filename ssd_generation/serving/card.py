@@ -105,7 +105,8 @@ def _figures(config: SelfSpeculativeConfig) -> str:
     if not rows:
         return ""
     table = "".join(f"| {name} | {for_markdown(value)} |\n" for name, value in rows)
-    return f"Where the config comes from, and what was measured there (another machine gives other figures):\n\n| | |\n|---|---|\n{table}"
+    heading = "Where the config comes from, and what was measured there (another machine gives other figures):"
+    return f"{heading}\n\n| | |\n|---|---|\n{table}"
 
 
 def _conditions(config: SelfSpeculativeConfig) -> list[tuple[str, str]]:
