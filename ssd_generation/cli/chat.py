@@ -1,19 +1,16 @@
 """`ssd chat`: a conversation of several turns over one KV cache.
 
-`chat_run` reads the turns and answers them, `chat_view` shows the answers.
+`chat_options` has the options, `chat_run` reads the turns and answers them, `chat_view` shows the answers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING
 
-import typer
-
-from .generate_options import AnswerOptions, DraftLengthOptions, DraftOptions
+from .chat_options import ChatAnswerOptions, ChatShowOptions
+from .generate_options import DraftLengthOptions, DraftOptions
 from .option_groups import with_option_groups
-from .options import JsonOption, ModelArgumentOptions
+from .options import ModelArgumentOptions
 
 if TYPE_CHECKING:
     from .chat_run import ChatRequest
@@ -36,38 +33,6 @@ to stdout.
   /save FILE       write the conversation as JSON
   /help, /exit     Ctrl-D leaves too; Ctrl-C stops an answer
 """
-
-
-@dataclass(frozen=True)
-class ChatAnswerOptions(AnswerOptions):
-    """How answers are decoded; they may be longer than a single one."""
-
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 1024
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the conversation.")] = None
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A Jinja file, in the place of the tokenizer's chat template.",
-            dir_okay=False,
-        ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class ChatShowOptions:
-    """What is shown of an answer."""
-
-    panel: ClassVar[str] = "What to show"
-
-    show_draft: Annotated[
-        bool,
-        typer.Option(
-            "--show-draft/--no-show-draft",
-            help="Colour the tokens in a terminal: drafted by the model, looked up, or decided by the target itself.",
-        ),
-    ] = True
-    as_json: JsonOption = False
 
 
 @with_option_groups

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat_view import ChatView
-from .console import print_error
+from .console import print_error, progress
 from .generate_run import AnswerRequest, Draft, choose_draft, draft_of
 
 if TYPE_CHECKING:
     from ..chat.conversation import Conversation
-    from .chat import ChatShowOptions
+    from .chat_options import ChatShowOptions
 
 __all__ = ["ChatRequest", "run"]
+
+_FIRST = 8
+"""New tokens of the call that prepares the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,10 @@ def run(request: ChatRequest) -> dict[str, Any]:
     )
     is_interactive = _somebody_types() and not request.show.as_json
     view = ChatView(is_interactive, request.show.show_draft, request.show.as_json)
+    if is_interactive:
+        with progress("Preparing"):
+            # What a first call makes and checks, no answer has to wait for.
+            target.generate(example, max_new_tokens=_FIRST, do_sample=False, self_speculative=config)
     dialogue = Dialogue(request, conversation, view, is_interactive)
     dialogue.run(draft_of(target, config, choice))
     return dialogue.document()

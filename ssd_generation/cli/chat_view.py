@@ -110,8 +110,11 @@ class ChatView:
         if turn.cached_tokens:
             parts.append(f"{turn.cached_tokens} of {turn.prompt_tokens} prompt tokens from the cache")
         if turn.ended_by != "end":
-            parts.append({"stop": "stopped", "length": "cut off: no room for more"}[turn.ended_by])
-        self._err.print(("\n" if self._is_interactive else "") + ", ".join(parts) + ".", style="dim")
+            parts.append(
+                {"stop": "stopped", "length": "cut off by --max-new-tokens or the model's length"}[turn.ended_by]
+            )
+        line = ("\n" if self._is_interactive else "") + ", ".join(parts) + "."
+        self._err.print(line, style="dim", soft_wrap=not self._err.is_terminal)
 
     def say(self, line: str) -> None:
         """A line about the conversation, not of it."""

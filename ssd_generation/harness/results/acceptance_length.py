@@ -66,6 +66,7 @@ def length_table(summary: Mapping[str, Any]) -> tuple[list[str], list[tuple[str,
     found = {name: entry["acceptance_length"] for name, entry in summary["methods"].items() if _has_lengths(entry)}
     known = {category for figures in found.values() for category in figures["categories"]}
     categories = [category for category in summary["prompts_per_category"] if category in known]
+    lines: list[tuple[str, Mapping[str, Any]]]
     lines = [(name, {**figures["categories"], ALL: figures["overall"]}) for name, figures in found.items()]
     return [*categories, ALL] if lines else [], lines
 
