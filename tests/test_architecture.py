@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuning": {"decoding"},
     "generation": {"tuning"},
     "harness": {"generation", "models"},
+    "chat": {"harness"},
     "search": {"harness"},
     "evaluation": {"harness"},
     "benchmark": {"harness"},

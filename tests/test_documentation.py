@@ -27,7 +27,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FOR_MAINTAINERS = [ROOT / "CONTRIBUTING.md", LAB / "README.md"]
 MARKDOWN = [*PAGES, *FOR_MAINTAINERS, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 
-COMMANDS = ("generate", "benchmark", "evaluate", "report", "search", "profile", "inspect", "presets")
+COMMANDS = ("generate", "chat", "benchmark", "evaluate", "report", "search", "profile", "inspect", "presets")
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "docs").is_dir(), reason="a source distribution has no docs and no notebooks"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import benchmark, evaluate, generate, inspect, presets, profile, search
+from . import benchmark, chat, evaluate, generate, inspect, presets, profile, search
 
 # Typer joins the lines of the first paragraph only; the others are kept as they are.
 HELP = """Self-speculative decoding: a language model drafts for itself.
@@ -19,6 +19,7 @@ text), then checks them all in one pass. No second model, no training, the same 
   ssd generate --compare                      beside plain decoding: text, speed, memory
   ssd generate "Why is the sky blue?"         just the answer
   ssd generate --show-draft                   where each token came from
+  ssd chat                                    a conversation, coloured by where tokens came from
   ssd inspect demo                            what there is to leave out
   ssd search demo                             what is best left out, on this machine
   ssd profile demo                            what drafting costs, part by part
@@ -54,6 +55,7 @@ def ssd(
 
 
 app.command(help=generate.HELP)(generate.generate)
+app.command(help=chat.HELP)(chat.chat)
 app.command(help=benchmark.HELP)(benchmark.benchmark)
 app.command(help=evaluate.HELP)(evaluate.evaluate)
 app.command(help=evaluate.REPORT_HELP)(evaluate.report)

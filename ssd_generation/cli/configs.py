@@ -11,6 +11,7 @@ from .options import AUTO, DEMO, DEMO_PRESET
 
 if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
+    from .generate_options import DraftLengthOptions, DraftOptions
     from .options import ConfigOptions, MethodOptions
 
 
@@ -48,6 +49,28 @@ def requested_config(
         mlp=parse_layers("--skip-mlp", options.skip_mlp),
     )
     return SelfSpeculativeConfig(skip=skip, lookup=lookup, **parts)
+
+
+def requested_draft(draft: DraftOptions, length: DraftLengthOptions) -> SelfSpeculativeConfig | None:
+    """The config that the options of a command name that drafts, before `length`; `None` where they name none.
+
+    Args:
+        draft: a config or its parts; `auto` names none.
+        length: how far to draft.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: as `requested_config`; no such drafting is possible.
+    """
+    is_auto = draft.config == AUTO
+    named = dataclasses.replace(draft, config=None) if is_auto else draft
+    config = requested_config(named, draft.precision, draft.lookup)
+    if is_auto and config is not None:
+        raise ValueError(
+            "--config auto finds out what to draft with, but --precision, --lookup, --skip-attention and --skip-mlp "
+            "say it. Leave one or the other out."
+        )
+    with_drafting(config, length.policy, length.draft_length)  # raises where no such drafting is possible
+    return config
 
 
 def config_to_compare(options: ConfigOptions, model: str) -> SelfSpeculativeConfig | None:

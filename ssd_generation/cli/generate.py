@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +13,7 @@ import typer
 
 from .generate_options import DecodingOptions, DraftLengthOptions, DraftOptions, ShowOptions
 from .option_groups import with_option_groups
-from .options import AUTO, ModelOptions
+from .options import ModelOptions
 
 if TYPE_CHECKING:
     from .generate_run import Request
@@ -83,32 +81,21 @@ def parse(
     Raises:
         ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
     """
-    from .configs import requested_config, with_drafting
-    from .generate_run import Request
+    from .configs import requested_draft
+    from .generate_run import Request, some_seed
     from .loading import read_prompt
 
     if show.repeats is not None and not show.compare:
         raise ValueError(f"--repeats {show.repeats} needs --compare.")
-    for option, value in (("--top-k", decoding.top_k), ("--top-p", decoding.top_p), ("--seed", decoding.seed)):
-        if value is not None and not decoding.temperature:
-            raise ValueError(f"{option} {value} needs --temperature above 0: greedy decoding does not sample.")
+    decoding.check_sampling()
     if show.html is not None and not Path(os.path.expanduser(show.html)).absolute().parent.is_dir():
         raise FileNotFoundError(f"--html: there is no folder {str(show.html.parent)!r}. Make it first.")
     text = read_prompt(prompt, DEFAULT_PROMPT)
-    is_auto = draft.config == AUTO
-    named = dataclasses.replace(draft, config=None) if is_auto else draft
-    config = requested_config(named, draft.precision, draft.lookup)
-    if is_auto and config is not None:
-        raise ValueError(
-            "--config auto finds out what to draft with, but --precision, --lookup, --skip-attention and --skip-mlp "
-            "say it. Leave one or the other out."
-        )
-    with_drafting(config, length.policy, length.draft_length)  # raises where no such drafting is possible
     return Request(
         prompt=text,
         is_example=prompt is None,
-        config=config,
-        seed=secrets.randbelow(2**31) if decoding.seed is None else decoding.seed,
+        config=requested_draft(draft, length),
+        seed=some_seed(decoding.seed),
         model=model,
         draft=draft,
         length=length,

@@ -10,7 +10,7 @@ import typer
 
 from .options import ConfigOptions, JsonOption
 
-__all__ = ["DecodingOptions", "DraftLengthOptions", "DraftOptions", "ShowOptions"]
+__all__ = ["AnswerOptions", "DecodingOptions", "DraftLengthOptions", "DraftOptions", "ShowOptions"]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class DraftLengthOptions:
 
 
 @dataclass(frozen=True)
-class DecodingOptions:
-    """How the answer is decoded, drafted or not."""
+class AnswerOptions:
+    """How an answer is decoded, drafted or not."""
 
     panel: ClassVar[str] = "How to decode"
 
@@ -119,6 +119,18 @@ class DecodingOptions:
         ),
     ] = False
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the prompt.")] = None
+
+    def check_sampling(self) -> None:
+        """Raise `ValueError` for an option of sampling where nothing is sampled."""
+        for option, value in (("--top-k", self.top_k), ("--top-p", self.top_p), ("--seed", self.seed)):
+            if value is not None and not self.temperature:
+                raise ValueError(f"{option} {value} needs --temperature above 0: greedy decoding does not sample.")
+
+
+@dataclass(frozen=True)
+class DecodingOptions(AnswerOptions):
+    """The same where the prompt need not be a chat."""
+
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Continue the prompt as it is, not as a chat.")
     ] = False

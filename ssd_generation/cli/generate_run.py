@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,35 +21,29 @@ if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
     from ..harness.results import Comparison, TokenOrigins
     from ..tuning.automatic import AutomaticChoice
-    from .generate_options import DecodingOptions, DraftLengthOptions, DraftOptions, ShowOptions
+    from .generate_options import AnswerOptions, DecodingOptions, DraftLengthOptions, DraftOptions, ShowOptions
     from .options import ModelOptions
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked for, checked as far as that goes without the model.
+@dataclass(frozen=True, kw_only=True)
+class AnswerRequest:
+    """How to answer, checked as far as that goes without the model.
 
     Attributes:
-        prompt: what the model is to answer.
-        is_example: whether that is the example, and not the user's.
         config: that the options name, before `length`; `None` where they name none.
         seed: of the sampling.
         model: the options' groups, from here on.
         draft: …
         length: …
         decoding: …
-        show: …
     """
 
-    prompt: str
-    is_example: bool
     config: SelfSpeculativeConfig | None
     seed: int
     model: ModelOptions
     draft: DraftOptions
     length: DraftLengthOptions
-    decoding: DecodingOptions
-    show: ShowOptions
+    decoding: AnswerOptions
 
     @property
     def is_sampling(self) -> bool:
@@ -63,6 +58,28 @@ class Request:
             sampling = {name: getattr(self.decoding, name) for name in ("temperature", "top_k", "top_p")}
             arguments |= {name: value for name, value in sampling.items() if value is not None}
         return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(AnswerRequest):
+    """What was asked for.
+
+    Attributes:
+        prompt: what the model is to answer.
+        is_example: whether that is the example, and not the user's.
+        decoding: …
+        show: …
+    """
+
+    prompt: str
+    is_example: bool
+    decoding: DecodingOptions
+    show: ShowOptions
+
+
+def some_seed(asked: int | None) -> int:
+    """The seed that was asked for, or any."""
+    return secrets.randbelow(2**31) if asked is None else asked
 
 
 @dataclass(frozen=True)
@@ -147,10 +164,8 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
     """
     import torch
 
-    from ..forward.copies.low_bit import copy_bytes
     from ..generation import enable_self_speculative
     from ..harness.results import TokenOrigins, describe_environment
-    from ..tuning.automatic import weight_bytes
     from .loading import encode, load
 
     target, tokenizer = load(request.model)
@@ -176,7 +191,7 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
     return Answer(
         request=request,
         tokenizer=tokenizer,
-        draft=Draft(config, choice, weight_bytes(target), copy_bytes(target) if config.precision else 0),
+        draft=draft_of(target, config, choice),
         prompt_tokens=length,
         token_ids=new,
         seconds=seconds,
@@ -211,8 +226,22 @@ def _compare(
 # the draft
 
 
+def draft_of(target: Any, config: SelfSpeculativeConfig, choice: AutomaticChoice | None) -> Draft:
+    """What the model drafts with, and its memory.
+
+    Args:
+        target: the model.
+        config: the whole of it.
+        choice: how `auto` came to it, if it did.
+    """
+    from ..forward.copies.low_bit import copy_bytes
+    from ..tuning.automatic import weight_bytes
+
+    return Draft(config, choice, weight_bytes(target), copy_bytes(target) if config.precision else 0)
+
+
 def choose_draft(
-    request: Request, target: PreTrainedModel, prompt: torch.Tensor
+    request: AnswerRequest, target: PreTrainedModel, prompt: torch.Tensor
 ) -> tuple[SelfSpeculativeConfig, AutomaticChoice | None]:
     """What to draft with: as the options say, as is stored with the model, or whatever pays.
 

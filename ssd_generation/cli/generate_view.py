@@ -16,6 +16,7 @@ from .options import DEMO
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TextStreamer
 
+    from ..decoding.statistics import SpeculationStatistics
     from .generate_run import Answer, Request
 
 
@@ -52,7 +53,7 @@ def print_answer(answer: Answer) -> None:
     """Everything that follows the text of an answer, or all of it as one JSON document; and the file of `--html`."""
     request, show = answer.request, answer.request.show
     if show.html is not None:
-        title = f"{_short_name(request.model.model)}: where each token came from"
+        title = f"{short_name(request.model.model)}: where each token came from"
         answer.origins.save_html(show.html, title=title, prompt=request.prompt)
     if show.as_json:
         print_json(answer.to_dict())
@@ -71,14 +72,28 @@ def print_answer(answer: Answer) -> None:
 
 
 def _summary(answer: Answer) -> str:
-    tokens, seconds, speculation = len(answer.token_ids), answer.seconds, answer.speculation
-    parts = [f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} per second)"]
+    parts = figures(len(answer.token_ids), answer.seconds, answer.speculation)
+    return "\n" + ", ".join(parts) + f".\n{drafts_from(answer.draft)}"
+
+
+def figures(tokens: int, seconds: float, speculation: SpeculationStatistics | None) -> list[str]:
+    """What an answer took, in words.
+
+    Args:
+        tokens: of the answer.
+        seconds: that it took.
+        speculation: statistics of the call, where there are some.
+    """
+    parts = [f"{tokens} {'token' if tokens == 1 else 'tokens'} in {seconds:.1f} s ({tokens / seconds:.1f} per second)"]
+    if speculation is None:
+        return parts
     if speculation.acceptance_rate is not None:
         parts.append(f"{speculation.acceptance_rate:.0%} of the drafted tokens accepted")
     if speculation.tokens_per_round is not None:
         parts.append(f"{speculation.tokens_per_round:.2f} tokens per round")
-    return "\n" + ", ".join(parts) + f".\n{drafts_from(answer.draft)}"
+    return parts
 
 
-def _short_name(model: str) -> str:
+def short_name(model: str) -> str:
+    """A model's name without its folder."""
     return "SmolLM2-135M-Instruct" if model == DEMO else Path(model).name

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-__all__ = ["Ends", "KnownEnds", "Limits", "end_tokens"]
+__all__ = ["Ends", "KnownEnds", "Limits", "StopRequest", "end_tokens"]
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,29 @@ class Ends:
             self.rests[row] = is_full or not self.limits.eos_token_ids.isdisjoint(tokens)
 
 
+class StopRequest(StoppingCriteria):
+    """Stopping criterion that ends all texts of a call after the next committed token, once somebody asks for it."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def ask(self) -> None:
+        """End the texts; from any thread, or from a signal handler."""
+        self._asked.set()
+
+    @property
+    def is_asked(self) -> bool:
+        """True once `ask` was called."""
+        return self._asked.is_set()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        """Return, per row, whether its text ends."""
+        return torch.full((input_ids.shape[0],), self.is_asked, device=input_ids.device)  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class KnownEnds:
-    """Stopping criteria of transformers that look at no more than the length and the last token of a text.
+    """Stopping criteria that look at no more than the length and the last token of a text, or at no text at all.
 
     They are asked here of numbers that the host has: their own code computes on the device, and waits for it.
     """
@@ -100,11 +122,12 @@ class KnownEnds:
     max_length: int
     tokens: frozenset[int]
     positions: int
+    requests: tuple[StopRequest, ...] = ()
 
     @classmethod
     def of(cls, criteria: StoppingCriteriaList) -> KnownEnds | None:
         """Those of a call; `None` where there are others among them."""
-        if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria):
+        if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria, StopRequest) for criterion in criteria):
             return None
         lengths = [criterion for criterion in criteria if type(criterion) is MaxLengthCriteria]
         positions = [known for one in lengths if (known := one.max_position_embeddings) is not None]
@@ -112,6 +135,7 @@ class KnownEnds:
             min((int(one.max_length) for one in lengths), default=sys.maxsize),
             end_tokens(criteria),
             min(positions, default=sys.maxsize),
+            tuple(criterion for criterion in criteria if type(criterion) is StopRequest),
         )
 
     def warns(self, columns: int) -> bool:
@@ -120,7 +144,8 @@ class KnownEnds:
 
     def done(self, columns: int, last: list[int]) -> list[bool]:
         """Per row, whether a text of so many tokens that ends in this one has come to its end."""
-        return [columns >= self.max_length or token in self.tokens for token in last]
+        is_over = columns >= self.max_length or any(request.is_asked for request in self.requests)
+        return [is_over or token in self.tokens for token in last]
 
 
 def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:

@@ -83,6 +83,8 @@ class DecodingLoop:
         started, request, (batch, prompt_length) = time.perf_counter(), self.request, input_ids.shape
         self.statistics = SpeculationStatistics.of_batch(batch, prompt_length)
         self._committer = Committer(self.forward, request, self._watch, self.statistics)
+        if (on_statistics := getattr(request.streamer, "on_statistics", None)) is not None:
+            on_statistics(self.statistics)  # counts of each token are there when the streamer gets it
         outputs = StepOutputs(request.generation_config, batch)
         choice = SampledChoice(batch, input_ids.device) if request.generation_config.do_sample else Choice()
         rows: Rows | None = None

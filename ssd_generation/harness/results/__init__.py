@@ -5,8 +5,9 @@ from .checks import Check, string
 from .comparison import Comparison, MethodResult
 from .environment import commit_of, describe_environment, load_average, own_settings, run_environment
 from .figures import engine_efficiency, finished_calls, latest_calls, ratio, ratios_so_far
-from .origin_piece import OriginPiece
+from .origin_piece import DECIDED, DRAFTED, LOOKED_UP, OriginPiece
 from .page import markdown, overview, write_summary
+from .piece_reader import Piece, PieceReader
 from .ratio_plot import COLOURS, MARKERS, new_figure, plot_summary
 from .run_folder import PLOT, ROWS, SUMMARY, TABLE, RunFolder, read_rows
 from .sentences import conditions, problems, sampling_notes
@@ -14,12 +15,14 @@ from .sessions import sessions_of, start_session, take_over_sessions, where_meas
 from .stored import check_rows, check_summary
 from .summary import categories_of, summarise, summarise_pairs
 from .timings import Timing, Timings, spread
-from .token_origins import TokenOrigins
+from .token_origins import STYLES, TokenOrigins, legend
 
-__all__ = ["COLOURS", "LEAST_JUDGED", "MARKERS", "PLOT", "ROWS", "SUMMARY", "TABLE", "Check", "Comparison"]
-__all__ += ["MethodResult", "OriginPiece", "RunFolder", "Timing", "Timings", "TokenOrigins", "categories_of"]
-__all__ += ["check_rows", "check_summary", "commit_of", "conditions", "describe_environment", "engine_efficiency"]
-__all__ += ["finished_calls", "latest_calls", "load_average", "markdown", "markdown_sentence", "markdown_table"]
-__all__ += ["new_figure", "overview", "own_settings", "plot_summary", "problems", "ratio", "ratios_so_far", "read_rows"]
-__all__ += ["run_environment", "sampling_cell", "sampling_notes", "sessions_of", "spread", "start_session", "string"]
-__all__ += ["summarise", "summarise_pairs", "take_over_sessions", "where_measured", "write_summary"]
+__all__ = ["COLOURS", "DECIDED", "DRAFTED", "LEAST_JUDGED", "LOOKED_UP", "MARKERS", "PLOT", "ROWS", "STYLES"]
+__all__ += ["SUMMARY", "TABLE", "Check", "Comparison", "MethodResult", "OriginPiece", "Piece", "PieceReader"]
+__all__ += ["RunFolder", "Timing", "Timings", "TokenOrigins", "categories_of", "check_rows", "check_summary"]
+__all__ += ["commit_of", "conditions", "describe_environment", "engine_efficiency", "finished_calls"]
+__all__ += ["latest_calls", "legend", "load_average", "markdown", "markdown_sentence", "markdown_table"]
+__all__ += ["new_figure", "overview", "own_settings", "plot_summary", "problems", "ratio", "ratios_so_far"]
+__all__ += ["read_rows", "run_environment", "sampling_cell", "sampling_notes", "sessions_of", "spread"]
+__all__ += ["start_session", "string", "summarise", "summarise_pairs", "take_over_sessions", "where_measured"]
+__all__ += ["write_summary"]

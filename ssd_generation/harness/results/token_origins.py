@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -13,16 +13,15 @@ from ...support.display import visible
 from ...support.files import write_whole
 from .origin_piece import DECIDED, DRAFTED, LOOKED_UP, OriginPiece
 from .origins_html import fragment, page
+from .piece_reader import Piece, PieceReader
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenOrigins"]
-
-# Text that a decoder gives for bytes that are not a whole character (yet).
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+__all__ = ["STYLES", "TokenOrigins", "legend"]
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class TokenOrigins:
         newline = "\\n" if options.ascii_only else "↵"
         body = Text(overflow="fold")
         for piece in self.pieces:
-            style = _STYLES[piece.origin] + (" italic" if piece.special else "")
+            style = STYLES[piece.origin] + (" italic" if piece.special else "")
             left, right = ("", "") if styled else marks.get(piece.origin, ("", ""))
             *lines, rest = visible(piece.text, keep="\n\t").split("\n")
             body.append(left)
@@ -153,12 +152,7 @@ class TokenOrigins:
             body.append(right if rest or not lines else "")
         yield body
         yield Text()
-        legend = Text()
-        for origin in self.legend():
-            left, right = ("", "") if styled else marks.get(origin, ("", ""))
-            legend.append(" · " if legend else "").append(f"{left}{origin}{right}", style=_STYLES[origin])
-            legend.append(f" ({_NOTES[origin]})" if styled and origin in _NOTES else "")
-        yield legend
+        yield legend(self.legend(), {} if styled else marks, notes=styled)
         yield Text(self.summary())
 
     # -- HTML ----------------------------------------------------------------------------------------------------------
@@ -203,33 +197,32 @@ class TokenOrigins:
         return target
 
 
-def _texts(tokenizer: Any, ids: list[int]) -> Iterator[tuple[str, int, int, bool]]:
-    """Yield `(text, first token, last token, is special)`; texts of ordinary tokens add up to the decoded answer."""
-    special = set(tokenizer.all_special_ids)
-
-    def decode(start: int, stop: int) -> str:
-        if start == stop:
-            return ""
-        return str(tokenizer.decode(ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    # Tokens context … shown are out; they are decoded again with what follows, since a text may depend on the token
-    # before it (a space, for one). Tokens after them wait until they make whole characters.
-    context = shown = 0
-    for at, token in enumerate(ids):
-        if token in special:
-            if shown < at:
-                yield decode(context, at)[len(decode(context, shown)) :], shown, at - 1, False
-            yield str(tokenizer.convert_ids_to_tokens(token)), at, at, True
-            context = shown = at + 1
-            continue
-        before, now = decode(context, shown), decode(context, at + 1)
-        if len(now) > len(before) and not now.endswith(_INCOMPLETE):
-            yield now[len(before) :], shown, at, False
-            context, shown = shown, at + 1
-    if shown < len(ids):
-        yield decode(context, len(ids))[len(decode(context, shown)) :], shown, len(ids) - 1, False
+def _texts(tokenizer: Any, ids: list[int]) -> Iterator[Piece]:
+    """Yield the pieces of a whole text."""
+    reader = PieceReader(tokenizer)
+    for token in ids:
+        yield from reader.add(token)
+    yield from reader.end()
 
 
-# Colours, and what else tells the origins apart.
-_STYLES = {DRAFTED: "green", LOOKED_UP: "italic cyan", DECIDED: "bold underline yellow"}
+STYLES: Mapping[str, str] = {DRAFTED: "green", LOOKED_UP: "italic cyan", DECIDED: "bold underline yellow"}
+"""Colours, and what else tells the origins apart, by origin."""
 _NOTES = {LOOKED_UP: "in italics", DECIDED: "underlined"}
+
+
+def legend(origins: Sequence[str], marks: Mapping[str, tuple[str, str]], notes: bool) -> Text:
+    """Return the line that explains how origins are shown in a terminal.
+
+    Args:
+        origins: to explain.
+        marks: brackets around each, where no styles are shown.
+        notes: say what tells them apart other than colours.
+    """
+    from rich.text import Text
+
+    line = Text()
+    for origin in origins:
+        left, right = marks.get(origin, ("", ""))
+        line.append(" · " if line else "").append(f"{left}{origin}{right}", style=STYLES[origin])
+        line.append(f" ({_NOTES[origin]})" if notes and origin in _NOTES else "")
+    return line

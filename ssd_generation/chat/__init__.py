@@ -1,0 +1,1 @@
+"""Conversations of several turns over one KV cache."""

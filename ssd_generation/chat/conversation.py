@@ -1,0 +1,218 @@
+"""A conversation with a model: its messages, and the cache that its turns share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+
+from ..config import SelfSpeculativeConfig
+from ..decoding.ends import StopRequest
+from ..harness.texts import encode_prompt
+from ..support.versions import CACHE
+from .kept_cache import KeptCache
+from .streamer import PieceStreamer
+
+if TYPE_CHECKING:
+    from ..decoding.statistics import SpeculationStatistics
+
+__all__ = ["Conversation", "Turn", "check_template"]
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ValueError` for a tokenizer without a chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            "This model's tokenizer has no chat template, so it is most likely a base model, which continues texts and "
+            "answers nobody. Give an instruct or chat model, or a template with --chat-template FILE; `ssd generate` "
+            "continues a text."
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer.
+
+    Attributes:
+        question: what the user said.
+        answer: what the model answered, without special tokens.
+        token_ids: tokens of the answer, the one that ends it included.
+        prompt_tokens: tokens of the conversation before the answer.
+        cached_tokens: how many of these the cache held already.
+        seconds: that the answer took, reading the new tokens included.
+        ended_by: "end" of the answer, "length", or "stop" where the user stopped it.
+        statistics: of the call; `None` where it was cut off in the middle of a pass.
+    """
+
+    question: str
+    answer: str
+    token_ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+    ended_by: str
+    statistics: SpeculationStatistics | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of the answer, reading the new tokens included."""
+        return len(self.token_ids) / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures of the turn, as plain JSON types; its texts are messages of the conversation."""
+        statistics = self.statistics
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "tokens": len(self.token_ids),
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "acceptance_rate": None if statistics is None else statistics.acceptance_rate,
+            "tokens_per_round": None if statistics is None else statistics.tokens_per_round,
+            "ended_by": self.ended_by,
+        }
+
+
+class Conversation:
+    """Ask a model one question after the other.
+
+    Each prompt is the whole conversation in the model's chat template. Of its tokens those are read that the cache of
+    the turn before does not hold; so a template that rewrites earlier turns changes what is read, and never the text.
+
+    Args:
+        model: the target model, after `enable_self_speculative`.
+        tokenizer: of the model, with a chat template.
+        config: what to draft with.
+        arguments: of `generate`, with `max_new_tokens`.
+        system: message that the template says first.
+        seed: of the sampling; each turn adds its number.
+
+    Attributes:
+        turns: so far.
+        tokenizer: …
+        config: …
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: SelfSpeculativeConfig,
+        arguments: Mapping[str, Any],
+        system: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_template(tokenizer)
+        self.turns: list[Turn] = []
+        self.tokenizer, self.config = tokenizer, config
+        self._model, self._arguments, self._system, self._seed = model, dict(arguments), system, seed
+        self._kept = KeptCache(model)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation as chat templates take it."""
+        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        for turn in self.turns:
+            messages += [
+                {"role": "user", "content": turn.question},
+                {"role": "assistant", "content": turn.answer},
+            ]
+        return messages
+
+    def reset(self) -> None:
+        """Begin anew; the system message stays."""
+        self.turns.clear()
+        self._kept.drop()
+
+    def ask(self, question: str, streamer: PieceStreamer, stop: StopRequest) -> Turn | None:
+        """Answer a question.
+
+        Args:
+            question: what the user says.
+            streamer: gets the answer; a new one.
+            stop: ends the answer after the next token, once it is asked; a new one.
+
+        Returns:
+            The turn, which is part of the conversation from now on; `None` where it was cut off before the first token
+            (`KeyboardInterrupt`), and is no part of it.
+
+        Raises:
+            ValueError: the template refuses the messages, or the conversation is too long for the model.
+        """
+        before = [(turn.question, turn.answer) for turn in self.turns]
+        inputs = encode_prompt(self.tokenizer, question, before=before, system=self._system)
+        ids: list[int] = inputs["input_ids"][0].tolist()
+        arguments = self._arguments | {"max_new_tokens": self._room_for(len(ids))}
+        cache, cached = self._kept.take(ids)
+        if cache is not None:
+            arguments[CACHE] = cache
+        if arguments["do_sample"]:
+            torch.manual_seed(self._seed + len(self.turns))
+        started = time.perf_counter()
+        new, statistics = self._answer(inputs, arguments, streamer, stop)
+        seconds = time.perf_counter() - started
+        if not new:
+            return None
+        turn = Turn(
+            question=question,
+            # Exactly as it was decoded: so the next prompt begins with the same tokens wherever the template lets it.
+            answer=str(self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)),
+            token_ids=new,
+            prompt_tokens=len(ids),
+            cached_tokens=cached,
+            seconds=seconds,
+            ended_by=self._ended_by(new, arguments["max_new_tokens"], statistics is None or stop.is_asked),
+            statistics=statistics,
+        )
+        self.turns.append(turn)
+        return turn
+
+    def _answer(
+        self, inputs: Mapping[str, torch.Tensor], arguments: dict[str, Any], streamer: PieceStreamer, stop: StopRequest
+    ) -> tuple[list[int], SpeculationStatistics | None]:
+        """Return the new tokens and the statistics of the call; keep its cache."""
+        model = self._model
+        try:
+            output = model.generate(
+                **{name: tensor.to(model.device) for name, tensor in inputs.items()},
+                **arguments,
+                self_speculative=self.config,
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList([stop]),
+                return_dict_in_generate=True,
+            )
+        except KeyboardInterrupt:
+            # In the middle of a pass: nobody knows what the cache holds, and nothing is kept of it.
+            streamer.end()
+            return list(streamer.token_ids), None
+        ids: list[int] = output.sequences[0].tolist()
+        self._kept.keep(output.get(CACHE), ids)
+        return ids[inputs["input_ids"].shape[1] :], model.last_speculation
+
+    def _room_for(self, tokens: int) -> int:
+        """Return how long an answer to a prompt of so many tokens may be."""
+        longest = int(self._arguments["max_new_tokens"])
+        most = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if type(most) is not int or most < 1:
+            return longest
+        if tokens >= most:
+            raise ValueError(
+                f"The conversation is {tokens} tokens long with this turn, but the model was made for {most}. /reset "
+                "begins anew."
+            )
+        return min(longest, most - tokens)
+
+    def _ended_by(self, new: list[int], longest: int, is_stopped: bool) -> str:
+        ends = self._model.generation_config.eos_token_id
+        if new[-1] in (ends if isinstance(ends, list) else [ends]):
+            return "end"
+        if len(new) >= longest:
+            return "length"
+        return "stop" if is_stopped else "end"

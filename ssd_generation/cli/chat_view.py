@@ -1,0 +1,131 @@
+"""What `ssd chat` shows: its first lines, answers as they come, and what each took."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from .compare_view import drafts_from
+from .console import err, out, styled
+from .generate_view import figures, short_name
+
+if TYPE_CHECKING:
+    from ..chat.conversation import Turn
+    from .generate_run import Draft
+
+__all__ = ["ChatView"]
+
+_PROMPT = "> "
+_COMMANDS = (
+    ("/reset", "begin anew; the system message stays"),
+    ("/save FILE", "write the conversation as JSON"),
+    ("/help", "these lines"),
+    ("/exit", "leave, as Ctrl-D does"),
+)
+_HINTS = (
+    "Ctrl-C stops an answer; what there is of it stays in the conversation. A line that ends in \\ goes on in the "
+    "next. A space before / makes it part of what you say."
+)
+
+
+class ChatView:
+    """A conversation on a screen, in a pipe, or nowhere.
+
+    Args:
+        is_interactive: somebody types: prompts and hints are shown.
+        shows_origins: colour each token by where it came from, where the terminal can.
+        is_silent: show no answers.
+    """
+
+    def __init__(self, is_interactive: bool, shows_origins: bool, is_silent: bool) -> None:
+        self._out, self._err = out(), err()
+        self._is_interactive, self._is_silent = is_interactive, is_silent
+        self._is_terminal = self._out.is_terminal
+        self._shows_origins = shows_origins and self._is_terminal and self._out.color_system is not None
+
+    def begin(self, model: str, draft: Draft) -> None:
+        """Say who answers, and what the colours mean."""
+        if not self._is_interactive:
+            return
+        self._err.print(styled((short_name(model), "bold"), (f": {_lowered(drafts_from(draft))}", "dim")))
+        if self._shows_origins and draft.config.drafting.policy != "none":
+            from ..harness.results import DECIDED, DRAFTED, LOOKED_UP, legend
+
+            looked_up = [LOOKED_UP] if draft.config.lookup is not None else []
+            self._err.print(legend([DRAFTED, *looked_up, DECIDED], {}, notes=True))
+        self.say("/help lists the commands, Ctrl-D leaves.")
+
+    def read(self) -> str | None:
+        """The next thing that the user says; `None` at the end."""
+        if not self._is_interactive:
+            line = sys.stdin.readline()
+            return line.rstrip("\r\n") if line else None
+        self._err.print()
+        said = self._typed(_PROMPT)
+        while said is not None and said.endswith("\\"):
+            more = self._typed(". ")
+            said = said[:-1] + ("" if more is None else f"\n{more}")
+        return said
+
+    def _typed(self, prompt: str) -> str | None:
+        with contextlib.suppress(ImportError):  # on Windows, whose terminal does that itself
+            import readline  # noqa: F401 - `input` then has a history and can be edited
+        if not self._is_terminal:
+            self._err.print(prompt, end="")
+            prompt = ""
+        try:
+            return input(prompt)
+        except EOFError:
+            self._err.print()
+            return None
+
+    def write(self, text: str, origin: str) -> None:
+        """Show a piece of an answer, as it is in a pipe."""
+        if self._is_silent:
+            return
+        if not self._is_terminal:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        style = ""
+        if self._shows_origins:
+            from ..harness.results import STYLES
+
+            style = STYLES[origin]
+        # `styled` first: rich would leave some control characters out, so that nobody saw them.
+        self._out.print(Text(styled(text).plain, style=style), end="", soft_wrap=True)
+
+    def end(self, turn: Turn | None) -> None:
+        """Say what an answer took; `None`: it was stopped before it began."""
+        if turn is None:
+            self.say("Stopped before the first token: this turn is no part of the conversation.")
+            return
+        if not self._is_silent:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        parts = figures(len(turn.token_ids), turn.seconds, turn.statistics)
+        if turn.cached_tokens:
+            parts.append(f"{turn.cached_tokens} of {turn.prompt_tokens} prompt tokens from the cache")
+        if turn.ended_by != "end":
+            parts.append(
+                {"stop": "stopped", "length": "cut off by --max-new-tokens or the model's length"}[turn.ended_by]
+            )
+        line = ("\n" if self._is_interactive else "") + ", ".join(parts) + "."
+        self._err.print(line, style="dim", soft_wrap=not self._err.is_terminal)
+
+    def say(self, line: str) -> None:
+        """A line about the conversation, not of it."""
+        self._err.print(line, style="dim")
+
+    def help(self) -> None:
+        """The commands."""
+        for name, meaning in _COMMANDS:
+            self._err.print(styled((f"{name:<12}", "bold"), meaning))
+        self.say(_HINTS)
+
+
+def _lowered(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
