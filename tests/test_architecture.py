@@ -408,6 +408,7 @@ PART_OF_ANOTHER = {
     **dict.fromkeys(("huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "tqdm"), "transformers"),
     "outlines_core": "outlines",
     "datasets": "evaluate",
+    "pyarrow": "evaluate",
     "sqlalchemy": "optuna",
 }
 

@@ -56,14 +56,38 @@ def test_a_run_ends_in_tables_and_a_folder(ssd: Callable[..., Run], folder: str,
     names = "paper,plain-loop,prompt-lookup-3"
     run = ssd("-m", folder, "--prompts", prompts, "--methods", names, *SKIP, *SHORT, "-o", "results")
     assert run.status == 0, run.err
-    for name in names.split(","):
-        assert sum(line.startswith(name + " ") for line in run.out.splitlines()) == 2
+    for name, tables in (("paper", 3), ("plain-loop", 2), ("prompt-lookup-3", 3)):
+        assert sum(line.startswith(name + " ") for line in run.out.splitlines()) == tables
+    assert "Acceptance length" in run.out and "overall" in run.out
     assert "rain" in run.out and "rivers" in run.out and "3 prompts in 2 categories" in " ".join(run.out.split())
     assert all(len(line) <= 80 for line in run.out.splitlines()) and "…" not in run.out
     assert "Results go to results" in run.err and "Written to results" in run.err
     summary = json.loads((tmp_path / "results" / "summary.json").read_text())
     assert summary["complete"] and summary["methods"]["paper"]["text"]["identical"] == 3
     assert len((tmp_path / "results" / "rows.jsonl").read_text().splitlines()) >= 12
+
+
+def test_the_files_of_the_field(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["the rain falls", "and then?"], "reference": ["a"]},
+        {"question_id": 161, "category": "translation", "turns": ["a river"]},
+        {"question_id": 241, "category": "math_reasoning", "turns": ["what falls?"]},
+    ]
+    (tmp_path / "question.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = ["-m", folder, "--prompts", "question.jsonl", "--methods", "config", *SKIP, *SHORT]
+    run = ssd(*common, "-o", "r")
+    assert run.status == 0, run.err
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    figures = summary["methods"]["config"]["acceptance_length"]
+    assert list(figures["categories"]) == ["mt_bench", "translation", "math_reasoning"]
+    assert figures["categories"]["mt_bench"]["prompts"] == 1 and figures["overall"]["prompts"] == 3
+    assert summary["prompts_per_category"]["mt_bench"] == 2, "its turns"
+    assert "mt_bench" in run.out and "## Acceptance length" in (tmp_path / "r" / "summary.md").read_text()
+    run = ssd(*common, "--no-chat-template", "-o", "first-turns", "--json")
+    assert run.json["prompts_per_category"]["mt_bench"] == 1
+    (tmp_path / "question.jsonl").write_text(json.dumps({"category": "qa", "turns": "no list"}) + "\n[1]\n")
+    run = ssd(*common, "-o", "bad")
+    assert run.status == 2 and "question.jsonl, line 2: a JSON object is needed" in run.err
 
 
 def test_json_is_one_document(ssd: Callable[..., Run], folder: str, prompts: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.benchmark.runner import BenchmarkSettings, benchmark_arguments, run_benchmark
 from ssd_generation.forward.copies.low_bit import copy_bytes
-from ssd_generation.harness.results import RunFolder, commit_of
+from ssd_generation.harness.results import RunFolder, acceptance_lengths, commit_of
 from ssd_generation.harness.run import Caller, Progress, TimedCall, side_by_side
 from ssd_generation.harness.texts import Prompt
 from ssd_generation.support.model_state import state_of
@@ -50,11 +50,11 @@ def run(
     observe: Any = None,
     **more: Any,
 ) -> dict[str, Any]:
-    assistant = more.pop("assistant", None)
+    assistant, prompts = more.pop("assistant", None), more.pop("prompts", PROMPTS)
     settings = BenchmarkSettings(methods=methods, **{"new_tokens": 8, "warm_up": 1, "memory": False, **more})
-    with RunFolder(path, benchmark_arguments(settings, PROMPTS, CONFIG)) as folder:
+    with RunFolder(path, benchmark_arguments(settings, prompts, CONFIG)) as folder:
         return run_benchmark(
-            model, TOKENIZER, PROMPTS, folder, settings, config=CONFIG, assistant=assistant, observe=observe
+            model, TOKENIZER, prompts, folder, settings, config=CONFIG, assistant=assistant, observe=observe
         )
 
 
@@ -454,3 +454,84 @@ def test_commit_of_something_that_is_no_checkout(tmp_path: Path) -> None:
     assert commit_of(tmp_path) is None
     (tmp_path / ".git").mkdir()
     assert commit_of(tmp_path) is None
+
+
+# --- several turns ----------------------------------------------------------------------------------
+
+
+TALKS = [Prompt("t-1", "t", "the rain", ("and then?", "why?")), Prompt("u-1", "u", "a river runs")]
+
+
+def test_later_turns_follow_plain_answers(model: Any, tmp_path: Path) -> None:
+    summary = run(model, tmp_path / "r", prompts=TALKS)
+    rows = {(row["prompt"], row["method"]): row for row in rows_of(tmp_path / "r")}
+    assert len(rows) == 4 * len(METHODS) and not any("error" in row for row in rows.values())
+    messages: list[dict[str, str]] = []
+    for name, text in (("t-1", "the rain"), ("t-1, turn 2", "and then?"), ("t-1, turn 3", "why?")):
+        messages.append({"role": "user", "content": text})
+        ids = TOKENIZER.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )["input_ids"]
+        for method in METHODS:
+            assert rows[name, method]["prompt_tokens"] == ids.shape[1]
+            assert rows[name, method].get("conversation", name) == "t-1"
+            expected = model.generate(ids, **OPTIONS)[0, ids.shape[1] :].tolist()
+            assert rows[name, method]["token_ids"] == expected
+        messages.append({"role": "assistant", "content": TOKENIZER.decode(expected, skip_special_tokens=True)})
+    # Going on makes no call again, and needs none of the answers anew.
+    before = (tmp_path / "r" / "rows.jsonl").read_text()
+    run(model, tmp_path / "r", prompts=TALKS)
+    assert (tmp_path / "r" / "rows.jsonl").read_text() == before
+    assert summary["methods"]["plain-loop"]["acceptance_length"] is None
+    figures = summary["methods"]["config"]["acceptance_length"]
+    assert {name: entry["prompts"] for name, entry in figures["categories"].items()} == {"t": 1, "u": 1}
+
+
+def test_an_answer_ends_where_the_model_ends_it(model: Any, tmp_path: Path) -> None:
+    run(model, tmp_path / "a", prompts=TALKS[:1], methods=("plain",))
+    (first,) = [row for row in rows_of(tmp_path / "a") if row["prompt"] == "t-1"]
+    model.generation_config.eos_token_id = first["token_ids"][2]
+    run(model, tmp_path / "b", prompts=TALKS[:1], methods=("plain",))
+    lengths = [[row["prompt_tokens"] for row in rows_of(tmp_path / name)] for name in "ab"]
+    assert lengths[0][0] == lengths[1][0] and lengths[0][1] > lengths[1][1]
+
+
+def test_a_turn_without_an_answer_before_it_fails_alone(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = Caller.call, 0
+
+    def call(self: Caller, *args: Any) -> TimedCall:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # behind the warm-up
+            raise ValueError("no memory")
+        return real(self, *args)
+
+    monkeypatch.setattr(Caller, "call", call)
+    run(model, tmp_path / "r", prompts=TALKS, methods=("plain",))
+    errors = {row["prompt"]: row.get("error") for row in rows_of(tmp_path / "r")}
+    assert errors["t-1"] == "ValueError: no memory" and errors["u-1"] is None
+    assert "follows an answer to t-1" in str(errors["t-1, turn 2"])
+
+
+def test_acceptance_lengths() -> None:
+    def row(category: str, prompt: str, histogram: dict[str, int] | None, **more: Any) -> dict[str, Any]:
+        own = None if histogram is None else {"tokens_per_round_histogram": histogram}
+        return {"category": category, "prompt": prompt, "speculation": own, **more}
+
+    figures = acceptance_lengths(
+        [
+            row("a", "1", {"1": 1, "3": 1}),
+            row("a", "1, turn 2", {"4": 2}, conversation="1"),
+            row("a", "2", {"1": 2}),
+            row("b", "3", None, assisted={"target_passes": 4, "drafted_tokens": 9, "accepted_tokens": 6}),
+            row("b", "4", {}),
+        ]
+    )
+    assert figures is not None
+    a, b = figures["categories"]["a"], figures["categories"]["b"]
+    assert a == {"prompts": 2, "passes": 6, "per_pass": 14 / 6, "per_prompt": (12 / 4 + 2 / 2) / 2}
+    assert b == {"prompts": 1, "passes": 4, "per_pass": 2.5, "per_prompt": 2.5}
+    assert figures["overall"]["per_pass"] == 24 / 10 and figures["overall"]["prompts"] == 3
+    assert acceptance_lengths([row("a", "1", {}), row("a", "2", None)]) is None

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from ssd_generation.harness.texts import Prompt, built_in_prompts, digest, encode_prompt, load_prompts, read_prompts
+from ssd_generation.harness.texts import (
+    Prompt,
+    built_in_prompts,
+    digest,
+    encode_prompt,
+    load_prompts,
+    questions_of,
+    read_prompts,
+)
 from test_cli import tiny_tokenizer
 
 
@@ -53,6 +61,79 @@ def test_later_turns_are_kept(tmp_path: Path) -> None:
     file = write(tmp_path / "file.jsonl", entry)
     assert read_prompts(file) == [Prompt("file-1", "writing", "First", ("Second",))]
     assert load_prompts([file]) == read_prompts(file)
+
+
+MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."], "reference": ["x", "y"]}
+SPEED_BENCH = {
+    "question_id": "a1", "category": "low_entropy", "sub_category": "sorting", "turns": ["Sort this."],
+    "source": "somewhere", "src_id": "7", "difficulty": "unknown", "multiturn": False,
+}  # fmt: skip
+
+
+def test_spec_bench_reports_mt_bench_as_one(tmp_path: Path) -> None:
+    translation = {"question_id": 161, "category": "translation", "turns": ["Translate."]}
+    alone = read_prompts(write(tmp_path / "question.jsonl", MT_BENCH))
+    assert [prompt.category for prompt in alone] == ["writing"]
+    both = read_prompts(write(tmp_path / "question.jsonl", MT_BENCH, translation))
+    assert [prompt.category for prompt in both] == ["mt_bench", "translation"]
+    assert both[0].later == ("Again.",)
+
+
+def test_speed_bench_by_input_length(tmp_path: Path) -> None:
+    other = {**SPEED_BENCH, "category": "coding", "turns": ["Code.", "More."], "multiturn": True}
+    assert [p.category for p in read_prompts(write(tmp_path / "qualitative.jsonl", SPEED_BENCH, other))] == [
+        "low_entropy",
+        "coding",
+    ]
+    (prompt,) = read_prompts(write(tmp_path / "throughput_16k.jsonl", SPEED_BENCH))
+    assert (prompt.category, prompt.text) == ("low_entropy-16k", "Sort this.")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for folder, category in (("throughput_2k", "low_entropy-2k"), ("qualitative", "low_entropy")):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "test.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist([SPEED_BENCH, {**other, "category": "low_entropy"}]), file)
+        assert read_prompts(file) == [
+            Prompt("test-1", category, "Sort this."),
+            Prompt("test-2", category, "Code.", ("More.",)),
+        ]
+        assert len(load_prompts([file], limit_per_category=1)) == 1
+
+
+def test_parquet_files_that_cannot_be_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "test.parquet"
+    file.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(ValueError, match="not a Parquet file that can be read"):
+        read_prompts(file)
+    for rows, message in (
+        ([SPEED_BENCH, {**SPEED_BENCH, "turns": []}], r"row 2: 'turns' holds no text, but \[\]"),
+        ([{"text": "a"}], "row 1: there is no prompt in it; its keys are 'text'"),
+    ):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(file)
+    with pytest.raises(FileNotFoundError, match=r"no prompt file 'nowhere.parquet'"):
+        read_prompts("nowhere.parquet")
+
+
+def test_texts_of_speed_bench_that_are_still_to_be_fetched(tmp_path: Path) -> None:
+    placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    for text in (placeholder, f"{placeholder}\n\nYou are"):
+        file = write(tmp_path / "test.jsonl", SPEED_BENCH, {**SPEED_BENCH, "turns": ["Hello.", text]})
+        with pytest.raises(ValueError, match=r"line 2: this text of SPEED-Bench is not in the published file.*prepare"):
+            read_prompts(file)
+
+
+def test_turns_become_questions() -> None:
+    prompts = [Prompt("a-1", "a", "one", ("two", "three")), Prompt("a-2", "a", "four")]
+    questions = questions_of(prompts, has_turns=True)
+    assert [question.id for question in questions] == ["a-1", "a-1, turn 2", "a-1, turn 3", "a-2"]
+    assert questions[2].earlier == (("a-1", "one"), ("a-1, turn 2", "two"))
+    assert {question.conversation for question in questions[:3]} == {"a-1"}
+    assert [question.text for question in questions_of(prompts, has_turns=False)] == ["one", "four"]
+    assert digest(prompts) != digest([Prompt("a-1", "a", "one"), prompts[1]])
 
 
 def test_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch
 from ..config import SelfSpeculativeConfig
 from ..generation import enable_self_speculative
 from ..harness.llama_cpp import LlamaCpp
-from ..harness.methods import make_methods
-from ..harness.results import RunFolder
-from ..harness.run import Caller, Observer, RunSettings, SideBySide
-from ..harness.texts import Prompt, digest, encode_prompt
+from ..harness.methods import PLAIN, Method, make_methods
+from ..harness.results import RunFolder, finished_calls
+from ..harness.run import Caller, Observer, RunSettings, SideBySide, TimedCall
+from ..harness.texts import Prompt, Question, digest, encode_prompt, questions_of
 
 __all__ = ["BenchmarkSettings", "benchmark_arguments", "run_benchmark"]
 
@@ -99,12 +99,69 @@ def run_benchmark(
     if not prompts:
         raise ValueError("There are no prompts to run.")
 
-    class Benchmark(SideBySide):
-        def inputs(self, index: int) -> dict[str, torch.Tensor]:
-            encoded = encode_prompt(tokenizer, prompts[index].text, settings.chat_template)
-            return {key: value.to(self.model.device) for key, value in encoded.items()}
-
     with contextlib.closing(LlamaCpp()) as peer:
         caller = Caller(enable_self_speculative(model), assistant, peer if gguf else None)
         methods = make_methods(settings.methods, model, config, settings.seed, gguf)
-        return Benchmark(caller, methods, prompts, folder, settings, observe).run()
+        return Benchmark(tokenizer, prompts, caller, methods, folder, settings, observe).run()
+
+
+class Benchmark(SideBySide):
+    """A benchmark, see `SideBySide`.
+
+    A later turn follows plain decoding's answer to the one before, the same for all methods. Without a chat template
+    there are no turns, and only the first is asked.
+
+    Args:
+        tokenizer: of the model.
+        prompts: at least one.
+        caller, methods: as of `SideBySide`.
+        folder, settings, observe: as of `SideBySide`.
+    """
+
+    settings: BenchmarkSettings
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        caller: Caller,
+        methods: Sequence[Method],
+        folder: RunFolder,
+        settings: BenchmarkSettings,
+        observe: Observer | None,
+    ) -> None:
+        has_turns = settings.chat_template and getattr(tokenizer, "chat_template", None) is not None
+        self.questions: Sequence[Question] = questions_of(prompts, has_turns)
+        self.tokenizer = tokenizer
+        super().__init__(caller, methods, self.questions, folder, settings, observe)
+
+    def inputs(self, index: int) -> dict[str, torch.Tensor]:
+        question = self.questions[index]
+        answers = self._answers(question)
+        if missing := next((name for name, _ in question.earlier if name not in answers), None):
+            raise ValueError(f"{question.id} follows an answer to {missing}, and plain decoding gave none.")
+        before = [(text, answers[name]) for name, text in question.earlier]
+        encoded = encode_prompt(self.tokenizer, question.text, self.settings.chat_template, before)
+        return {key: value.to(self.model.device) for key, value in encoded.items()}
+
+    def _answers(self, question: Question) -> dict[str, str]:
+        """Return plain decoding's first answers to the earlier turns."""
+        names = {name for name, _ in question.earlier}
+        if not names:
+            return {}
+        return {
+            row["prompt"]: self._text(row["token_ids"])
+            for row in finished_calls(self.rows)
+            if row["prompt"] in names and row["method"] == PLAIN and row["repeat"] == 0
+        }
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return an answer up to its end, which is not the end of the call."""
+        ends = self.model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        length = next((number for number, token in enumerate(ids) if token in ends), len(ids))
+        return str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
+
+    def noted(self, index: int, call: TimedCall) -> dict[str, Any]:
+        question = self.questions[index]
+        return {"conversation": question.conversation} if question.conversation != question.id else {}

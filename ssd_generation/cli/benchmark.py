@@ -28,7 +28,8 @@ Results go to a folder as they are made; the same command with the same folder g
 
   ssd benchmark --limit-per-category 1
   ssd benchmark -m Qwen/Qwen2.5-Coder-1.5B-Instruct --methods auto,auto-free,prompt-lookup-10
-  ssd benchmark -m large --assistant small --prompts mt_bench_question.jsonl -o results
+  ssd benchmark -m large --assistant small --prompts spec_bench/question.jsonl -o results
+  ssd benchmark -m large --prompts speed/throughput_1k/test.parquet --limit-per-category 8
   ssd benchmark -m folder --gguf model-bf16.gguf --gguf model-q4_0.gguf
   ssd benchmark --methods plain-loop --paired ../older-checkout
 
@@ -57,8 +58,9 @@ class ComparisonOptions(MethodOptions):
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="A .jsonl file (MT-bench, XSum, GSM8K, or prompt and category) or a .txt file of one prompt per line; "
-            "may be repeated. `built-in` or none: the mixed set of the package.",
+            help="A .jsonl file (Spec-Bench, MT-bench, XSum, GSM8K, or prompt and category), a .jsonl or .parquet file "
+            "of SPEED-Bench, or a .txt file of one prompt per line; may be repeated. Later turns follow plain "
+            "decoding's answers. `built-in` or none: the mixed set of the package.",
         ),
     ] = None
     category: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this category; may be repeated.")] = (

@@ -116,6 +116,7 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
     parts: list[RenderableType] = [_overview(summary)]
     parts.append(styled("Ratio by category: median, below it the least and the greatest."))
     parts += _category_tables(summary, width)
+    parts += _length_tables(summary, width)
     notes = [*sampling_notes(summary), *problems(summary)]
     parts += [styled(note) for note in notes]
     parts += [styled()] * bool(notes)
@@ -209,17 +210,42 @@ _HEADERS = {
 def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     from ..harness.results import categories_of
 
+    return [_category_table(summary, chunk) for chunk in _chunks(summary, categories_of(summary), width)]
+
+
+def _length_tables(summary: Mapping[str, Any], width: int) -> list[RenderableType]:
+    """The tables of acceptance lengths, where a method has some."""
+    from ..harness.results import length_cells, length_table
+
+    if summary["kind"] != "methods":
+        return []
+    categories, lines = length_table(summary)
+    if not lines:
+        return []
+    parts: list[RenderableType] = [
+        styled("Acceptance length (mean tokens committed per verification pass): over passes, below it over prompts.")
+    ]
+    for chunk in _chunks(summary, categories, width):
+        table = _table(["method", *map(_wrapped, chunk)])
+        for name, figures in lines:
+            table.add_row(_method_cell(name), *("\n".join(length_cells(figures.get(category))) for category in chunk))
+        parts.append(table)
+    return parts
+
+
+def _chunks(summary: Mapping[str, Any], categories: list[str], width: int) -> list[list[str]]:
+    """The columns of each table, as many as fit into the width."""
     first = max([len("method"), *(len(line) for name in summary["methods"] for line in _name_lines(name))]) + 1
     chunks: list[list[str]] = []
     taken = width
-    for category in categories_of(summary):
+    for category in categories:
         needed = max(9, *map(len, _wrapped(category).split("\n"))) + 1
         if taken + needed > width:
             chunks.append([])
             taken = first
         chunks[-1].append(category)
         taken += needed
-    return [_category_table(summary, chunk) for chunk in chunks]
+    return chunks
 
 
 def _wrapped(category: str) -> str:

@@ -1,5 +1,6 @@
 """Results that runs store and report: folders, rows and their checks, figures, pages, pictures, token origins."""
 
+from .acceptance_length import ALL, acceptance_lengths, length_cells, length_table
 from .cells import LEAST_JUDGED, markdown_sentence, markdown_table, sampling_cell
 from .checks import Check, string
 from .comparison import Comparison, MethodResult
@@ -17,12 +18,12 @@ from .summary import categories_of, summarise, summarise_pairs
 from .timings import Timing, Timings, spread
 from .token_origins import STYLES, TokenOrigins, legend
 
-__all__ = ["COLOURS", "DECIDED", "DRAFTED", "LEAST_JUDGED", "LOOKED_UP", "MARKERS", "PLOT", "ROWS", "STYLES"]
-__all__ += ["SUMMARY", "TABLE", "Check", "Comparison", "MethodResult", "OriginPiece", "Piece", "PieceReader"]
-__all__ += ["RunFolder", "Timing", "Timings", "TokenOrigins", "categories_of", "check_rows", "check_summary"]
-__all__ += ["commit_of", "conditions", "describe_environment", "engine_efficiency", "finished_calls"]
-__all__ += ["latest_calls", "legend", "load_average", "markdown", "markdown_sentence", "markdown_table"]
-__all__ += ["new_figure", "overview", "own_settings", "plot_summary", "problems", "ratio", "ratios_so_far"]
-__all__ += ["read_rows", "run_environment", "sampling_cell", "sampling_notes", "sessions_of", "spread"]
-__all__ += ["start_session", "string", "summarise", "summarise_pairs", "take_over_sessions", "where_measured"]
-__all__ += ["write_summary"]
+__all__ = ["ALL", "COLOURS", "DECIDED", "DRAFTED", "LEAST_JUDGED", "LOOKED_UP", "MARKERS", "PLOT", "ROWS"]
+__all__ += ["STYLES", "SUMMARY", "TABLE", "Check", "Comparison", "MethodResult", "OriginPiece", "Piece"]
+__all__ += ["PieceReader", "RunFolder", "Timing", "Timings", "TokenOrigins", "acceptance_lengths", "categories_of"]
+__all__ += ["check_rows", "check_summary", "commit_of", "conditions", "describe_environment", "engine_efficiency"]
+__all__ += ["finished_calls", "latest_calls", "legend", "length_cells", "length_table", "load_average", "markdown"]
+__all__ += ["markdown_sentence", "markdown_table", "new_figure", "overview", "own_settings", "plot_summary"]
+__all__ += ["problems", "ratio", "ratios_so_far", "read_rows", "run_environment", "sampling_cell"]
+__all__ += ["sampling_notes", "sessions_of", "spread", "start_session", "string", "summarise", "summarise_pairs"]
+__all__ += ["take_over_sessions", "where_measured", "write_summary"]

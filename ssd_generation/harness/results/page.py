@@ -7,6 +7,7 @@ from typing import Any
 
 from ...support.display import for_markdown
 from ...support.files import replacing
+from .acceptance_length import length_cells, length_table
 from .cells import (
     LEAST_JUDGED,
     NONE,
@@ -68,6 +69,7 @@ def markdown(summary: Mapping[str, Any], title: str) -> str:
         page += [f"**Unfinished**: {summary['rows_done']} of {summary['rows']} rows.", ""]
     page += [*markdown_table(*overview(summary)), ""]
     page += _by_category(summary)
+    page += _acceptance_lengths(summary)
     if drawn := [markdown_sentence(note) for note in sampling_notes(summary)]:
         first, *others = drawn
         page += ["## Sampling", "", first, "", *(f"- {line}" for line in others), ""]
@@ -88,6 +90,25 @@ def _by_category(summary: Mapping[str, Any]) -> list[str]:
     )
     table = markdown_table(["method", *categories], lines)
     return ["## By category", "", "Median ratio (least–greatest).", "", *table, ""]
+
+
+def _acceptance_lengths(summary: Mapping[str, Any]) -> list[str]:
+    if summary["kind"] != "methods":
+        return []
+    categories, lines = length_table(summary)
+    if not categories:
+        return []
+    cells = ([name, *(_both(figures.get(category)) for category in categories)] for name, figures in lines)
+    explained = (
+        "Mean tokens committed per verification pass: over all passes, as in Spec-Bench, and over prompts, as in "
+        "SPEED-Bench."
+    )
+    return ["## Acceptance length", "", explained, "", *markdown_table(["method", *categories], cells), ""]
+
+
+def _both(figures: Mapping[str, float] | None) -> str:
+    per_pass, per_prompt = length_cells(figures)
+    return per_pass if figures is None else f"{per_pass} ({per_prompt})"
 
 
 def _times(summary: Mapping[str, Any]) -> list[str]:

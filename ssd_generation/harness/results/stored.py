@@ -96,7 +96,7 @@ def _measured(value: Any) -> str | None:
 
 # By kind: what every row has, and what one has that did not end in an error.
 _ROWS: Mapping[str, tuple[Check, Check]] = {
-    "call": (fields(_CALL), _measured),
+    "call": (fields(_CALL, {"conversation": string}), _measured),
     "pair": (fields(_CALL), fields({"here": _measured, "there": _measured})),
     "memory": (fields({"method": string}), fields({"peak_bytes": count, "persistent_bytes": count})),
     "difference": (fields(_KEY), fields({}, {"logit_margin": optional(number)})),

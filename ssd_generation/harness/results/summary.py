@@ -12,6 +12,7 @@ from typing import Any
 from ...config import Costs
 from ..methods import PLAIN, UNDRAFTED, is_llama_cpp
 from ..texts import SamplingCheck, first_difference
+from .acceptance_length import acceptance_lengths
 from .figures import (
     decode_ratio,
     engine_efficiency,
@@ -100,6 +101,7 @@ def _method_figures(name: str, own: Sequence[tuple[Row, Row]], rows: Sequence[Ro
     return figures | {
         "drafting": _drafting(calls),
         "assisted": _assisted(calls),
+        "acceptance_length": None if name == UNDRAFTED else acceptance_lengths(calls),
         "config": {row["method"]: row["config"] for row in rows if row["kind"] == "config"}.get(name),
         "engine_efficiency": spread(_known(engine_efficiency(row, plain) for row, plain in own)),
         "engine_efficiency_at_stored_costs": spread(_known(at_stored_costs)),

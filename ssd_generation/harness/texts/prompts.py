@@ -6,14 +6,14 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...support.messages import listed, shown
-from ...support.reading import DATA, filled_lines, parse_json
+from .prompt import Prompt
+from .prompt_files import read_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -22,101 +22,20 @@ if TYPE_CHECKING:
 __all__ = [
     "BUILT_IN",
     "HubRows",
-    "Prompt",
     "built_in_prompts",
     "digest",
     "encode_prompt",
     "hub_rows",
     "load_prompts",
-    "read_prompts",
 ]
 
 BUILT_IN = "built-in"
-_SUMMARISE = "Summarise the following article in three sentences.\n\n"
-_FORMATS = (
-    "Each line is a JSON object with 'prompt' (and 'category'), with 'turns' (MT-bench), with "
-    "'document' (an article to summarise) or with 'question' (GSM8K)."
-)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt.
-
-    Attributes:
-        id: its name, unique in a run.
-        category: the kind of task; medians are taken per category.
-        text: what the user says.
-        later: what the user says after each answer; only `ssd evaluate chat` asks it.
-    """
-
-    id: str
-    category: str
-    text: str
-    later: tuple[str, ...] = ()
 
 
 def built_in_prompts() -> list[Prompt]:
     """Return the mixed set that comes with the package: 44 prompts in 7 categories, written for this project."""
     text = resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8")
     return [Prompt(entry["id"], entry["category"], entry["prompt"]) for entry in json.loads(text)["prompts"]]
-
-
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """Read the prompts of a file.
-
-    Args:
-        path: a `.jsonl` file in one of the formats of MT-bench (`category`, `turns`), XSum (`document`), GSM8K
-            (`question`) or plainly `prompt` and `category`; or a `.txt` file with a prompt on each line, whose
-            category is the file's name.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: another kind of file, a line that cannot be understood, or no prompt at all.
-    """
-    file = Path(os.path.expanduser(path))
-    if file.suffix not in (".jsonl", ".txt"):
-        raise ValueError(
-            f"A prompt file is .jsonl (a JSON object per line) or .txt (a prompt per line), but got {str(path)!r}."
-        )
-    try:
-        lines = filled_lines(file, DATA)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"There is no prompt file {str(path)!r}. Give a .jsonl or .txt file.") from error
-    prompts = []
-    for number, line in lines:
-        if file.suffix == ".txt":
-            prompts.append(Prompt(f"{file.stem}-{number}", file.stem, line.strip()))
-            continue
-        try:
-            category, text, later = _parse(parse_json(line), file.stem)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error} {_FORMATS}") from error
-        prompts.append(Prompt(f"{file.stem}-{number}", category, text, later))
-    if not prompts:
-        raise ValueError(f"The prompt file {str(path)!r} is empty. {_FORMATS}")
-    return prompts
-
-
-def _parse(entry: Any, stem: str) -> tuple[str, str, tuple[str, ...]]:
-    """Return category, text and later turns of one line."""
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"a JSON object is needed, but got {type(entry).__name__}.")
-    for key, category, before in (
-        ("prompt", stem, ""),
-        ("turns", stem, ""),
-        ("document", "summarisation", _SUMMARISE),
-        ("question", "arithmetic", ""),
-    ):
-        if key not in entry:
-            continue
-        value = entry[key]
-        turns = value if key == "turns" and isinstance(value, list) and value else [value]
-        if not all(isinstance(text, str) and text.strip() for text in turns):
-            raise ValueError(f"{key!r} holds no text, but {shown(value)}.")
-        first, *later = (text.strip() for text in turns)
-        return str(entry.get("category") or category), before + first, tuple(later)
-    raise ValueError(f"there is no prompt in it; its keys are {listed(entry)}.")
 
 
 @dataclass(frozen=True)
@@ -209,7 +128,8 @@ def load_prompts(
 
 def digest(prompts: Sequence[Prompt]) -> str:
     """Make a fingerprint of the prompts, by which a resumed run knows that they are the same."""
-    text = json.dumps([[prompt.id, prompt.category, prompt.text] for prompt in prompts])
+    # Later turns only where there are some: the fingerprints of other runs stay as they are.
+    text = json.dumps([[p.id, p.category, p.text, *([list(p.later)] if p.later else [])] for p in prompts])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
