@@ -64,7 +64,8 @@ def serve_request(
     stream = _stream_of(arguments)
     if stream is not None:
         arguments = {**arguments, "streamer": stream}
-    before, started, result, problem = model.last_speculation, time.perf_counter(), None, None
+    before, started, result = model.last_speculation, time.perf_counter(), None
+    problem: Exception | None = None
     try:
         with _RUNNING:
             if _ENDING.is_set():
