@@ -51,7 +51,7 @@ def test_a_line_of_the_log() -> None:
     assert log_line(1, 0.5, None) == "1 token in 0.50 s (2.0 tokens/s), decoded without drafts"
     refused = SpeculationStatistics(refusal="beams are searched\x1b[2J")
     assert log_line(4, 1.0, refused).endswith("nothing drafted: beams are searched\\x1b[2J")
-    assert log_line(4, 1.0, statistics, served_requests.ServerEnds("…")).endswith("(4.0 tokens/s), cancelled")
+    assert log_line(4, 1.0, statistics, served_requests.ServerEnds()).endswith("(4.0 tokens/s), cancelled")
     assert log_line(0, 1.0, None, ValueError("no such\nthing")).endswith("failed: no such\\nthing")
 
 
@@ -103,14 +103,40 @@ def test_a_request_is_logged_and_ends_with_the_server(folder: str, monkeypatch: 
     assert lines[-1].startswith("12 tokens in ") and "drafted tokens" in lines[-1]
     assert torch.equal(serve(self_speculative=False), plain)
     assert lines[-1].endswith("decoded without drafts")
-    assert torch.equal(
-        serve(num_beams=2), model.generate(ids, generation_config=config, num_beams=2, self_speculative=False)
-    )
-    assert "12 tokens in " in lines[-1]
+    beams = model.generate(ids, generation_config=config, num_beams=2, self_speculative=False)
+    with pytest.warns(UserWarning, match="without drafts"):
+        assert torch.equal(serve(num_beams=2), beams)
+    assert lines[-1].startswith("12 tokens in ") and "nothing drafted: " in lines[-1]
     served_requests.end_requests()
+    assert torch.equal(serve(), ids)  # in one piece: what there is
+    assert lines[-1].startswith("0 tokens in ") and lines[-1].endswith("cancelled")
+    tokens: list[Any] = []
+    stream = SimpleNamespace(put=tokens.append, end=lambda: None)
     with pytest.raises(served_requests.ServerEnds):
-        serve()
-    assert lines[-1].endswith("cancelled")
+        serve(streamer=stream)
+    assert tokens == []
+
+
+def test_a_request_ends_in_the_middle_with_the_server(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, lines = threading.Event(), []
+    monkeypatch.setattr(served_requests.LOG, "log", lambda level, line: lines.append(line))
+    monkeypatch.setattr(served_requests, "_ENDING", ending)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = AutoTokenizer.from_pretrained(folder)("the rain the rain", return_tensors="pt").input_ids
+    config = GenerationConfig(max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    plain = model.generate(ids, generation_config=config)
+    put = served_requests._Stream.put
+
+    def ends_after_a_while(self: Any, value: Any) -> None:
+        put(self, value)
+        if self.new_tokens >= 7:
+            ending.set()
+
+    monkeypatch.setattr(served_requests._Stream, "put", ends_after_a_while)
+    given = {"input_ids": ids, "generation_config": config}
+    text = served_requests.serve_request(model, CONFIG.to_dict(), (), given)
+    assert ids.shape[1] + 7 <= text.shape[1] < plain.shape[1]
+    assert torch.equal(text, plain[:, : text.shape[1]]) and lines[-1].endswith("cancelled")
 
 
 # --- with one -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -28,6 +29,9 @@ _PATIENCE = 5.0  # seconds in which a request ends: more than a pass takes
 
 class ServerEnds(RuntimeError):
     """The server ends, and this request with it."""
+
+    def __init__(self) -> None:
+        super().__init__("The server ends.")
 
 
 def enable(model: PreTrainedModel, default: Mapping[str, Any] | str) -> None:
@@ -57,22 +61,30 @@ def serve_request(
         As `generate`.
     """
     enable(model, default)
-    arguments = _with_streamer(arguments)
-    before, started, result, problem = model.last_speculation, time.perf_counter(), None, None
+    stream = _stream_of(arguments)
+    if stream is not None:
+        arguments = {**arguments, "streamer": stream}
+    before, started, result = model.last_speculation, time.perf_counter(), None
+    problem: Exception | None = None
     try:
         with _RUNNING:
             if _ENDING.is_set():
-                raise ServerEnds("The server ends.")
+                raise ServerEnds
             result = type(model).generate(model, *inputs, **arguments)
             return result
+    except ServerEnds as error:
+        problem = error
+        if stream is None or stream.client is not None:  # the client of a stream is told
+            raise
+        return stream.text_so_far(arguments["input_ids"])
     except Exception as error:
         problem = error
         raise
     finally:
         statistics = model.last_speculation if model.last_speculation is not before else None
-        seconds = time.perf_counter() - started
-        line = log_line(_new_tokens(arguments, result), seconds, statistics if problem is None else None, problem)
-        LOG.log(logging.INFO if problem is None or _is_cancelled(problem) else logging.ERROR, line)
+        seconds, tokens = time.perf_counter() - started, _new_tokens(arguments, stream, result)
+        level = logging.INFO if problem is None or _is_cancelled(problem) else logging.ERROR
+        LOG.log(level, log_line(tokens, seconds, statistics, problem))
 
 
 def end_requests() -> None:
@@ -110,32 +122,46 @@ def log_line(
 
 
 class _Stream(BaseStreamer):
-    """Streamer of a request that is answered in one piece: it counts, and ends the request when the server ends."""
+    """Streamer that counts tokens, and ends the request when the server ends.
 
-    def __init__(self) -> None:
-        self.total_tokens = -1  # the first tokens are the prompt's
+    Args:
+        client: the streamer of a client; `None` for a request that is answered in one piece.
+    """
 
-    def put(self, value: Any) -> None:
+    def __init__(self, client: Any = None) -> None:
+        self.client = client
+        self.pieces: list[torch.Tensor] = []  # the first is the prompt
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens so far."""
+        return sum(piece.numel() for piece in self.pieces[1:])
+
+    def put(self, value: torch.Tensor) -> None:
         if _ENDING.is_set():
-            raise ServerEnds("The server ends.")
-        self.total_tokens = 0 if self.total_tokens < 0 else self.total_tokens + value.numel()
+            raise ServerEnds
+        if self.client is not None:
+            self.client.put(value)
+        self.pieces.append(value.cpu())
 
     def end(self) -> None:
-        pass
+        if self.client is not None:
+            self.client.end()
+
+    def text_so_far(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Return what `generate` would have, had it ended here."""
+        return torch.cat([prompt.cpu(), *(piece.reshape(1, -1) for piece in self.pieces[1:])], dim=-1)
 
 
-def _with_streamer(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with a streamer, unless there is one or beams are searched, where transformers allows none."""
+def _stream_of(arguments: Mapping[str, Any]) -> _Stream | None:
+    """A streamer in the place of the request's own; `None` where beams are searched, and transformers allows none."""
     beams = [arguments.get("num_beams"), getattr(arguments.get("generation_config"), "num_beams", None)]
-    if arguments.get("streamer") is not None or any(count not in (None, 1) for count in beams):
-        return dict(arguments)
-    return {**arguments, "streamer": _Stream()}
+    return None if any(count not in (None, 1) for count in beams) else _Stream(arguments.get("streamer"))
 
 
-def _new_tokens(arguments: Mapping[str, Any], result: Any) -> int:
-    counted = getattr(arguments.get("streamer"), "total_tokens", None)
-    if counted is not None:
-        return max(int(counted), 0)
+def _new_tokens(arguments: Mapping[str, Any], stream: _Stream | None, result: Any) -> int:
+    if stream is not None:
+        return stream.new_tokens
     return int(result.shape[-1] - arguments["input_ids"].shape[-1]) if result is not None else 0
 
 

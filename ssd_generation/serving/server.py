@@ -104,7 +104,7 @@ class ModelServer(Serve):
         Raises:
             OSError: the server did not start; its log says why.
         """
-        # Requests under way are cancelled after that, as if their clients had hung up.
+        # Where a request does not end by itself then, it is cancelled, as if its client had hung up.
         self.server.config.timeout_graceful_shutdown = _GRACE
         with _warnings_in_the_log():
             super().start_server()
@@ -124,8 +124,8 @@ class ModelServer(Serve):
             time.sleep(_POLL)
 
     def _stop(self) -> None:
-        self.server.should_exit = True
         end_requests()
+        self.server.should_exit = True
         self._thread.join()
 
 
