@@ -15,7 +15,7 @@ from ssd_generation.forward.copies.low_bit import CopiesPart
 from ssd_generation.forward.structure.adapters import AdapterWatch, numbers_of
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.learnt import LearntPart
-from ssd_generation.tuning.moving_weights import origin_of
+from ssd_generation.tuning.moving_weights import weights_in_use
 from tiny_models import prompt, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -157,14 +157,14 @@ def test_what_was_learnt_is_of_the_adapter_in_use(model: Any) -> None:
 
 def test_weights_are_told_apart(model: Any) -> None:
     base = model.get_base_model()
-    known, numbers = {origin_of(base)}, {numbers_of(base)}
+    known, numbers = {weights_in_use(base)}, {numbers_of(base)}
     model.set_adapter("second")
-    known.add(origin_of(base))
+    known.add(weights_in_use(base))
     with model.disable_adapter():
-        known.add(origin_of(base))
+        known.add(weights_in_use(base))
     assert len(known) == 3
     model.merge_adapter(["second"])
-    assert origin_of(base) not in known and numbers_of(base) not in numbers
+    assert weights_in_use(base) not in known and numbers_of(base) not in numbers
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "lora_A.first" in name).add_(1)
     assert len(numbers | {numbers_of(base)}) == 2

@@ -90,7 +90,7 @@ def test_a_short_call_is_not_prepared_for_drafts(request_: Any, tokens: int, mon
 
     monkeypatch.setattr(request, "automatic_config", prepared)
     monkeypatch.setattr(call, "Forward", prepared)
-    for name in ("check_model", "origin_of"):
+    for name in ("check_model", "weights_in_use"):
         monkeypatch.setattr(prepare, name, prepared)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -11,14 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd_generation import Costs, DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, enable_self_speculative
+from ssd_generation.forward.captured.passes import CapturedPart
 from ssd_generation.forward.copies.low_bit import CopiesPart, LowBitCopies, LowBitCopy, copies_of
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import automatic, moving_weights
 from ssd_generation.tuning.learnt import LearntPart
-from ssd_generation.tuning.moving_weights import follow_weights, origin_of
+from ssd_generation.tuning.moving_weights import follow_weights, origin_of, weights_in_use
 from tiny_models import even_model, prompt
 
-FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
+FIXED = DraftingConfig(policy="fixed", max_draft_length=4, acceptance=(0.9,))
 INT8 = SelfSpeculativeConfig(precision=PrecisionConfig("int8", head="int8"), drafting=FIXED)
 
 
@@ -74,7 +75,8 @@ def test_an_update_that_no_copy_would_show_quantises_nothing(model: PreTrainedMo
 def test_copies_are_quantised_once_for_an_update_and_in_place(model: PreTrainedModel, quantised: list[int]) -> None:
     texts(model, INT8)
     copies, made = copies_in_use(model), len(quantised)
-    passes = copies.passes
+    passes, (target,) = copies.passes, state_of(model).get(CapturedPart).captured_targets.values()
+    assert passes is not None and passes.program(1) is not None and target.program(2) is not None
     weights = [copy.weight.data_ptr() for copy, _ in copies.by_module.values()]
     for number in range(1, 4):
         update(model, 0.02)
@@ -84,6 +86,7 @@ def test_copies_are_quantised_once_for_an_update_and_in_place(model: PreTrainedM
         assert len(quantised) == made * (1 + number)
     assert copies_in_use(model) is copies and copies.is_current(model)
     assert copies.passes is passes, "captured again"
+    assert list(state_of(model).get(CapturedPart).captured_targets.values()) == [target], "captured again"
     assert weights == [copy.weight.data_ptr() for copy, _ in copies.by_module.values()]
     # They are what copies made of these weights would be.
     new = LowBitCopies(model, INT8.skip, PrecisionConfig("int8", head="int8", group_size=64))
@@ -154,11 +157,12 @@ def test_what_was_learnt_and_chosen_stays_while_weights_move(
     choose = automatic._choose
     monkeypatch.setattr(automatic, "_choose", lambda *args: chosen.append(1) or choose(*args))
     texts(model, "auto")
+    weights = weights_in_use(model)
     origin, policies = origin_of(model), state_of(model).get(LearntPart).policies
     for _ in range(5):
         update(model, 0.05)
         texts(model, "auto")
-        assert origin_of(model) == origin
+        assert origin_of(model) == origin and weights_in_use(model) == weights
     assert state_of(model).get(LearntPart).policies is policies
     assert len(chosen) == 1
     update(model, 1.0)

@@ -12,7 +12,7 @@ from ..support.model_state import state_of
 from ..support.once import looking_once
 from ..tuning.learnt import LearntPart
 from ..tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_model
-from ..tuning.moving_weights import origin_of
+from ..tuning.moving_weights import weights_in_use
 from .call import Call
 from .current import under_way
 from .plain import TOO_SHORT
@@ -70,7 +70,7 @@ def prepare(request: Request, generate_of: GenerateOf) -> Call:
         if request.is_short:
             call.refusal = TOO_SHORT
             return call
-        state_of(model).get(LearntPart).learn_of(origin_of(model))
+        state_of(model).get(LearntPart).learn_of(weights_in_use(model))
         call.refusal = check(model, generate_of, tokenizer=tokenizer, exactness=request.exactness).refusal
         if request.is_auto and call.refusal is None:
             request.resolve()

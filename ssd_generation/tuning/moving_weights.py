@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..config import SelfSpeculativeConfig
 
-__all__ = ["MovingWeightsPart", "follow_weights", "origin_of"]
+__all__ = ["MovingWeightsPart", "follow_weights", "origin_of", "weights_in_use"]
 
 _MOST_ORIGINS = 16
 """Sets of weights, as adapters are switched, that are told from each other."""
@@ -32,7 +32,7 @@ _SECONDS_PER_WEIGHT = 2.5e-9
 """What quantising takes. A constant: with stored costs no decision depends on the clock."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Origin:
     """Weights, as they were when a call last met them, and their fingerprint when the first call did."""
 
@@ -61,12 +61,26 @@ class MovingWeightsPart(Part):
         self.origins, self.forgone = [], 0.0
 
 
-@looked_at_once
-def origin_of(model: PreTrainedModel) -> str:
-    """Return a fingerprint of the weights in use that stays while they are updated a little at a time.
+def weights_in_use(model: PreTrainedModel) -> Hashable:
+    """Return what tells the weights that a model computes with from those before: others, other adapters, merged ones.
 
-    It is another one with other adapters, and with weights that are exchanged for others.
+    It stays while weights are updated a little at a time.
     """
+    origin = _origin(model)
+    return origin.adapters, origin.fingerprint
+
+
+def origin_of(model: PreTrainedModel) -> str:
+    """Return a fingerprint of the weights in use that holds from one process to the next, and while they are updated.
+
+    Which adapters are in use is no part of it.
+    """
+    return _origin(model).fingerprint
+
+
+@looked_at_once
+def _origin(model: PreTrainedModel) -> _Origin:
+    """The weights in use, as they were first met."""
     known = state_of(model).get(MovingWeightsPart).origins
     adapters, numbers = adapters_in_use(model), few_numbers_of(model)
     found = next((one for one in known if one.has_become(adapters, numbers)), None)
@@ -77,7 +91,7 @@ def origin_of(model: PreTrainedModel) -> str:
         found.numbers = numbers
     known.append(found)
     del known[:-_MOST_ORIGINS]
-    return found.fingerprint
+    return found
 
 
 def _is_near(before: torch.Tensor, now: torch.Tensor) -> bool:
