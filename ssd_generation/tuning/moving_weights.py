@@ -81,16 +81,15 @@ def origin_of(model: PreTrainedModel) -> str:
 @looked_at_once
 def _origin(model: PreTrainedModel) -> _Origin:
     """The weights in use, as they were first met."""
-    known = state_of(model).get(MovingWeightsPart).origins
+    part = state_of(model).get(MovingWeightsPart)
     adapters, numbers = adapters_in_use(model), few_numbers_of(model)
-    found = next((one for one in known if one.has_become(adapters, numbers)), None)
+    found = next((one for one in part.origins if one.has_become(adapters, numbers)), None)
     if found is None:
         found = _Origin(adapters, numbers, numbers_of(model))
     else:
-        known.remove(found)
         found.numbers = numbers
-    known.append(found)
-    del known[:-_MOST_ORIGINS]
+    # A new list: other threads may be looking at this one.
+    part.origins = [*(one for one in part.origins if one is not found), found][-_MOST_ORIGINS:]
     return found
 
 
