@@ -72,12 +72,19 @@ def trained(build: Any, folder: Path, **more: Any) -> tuple[Recorded, Recorded]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("build", [by_grpo, by_online_dpo])
-def test_the_same_completions_and_the_same_weights(build: Any, tmp_path: Path) -> None:
-    plain, drafted = trained(build, tmp_path)
+@pytest.mark.parametrize(("build", "more"), [(by_grpo, {}), (by_online_dpo, {"gradient_checkpointing": False})])
+def test_the_same_completions_and_the_same_weights(build: Any, more: dict[str, Any], tmp_path: Path) -> None:
+    plain, drafted = trained(build, tmp_path, **more)
     assert len(plain.texts) == 3
     assert plain.texts == drafted.texts
     assert drafted.all_drafted and sum(drafted.accepted) > 0.5 * sum(drafted.drafted)
+
+
+def test_online_dpo_generates_without_a_cache_with_gradient_checkpointing(tmp_path: Path) -> None:
+    """TRL's own default, whether or not there is room in memory."""
+    plain, drafted = trained(by_online_dpo, tmp_path, max_steps=1)
+    assert plain.texts == drafted.texts
+    assert all("use_cache=False" in str(refusal) for refusal in drafted.refusals)
 
 
 def test_copies_are_made_once_and_follow_an_update_at_most_once(

@@ -17,6 +17,7 @@ from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning import automatic, moving_weights
 from ssd_generation.tuning.learnt import LearntPart
 from ssd_generation.tuning.moving_weights import follow_weights, origin_of, weights_in_use
+from ssd_generation.tuning.speedup import seconds_saved
 from tiny_models import even_model, prompt
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4, acceptance=(0.9,))
@@ -131,7 +132,7 @@ def test_short_calls_do_not_quantise_until_they_have_missed_as_much(
     config = SelfSpeculativeConfig(precision=INT8.precision, drafting=FIXED, costs=costs)
     copies = copies_of(model, config.skip, config.precision)  # type: ignore[arg-type]
     made = len(quantised)
-    saved = moving_weights.seconds_saved(config)
+    saved = seconds_saved(config)
     assert 0 < saved < 1
     monkeypatch.setattr(moving_weights, "_SECONDS_PER_WEIGHT", 10 * saved / copies.num_weights())
     update(model, 0.02)
@@ -155,7 +156,12 @@ def test_what_was_learnt_and_chosen_stays_while_weights_move(
 ) -> None:
     chosen = []
     choose = automatic._choose
-    monkeypatch.setattr(automatic, "_choose", lambda *args: chosen.append(1) or choose(*args))
+
+    def counted(*args: Any) -> Any:
+        chosen.append(1)
+        return choose(*args)
+
+    monkeypatch.setattr(automatic, "_choose", counted)
     texts(model, "auto")
     weights = weights_in_use(model)
     origin, policies = origin_of(model), state_of(model).get(LearntPart).policies
