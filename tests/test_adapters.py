@@ -12,9 +12,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.forward.copies.low_bit import CopiesPart
-from ssd_generation.forward.structure.adapters import AdapterWatch, numbers_of, weights_in_use
+from ssd_generation.forward.structure.adapters import AdapterWatch, numbers_of
 from ssd_generation.support.model_state import state_of
 from ssd_generation.tuning.learnt import LearntPart
+from ssd_generation.tuning.moving_weights import weights_in_use
 from tiny_models import prompt, tiny_model
 
 peft = pytest.importorskip("peft")

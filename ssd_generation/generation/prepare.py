@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..forward.structure.adapters import weights_in_use
 from ..support.model_state import state_of
 from ..support.once import looking_once
 from ..tuning.learnt import LearntPart
 from ..tuning.model_check import ForcedText, ModelCheck, ScriptedDrafts, check_model
+from ..tuning.moving_weights import weights_in_use
 from .call import Call
 from .current import under_way
 from .plain import TOO_SHORT

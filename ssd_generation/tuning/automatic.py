@@ -15,7 +15,6 @@ from ..drafting.policy import CostAwarePolicy
 from ..forward.captured.passes import skip_mode_of
 from ..forward.copies.low_bit import check_precision, copies_of, copy_bytes, drop_copies, estimated_bytes, keep_only
 from ..forward.copies.resident import check_memory, resident_bytes, why_not_resident
-from ..forward.structure.adapters import numbers_of
 from ..forward.structure.linears import has_foreign
 from ..forward.structure.offloaded import is_offloaded
 from ..support.bounds import Number
@@ -27,6 +26,7 @@ from ..support.warn import warn_once
 from .costs import costs_of
 from .learnt import LearntPart
 from .measuring import describe_model
+from .moving_weights import origin_of
 from .speedup import theoretical_speedup
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def automatic_choice(
         "name": getattr(model.config, "_name_or_path", None),
         **describe_model(model),
         "names": names,
-        "numbers": numbers_of(model),
+        "numbers": origin_of(model),
         "format": 5,
     }
 

@@ -17,6 +17,7 @@ from ..support.warn import warn_user
 from .costs import costs_of, rows_measured
 from .learnt import LearntPart
 from .measuring import describe_machine
+from .moving_weights import follow_weights
 from .refinement import WINDOW, Refinement
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def call_drafter(
     refinement = refinement_of(model, config) if adapts else None
     if refinement is not None:
         config = refinement.config
+    follow_weights(model, config, generation_config.max_new_tokens)
     drafter = self_drafter(forward, config, generation_config, policy_of(model, config, batch), batch)
     return drafter, None if refinement is None else BetweenRounds(model, refinement, drafter.draft_by, batch)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..support.model_state import Part, state_of
 from ..support.structure import modules_of
 from .plan_passes import runs_own_code
-from .speedup import theoretical_speedup
+from .speedup import seconds_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,12 +52,11 @@ def is_short_for(model: PreTrainedModel, config: SelfSpeculativeConfig, new_toke
         config: of `self_speculative="auto"`, with the costs measured on this machine.
         new_tokens: that the call asks for.
     """
-    part, costs = state_of(model).get(ShortCallsPart), config.costs
+    part = state_of(model).get(ShortCallsPart)
     part.longest = 0
-    if costs is None or not runs_own_code(model):
+    if config.costs is None or not runs_own_code(model):
         return False
-    speedup = theoretical_speedup(config.drafting.acceptance, costs)[0] if config.precision else 1.0
-    saved_per_token = costs.plain_step * max(0.0, 1 - 1 / speedup)
+    saved_per_token = seconds_saved(config)
     preparation = _SECONDS_PER_MODULE * len(modules_of(model))
     # The first token comes from the prompt.
     part.longest = max((n for n in range(1, _FEW + 1) if (n - 1) * saved_per_token < preparation), default=0)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..config import Costs
+    from ..config import Costs, SelfSpeculativeConfig
 
-__all__ = ["expected_tokens", "share_within_chance", "speedup_within_chance", "theoretical_speedup"]
+__all__ = ["expected_tokens", "seconds_saved", "share_within_chance", "speedup_within_chance", "theoretical_speedup"]
 
 LONGEST_DRAFT = 12
 
@@ -49,6 +49,18 @@ def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int 
         if speedup > best:
             best, length = speedup, k
     return best, length
+
+
+def seconds_saved(config: SelfSpeculativeConfig) -> float:
+    """Return what a config with costs promises to save, in seconds for each new token; 0 for lookup alone.
+
+    Args:
+        config: with costs; at the acceptance that it expects.
+    """
+    if config.costs is None or not config.precision:
+        return 0.0
+    speedup = theoretical_speedup(config.drafting.acceptance, config.costs)[0]
+    return config.costs.plain_step * max(0.0, 1 - 1 / speedup) if speedup else 0.0
 
 
 def share_within_chance(tried: float, accepted: float, errors: float) -> float:

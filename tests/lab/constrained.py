@@ -1,10 +1,10 @@
 """Speed-up of text that a grammar constrains: JSON by a schema, with xgrammar and outlines.
 
     python -m tests.lab.constrained [--model FOLDER] [--dtype bfloat16] [--new-tokens 96] [--repeats 2]
-                                                   [--json]
+                                                   [--requests tests/schemas.json] [--json]
 
-Three requests of the package's own, each with each library; methods are interleaved. A matcher follows one text, so
-each call has a new processor; making it is not timed.
+Three requests of the package's own, or those of a file, each with each library; methods are interleaved. A matcher
+follows one text, so each call has a new processor; making it is not timed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from .program import Program, conditions
 from .side_by_side import METHODS, compare, drafting_methods, greedy_options, with_range
 from .tables import as_markdown
 
-__all__ = ["LIBRARIES", "REQUESTS", "measure_constrained"]
+__all__ = ["LIBRARIES", "REQUESTS", "measure_constrained", "requests_in"]
+
+Requests = tuple[tuple[str, dict[str, Any]], ...]
 
 _TEXT: dict[str, Any] = {"type": "string", "pattern": "^[A-Za-z ,.'-]{3,60}$"}
 
@@ -40,7 +43,7 @@ def _object(**properties: Any) -> dict[str, Any]:
     }
 
 
-REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
+REQUESTS: Requests = (
     (
         "Describe a person from a novel as JSON with name, profession, age and hobbies.",
         _object(
@@ -109,7 +112,18 @@ def _processor(make: Maker) -> dict[str, Any]:
     return {"logits_processor": LogitsProcessorList([make()])}
 
 
-def measure_constrained(model: Any, tokenizer: Any, new_tokens: int = 96, repeats: int = 2) -> list[dict[str, Any]]:
+def requests_in(file: Path) -> Requests:
+    """Read requests from a file: a list of `{"request": …, "schema": …}`.
+
+    Args:
+        file: JSON.
+    """
+    return tuple((one["request"], one["schema"]) for one in json.loads(file.read_text(encoding="utf-8")))
+
+
+def measure_constrained(
+    model: Any, tokenizer: Any, new_tokens: int = 96, repeats: int = 2, requests: Requests | None = None
+) -> list[dict[str, Any]]:
     """Time constrained calls of each method, interleaved.
 
     Args:
@@ -117,6 +131,7 @@ def measure_constrained(model: Any, tokenizer: Any, new_tokens: int = 96, repeat
         tokenizer: its tokenizer.
         new_tokens: of each text at the most; it ends where its JSON does.
         repeats: timed calls of each method, after one to warm up.
+        requests: a request and the schema of its answer, each; by default `REQUESTS`.
 
     Returns:
         For each library: by method `speedup` over plain in the same round (as `spread`), `same_texts` of how many
@@ -128,11 +143,11 @@ def measure_constrained(model: Any, tokenizer: Any, new_tokens: int = 96, repeat
     enable_self_speculative(model)
     options = {**greedy_options(new_tokens), "eos_token_id": tokenizer.eos_token_id}
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    found = []
+    found, asked = [], REQUESTS if requests is None else requests
     for library, maker_of in LIBRARIES.items():
         ratios: dict[str, list[float]] = {method: [] for method in METHODS}
         same, drafted, accepted = (dict.fromkeys(METHODS, 0) for _ in range(3))
-        for text, schema in REQUESTS:
+        for text, schema in asked:
             make = maker_of(tokenizer, vocabulary, json.dumps(schema))
             compared = compare(model, encode_prompt(tokenizer, text), options, repeats, partial(_processor, make))
             for method in METHODS:
@@ -141,7 +156,7 @@ def measure_constrained(model: Any, tokenizer: Any, new_tokens: int = 96, repeat
             for method, statistics in compared.statistics.items():
                 drafted[method] += sum(one.drafted_tokens for one in statistics)
                 accepted[method] += sum(one.accepted_tokens for one in statistics)
-        row: dict[str, Any] = {"library": library, "texts": len(REQUESTS)}
+        row: dict[str, Any] = {"library": library, "texts": len(asked)}
         for method in METHODS:
             rate = accepted[method] / drafted[method] if drafted[method] else None
             row[method] = {
@@ -162,10 +177,12 @@ def main(words: Sequence[str] | None = None) -> None:
     program = Program("constrained", __doc__)
     program.add_model()
     program.add_counts(new_tokens=96, repeats=2)
+    program.add_argument("--requests", type=Path, metavar="FILE", help="JSON: a list of {request, schema}")
     program.add_json()
     arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
-    found = measure_constrained(model, tokenizer, arguments.new_tokens, arguments.repeats)
+    requests = None if arguments.requests is None else requests_in(arguments.requests)
+    found = measure_constrained(model, tokenizer, arguments.new_tokens, arguments.repeats, requests)
     if arguments.json:
         print(json.dumps(found, indent=2))
         return

@@ -26,6 +26,21 @@ class Attention(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class CopiedWeight:
+    """A weight whose values a constant of a captured pass holds a copy of, in another form.
+
+    Attributes:
+        weight: what was copied; it may be a copy itself, of those before it.
+        copy: the constant.
+        of: makes the values of the copy of those of the weight.
+    """
+
+    weight: torch.Tensor
+    copy: torch.Tensor
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass(eq=False)
 class CapturedPass:
     """One captured pass. The rewrites (rewrites.py) change it in place, as those of `torch.fx` do.
@@ -36,13 +51,13 @@ class CapturedPass:
             single tensor), `is_view` (it may lie in the memory of an argument), and `writes` (into an argument).
         constants: what `get_attr` nodes stand for, by their target: parameters, buffers, and others from outside.
         length: n; 0 where the graph is of any length.
-        copied_weights: weights whose values the constants hold copies of: good only as long as they do not change.
+        copied_weights: weights that are not read anew in each pass, in the order that their copies are made in.
     """
 
     graph: Graph
     constants: dict[Any, Any] = field(default_factory=dict)
     length: int = 1
-    copied_weights: list[torch.Tensor] = field(default_factory=list)
+    copied_weights: list[CopiedWeight] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[Any]:
@@ -60,6 +75,15 @@ class CapturedPass:
         self.constants[name] = value
         with self.graph.inserting_before(before):
             return self.graph.get_attr(name)
+
+    def add_copy(
+        self, name: str, weight: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor], before: Node
+    ) -> Any:
+        """A node for a constant of the rewrites' own that is made of a weight, and made anew when that changes."""
+        with torch.no_grad():
+            copy = of(weight)
+        self.copied_weights.append(CopiedWeight(weight, copy, of))
+        return self.add_constant(name, copy, before)
 
     def eliminate_dead_code(self) -> None:
         """Leave out what computes results that nobody reads."""
@@ -100,7 +124,7 @@ class Program:
     run: Callable[[torch.Tensor, torch.Tensor, Attention], torch.Tensor]
     length: int
     source: str
-    copied_weights: tuple[torch.Tensor, ...] = ()
+    copied_weights: tuple[CopiedWeight, ...] = ()
 
 
 def compile_pass(captured: CapturedPass) -> Program:

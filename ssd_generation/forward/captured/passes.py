@@ -34,7 +34,7 @@ from .batch_invariance import LINEARS, NATIVE, BatchInvariance, RowAttention, li
 from .cache_attention import CacheAttention, live_layers
 from .capture import CannotCapture
 from .conditions import why_not_captured
-from .fx_graph import CapturedPass, Program, compile_pass
+from .fx_graph import CapturedPass, CopiedWeight, Program, compile_pass
 from .kernel_lists import use_kernel_lists
 from .linear_kernels import Linear, fastest_kernels, linear_of_few_rows
 from .rewrites import (
@@ -101,7 +101,7 @@ class CapturedPasses:
         self._capture = PassCapture(skip_mode, batch_invariance is not None)
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
-        self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copied: dict[int, tuple[CopiedWeight, torch.Tensor]] = {}
         # Not passes that run by torch's own kernels.
         may_be = (
             self.is_draft or model.dtype == torch.float32
@@ -119,11 +119,16 @@ class CapturedPasses:
         """Whether these are drafting passes, whose tokens are verified."""
         return self._skip_mode is not None
 
-    def is_current(self, model: PreTrainedModel) -> bool:
-        """Whether the model is still what was captured."""
-        return self._fingerprint == fingerprint(model) and all(
-            torch.equal(tensor, then) for tensor, then in self._copied.values()
-        )
+    def follow(self, model: PreTrainedModel) -> bool:
+        """Make what the passes hold copies of anew where it has changed; `False` where the model is another one."""
+        if self._fingerprint != fingerprint(model):
+            return False
+        with torch.inference_mode():
+            for copied, then in self._copied.values():
+                if not torch.equal(copied.weight, then):
+                    then.copy_(copied.weight)
+                    copied.copy.copy_(copied.of(copied.weight))
+        return True
 
     def program(self, length: int) -> Program | None:
         """The pass over `length` tokens; `None` where it cannot be captured."""
@@ -251,8 +256,8 @@ class CapturedPasses:
                 _try_out(model, compile_pass(captured))
             use_kernel_lists(captured, activation, model.dtype)
         program = compile_pass(captured)
-        for tensor in program.copied_weights:  # unlike others, these would not be seen to change in place
-            self._copied.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+        for copied in program.copied_weights:  # unlike others, these are not read anew in each pass
+            self._copied.setdefault(id(copied.copy), (copied, copied.weight.detach().clone()))
         if self.is_draft:
             if not self._is_native:
                 _try_out(model, program)
@@ -415,7 +420,7 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
         return None
     known: dict[SkipConfig, CapturedPasses] = state_of(model).get(CapturedPart).captured_drafts
     passes: CapturedPasses | None = known.pop(skip, None) if copies is None else copies.passes
-    if passes is None or not passes.is_current(model):
+    if passes is None or not passes.follow(model):
         others = () if copies is None else (*copies.others, *copies.stand_ins())
         passes = CapturedPasses(model, SkipMode(model, skip, others), frozenset(skip.attention), copies)
     if copies is not None:
@@ -459,7 +464,7 @@ def captured_target(model: PreTrainedModel, batch_invariance: BatchInvariance | 
     known: dict[str | None, CapturedPasses] = state_of(model).get(CapturedPart).captured_targets
     kind = None if batch_invariance is None else batch_invariance.linear
     passes = known.get(kind)
-    if passes is None or not passes.is_current(model):
+    if passes is None or not passes.follow(model):
         passes = known[kind] = CapturedPasses(model, batch_invariance=batch_invariance)
     passes.batch_invariance = batch_invariance  # the same passes, at fewer widths
     return passes

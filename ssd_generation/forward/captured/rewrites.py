@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -147,8 +147,7 @@ def fuse_norms(captured: CapturedPass) -> None:
             continue
         size, name = weight.shape[0], found["weight"].target
         if _width(captured, found["x"]) == size:
-            captured.copied_weights.append(weight)
-            scaled = captured.add_constant(f"{name}_scaled", weight * math.sqrt(size), result)
+            scaled = captured.add_copy(f"{name}_scaled", weight, partial(torch.mul, other=math.sqrt(size)), result)
             added = captured.add_constant("epsilon", weight.new_tensor(math.sqrt(size * epsilon)), result)
             _become(result, _norm, found["x"], scaled, added)
     captured.eliminate_dead_code()
@@ -414,8 +413,7 @@ def use_bfloat16(captured: CapturedPass) -> None:
         constant = captured.constant(node)
         if constant is not None and constant.ndim == 1 and constant.dtype in wide and constant.numel() > 64:
             if any(map(follows, node.users)):
-                captured.copied_weights.append(constant)
-                narrow = captured.add_constant(f"{node.target}_bfloat16", constant.to(torch.bfloat16), node)
+                narrow = captured.add_copy(f"{node.target}_bfloat16", constant, torch.Tensor.bfloat16, node)
                 node.replace_all_uses_with(narrow, follows)
         elif is_embedded(node) and node.meta["dtype"] in wide:
             with captured.graph.inserting_after(node):

@@ -26,7 +26,18 @@ from ...support.devices import is_asynchronous
 from ...support.model_state import Part, state_of
 from ...support.parallel import mesh_of
 from ...support.structure import follows_from_structure
-from ..structure.linears import CannotRead, dense, features, identity, is_plain_linear, linears, linears_of, sample
+from ...support.tensors import place_of
+from ..structure.linears import (
+    CannotRead,
+    dense,
+    features,
+    identity,
+    is_plain_linear,
+    linears,
+    linears_of,
+    sample,
+    tensors_of,
+)
 from ..structure.sublayers import layout_of
 from .gpu_int4 import linear_int4, pack_int4, why_not_int4
 
@@ -36,6 +47,7 @@ if TYPE_CHECKING:
     from ...config import PrecisionConfig, SkipConfig
 
 __all__ = [
+    "MOST_DRIFT",
     "CopiesPart",
     "LowBitCopies",
     "LowBitCopy",
@@ -46,10 +58,14 @@ __all__ = [
     "estimated_bytes",
     "keep_only",
     "packing",
+    "rewrite_copies",
 ]
 
 _MOST_DRAFTS = 8
 """Drafts of other skip sets or precisions that are known; copies that they have in common are made once."""
+
+MOST_DRIFT = 0.1
+"""Share of their size that weights may have moved by for their copies to draft still: beyond it, they are others."""
 
 _ROWS = 1 << 18
 """Weights quantised at a time: a megabyte, so that the steps in between stay in a core's cache."""
@@ -77,28 +93,45 @@ class LowBitCopy:
         reason = refused_shape(sum(self.sizes), int(first.shape[1]), precision, group_size, first.device.type == "cpu")
         if reason is not None:
             raise ValueError(reason)
-        bias: torch.Tensor | None = None
         with torch.inference_mode():
-            weights = [weight for weight, _ in layers]
-            is_native = _reads_here(weights[0], precision)
-            if precision == "int8":
-                is_packed = is_native and all(native.can_pack_int8(*weight.shape) for weight in weights)
-                weight, scales = _to_int8(weights, is_packed)
-            elif is_native:
-                weight, scales = _pack_int4(weights, group_size)
-            else:
-                quantised, scales = _to_int4(weights, group_size)
-                on_cpu = quantised.device.type == "cpu"
-                pack = partial(torch._convert_weight_to_int4pack_for_cpu, innerKTiles=1) if on_cpu else pack_int4
-                weight = pack(quantised)
-            if any(bias is not None for _, bias in layers):
-                bias = torch.cat(
-                    [
-                        weight.new_zeros(weight.shape[0], dtype=torch.bfloat16) if bias is None else bias.bfloat16()
-                        for weight, bias in layers
-                    ]
-                )
-            self._hold(weight, scales.float() if is_native else scales, bias, is_native)
+            self._hold(*self._quantised(layers), is_native=_reads_here(first, precision))
+
+    def _quantised(
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Quantise and pack the weights of layers: numbers, scales, and the biases below each other."""
+        bias: torch.Tensor | None = None
+        weights = [weight for weight, _ in layers]
+        is_native = _reads_here(weights[0], self.precision)
+        if self.precision == "int8":
+            is_packed = is_native and all(native.can_pack_int8(*weight.shape) for weight in weights)
+            weight, scales = _to_int8(weights, is_packed)
+        elif is_native:
+            weight, scales = _pack_int4(weights, self.group_size)
+        else:
+            quantised, scales = _to_int4(weights, self.group_size)
+            on_cpu = quantised.device.type == "cpu"
+            pack = partial(torch._convert_weight_to_int4pack_for_cpu, innerKTiles=1) if on_cpu else pack_int4
+            weight = pack(quantised)
+        if any(bias is not None for _, bias in layers):
+            bias = torch.cat(
+                [
+                    weight.new_zeros(weight.shape[0], dtype=torch.bfloat16) if bias is None else bias.bfloat16()
+                    for weight, bias in layers
+                ]
+            )
+        return weight, scales.float() if is_native else scales, bias
+
+    def rewrite(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Quantise the same layers again, into the same memory: what was captured with the copy stays valid.
+
+        Args:
+            layers: as in the constructor, with weights of other values.
+        """
+        with torch.inference_mode():
+            for held, new in zip((self.weight, self.scales, self.bias), self._quantised(layers), strict=True):
+                if held is not None and new is not None:
+                    held.copy_(new)
 
     def _hold(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, is_native: bool) -> None:
         self.weight, self.scales, self.bias = weight, scales, bias
@@ -454,10 +487,11 @@ class LowBitCopies:
         self.modules: list[nn.Module] = []
         self.passes: Any = None
         self._stand_ins: dict[int, torch.Tensor] = {}
+        self._copied: list[tuple[LowBitCopy, list[nn.Module]]] = []
         places, self.left = _places(model, skip, precision)
         store = state_of(model).get(CopiesPart).low_bit_copies
         for group in _groups(places, precision.group_size):
-            key = (tuple(identity(p.module) for p in group), group[0].precision, precision.group_size)
+            key = _key([p.module for p in group], group[0].precision, precision.group_size)
             rows, columns = sum(p.shape[0] for p in group), group[0].shape[1]
             reason = refused_shape(rows, columns, group[0].precision, precision.group_size, on_cpu)
             if reason is None and key not in store:
@@ -473,6 +507,7 @@ class LowBitCopies:
             if reason is not None:
                 self.left += [f"{place.name} ({reason})" for place in group]
                 continue
+            self._copied.append((store[key], [place.module for place in group]))
             for index, place in enumerate(group):
                 module = place.module
                 self.by_module[id(module)] = store[key], index
@@ -483,8 +518,13 @@ class LowBitCopies:
                     weight = self._stand_ins[id(module)] = zero.expand(place.shape)
                 self.by_weight[id(weight)] = store[key], index
                 self.modules.append(module)
+        self._note(model)
+
+    def _note(self, model: PreTrainedModel) -> None:
+        """Note of which weights the copies are."""
         self._linears = [id(module) for module in linears_of(model)]
         self._identities = [identity(module) for module in self.modules]
+        self._places = list(map(_place, self.modules))
         self._sample = sample(self.modules)
 
     def is_current(self, model: PreTrainedModel) -> bool:
@@ -494,6 +534,42 @@ class LowBitCopies:
             and self._identities == [identity(module) for module in self.modules]
             and torch.equal(self._sample, sample(self.modules))
         )
+
+    def drift(self, model: PreTrainedModel) -> float:
+        """How far the weights have moved since they were copied, as a share of their size.
+
+        0 where the copies are current. Infinity where there are other layers, or weights in another place, or where
+        weights were written in a way that torch does not count, as no optimizer does.
+        """
+        if self.is_current(model):
+            return 0.0
+        if (
+            not self._sample.numel()
+            or self._linears != [id(module) for module in linears_of(model)]
+            or self._places != list(map(_place, self.modules))
+            or self._identities == [identity(module) for module in self.modules]
+        ):
+            return math.inf
+        moved = (sample(self.modules).double() - self._sample.double()).norm() / self._sample.double().norm()
+        return float(moved) if math.isfinite(moved) else math.inf
+
+    def rewrite(self, model: PreTrainedModel) -> None:
+        """Quantise weights that have moved again, in place, and note that the copies are of these.
+
+        Raises:
+            CannotRead: weights of a layer can no longer be had.
+        """
+        for copy, modules in self._copied:
+            copy.rewrite([dense(module, model.dtype) for module in modules])
+        self._note(model)
+
+    def by_key(self) -> dict[Any, LowBitCopy]:
+        """The copies by weights and precision, as `CopiesPart` has them."""
+        return {_key(modules, copy.precision, copy.group_size): copy for copy, modules in self._copied}
+
+    def num_weights(self) -> int:
+        """Numbers that quantising all of them takes in."""
+        return sum(sum(copy.sizes) * (features(modules[0]) or (0,))[0] for copy, modules in self._copied)
 
     def num_bytes(self) -> int:
         """Memory of the copies."""
@@ -518,6 +594,16 @@ class LowBitCopies:
             return lambda x: nn.functional.linear(x, weight)
 
         return [(m, forward(self._stand_ins[id(m)])) for m in self.modules if id(m) in self._stand_ins]
+
+
+def _key(modules: Sequence[nn.Module], precision: str, group_size: int) -> Any:
+    """Key of a copy: the weights of its layers, and how they are quantised."""
+    return tuple(map(identity, modules)), precision, group_size
+
+
+def _place(module: nn.Module) -> list[Any]:
+    """Which tensors a layer has, and where: unlike `identity`, the same after they were written into."""
+    return [(id(tensor), place_of(tensor)) for tensor in tensors_of(module)]
 
 
 # Layers that read the same input, by the names that transformers gives them. Only speed hangs on it.
@@ -585,12 +671,14 @@ class CopiesPart(Part):
 def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> LowBitCopies:
     """The low-bit copies of a model, made once and shared by all configs that want the same.
 
+    Copies of weights that have moved a little since, as in training, still draft: `rewrite_copies` follows them.
+
     Raises:
         ValueError: see `check_precision`.
     """
     state, part = state_of(model), state_of(model).get(CopiesPart)
     copies: LowBitCopies | None = part.low_bit_drafts.get((skip, precision))
-    if copies is not None and not copies.is_current(model):
+    if copies is not None and copies.drift(model) > MOST_DRIFT:
         state.drop_copies()  # of weights that are no more
         copies = None
     if copies is None:
@@ -604,9 +692,29 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
     return copies
 
 
-def _drop_of_others(model: nn.Module) -> None:
+def rewrite_copies(model: PreTrainedModel, copies: LowBitCopies) -> None:
+    """Quantise weights that have moved again, into the memory of the copies that one draft computes with.
+
+    Args:
+        model: the target model.
+        copies: whose `drift` is neither 0 nor infinite.
+    """
+    part = state_of(model).get(CopiesPart)
+    try:
+        copies.rewrite(model)
+    except CannotRead:
+        state_of(model).drop_copies()
+        return
+    # Other drafts find the copies that they share when they are next wanted.
+    part.low_bit_copies = copies.by_key()
+    part.low_bit_drafts = {asked: other for asked, other in part.low_bit_drafts.items() if other is copies}
+
+
+def _drop_of_others(model: PreTrainedModel) -> None:
     """Free copies of layers that the model no longer has, or of weights that these no longer have."""
-    store = state_of(model).get(CopiesPart).low_bit_copies
+    store, drafts = state_of(model).get(CopiesPart).low_bit_copies, state_of(model).get(CopiesPart).low_bit_drafts
+    for asked in [asked for asked, copies in drafts.items() if not copies.is_current(model)]:
+        del drafts[asked]
     now = {identity(module) for module in linears_of(model)} if store else set()
     for key in [key for key in store if not now.issuperset(key[0])]:
         del store[key]

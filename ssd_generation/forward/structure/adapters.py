@@ -16,7 +16,7 @@ from .linears import few_of, is_plain, linears_of, sample
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AdapterWatch", "numbers_of", "weights_in_use"]
+__all__ = ["AdapterWatch", "adapters_in_use", "few_numbers_of", "numbers_of"]
 
 # How a layer with adapters says which of them are in use, and how much of each.
 _SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
@@ -58,11 +58,15 @@ class AdapterWatch:
         for parent, name, module, weights in self._layers:
             # One that was taken out of the model is in use no more.
             found.append(parent._modules.get(name) is module)
-            found += [_frozen(module.__dict__.get(switch, getattr(type(module), switch, None))) for switch in _SWITCHES]
+            found += _switches(module)
             found += map(fingerprint_of, weights)
         if self._numbers:
             found += torch.cat(self._numbers).tolist()
         return tuple(found)
+
+
+def _switches(layer: nn.Module) -> list[Hashable]:
+    return [_frozen(layer.__dict__.get(switch, getattr(type(layer), switch, None))) for switch in _SWITCHES]
 
 
 def _frozen(value: Any) -> Hashable:
@@ -81,13 +85,19 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modul
                 yield parent, name, module, [p for p in module.parameters() if id(p) not in others]
 
 
-def weights_in_use(model: PreTrainedModel) -> Hashable:
-    """What tells the weights that a model computes with from those before: with adapters that are switched, merged.
+def adapters_in_use(model: PreTrainedModel) -> Hashable:
+    """Which adapters are there, in which layers, and which of them are switched on, merged or scaled, by how much."""
+    if not getattr(model, "peft_config", None):
+        return ()
+    return tuple(model.peft_config), tuple((id(layer), *_switches(layer)) for _, _, layer, _ in _adapted_layers(model))
 
-    Other weights written into the same place are noticed by a few numbers of each layer.
-    """
-    numbers = _sample_of(model).double()
-    return AdapterWatch(model).state, tuple(numbers.tolist())
+
+def few_numbers_of(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few numbers of each layer, and a few of the adapters' own weights, on the CPU."""
+    layers = _adapted_layers(model) if getattr(model, "peft_config", None) else ()
+    few = [few_of(w, _FEW).to("cpu", torch.float64) for *_, weights in layers for w in weights if is_plain(w)]
+    none = torch.zeros(0, dtype=torch.float64, device="cpu")
+    return _sample_of(model).to("cpu", torch.float64), torch.cat([none, *few])
 
 
 @looked_at_once
@@ -97,9 +107,5 @@ def _sample_of(model: PreTrainedModel) -> torch.Tensor:
 
 
 def numbers_of(model: PreTrainedModel) -> str:
-    """A fingerprint of the same kind that holds from one process to the next."""
-    layers = list(_adapted_layers(model)) if getattr(model, "peft_config", None) else []
-    few = [_sample_of(model)]
-    few += [few_of(w, _FEW) for *_, weights in layers for w in weights if is_plain(w)]
-    numbers = torch.cat([one.to("cpu", torch.float64) for one in few])
-    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:16]
+    """A fingerprint of the same numbers that holds from one process to the next."""
+    return hashlib.sha256(torch.cat(few_numbers_of(model)).numpy().tobytes()).hexdigest()[:16]

@@ -34,6 +34,7 @@ __all__ = [
     "mixes_rows",
     "rounds_activations",
     "sample",
+    "tensors_of",
 ]
 
 _ROWS = 1024
@@ -113,7 +114,7 @@ def has_foreign(model: nn.Module) -> bool:
 
 def identity(module: nn.Module) -> tuple[Any, ...]:
     """Changes when a layer's weights do, so that what was made of old ones is not used for new ones."""
-    return (id(module), *map(fingerprint_of, _tensors(module)))
+    return (id(module), *map(fingerprint_of, tensors_of(module)))
 
 
 def sample(modules: list[nn.Module]) -> torch.Tensor:
@@ -137,7 +138,8 @@ def few_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
     return flat[:: max(len(flat) // most, 1)][:most]
 
 
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of a layer, and of the layers inside it."""
     if not module._modules:  # as most are
         for tensors in (module._parameters, module._buffers):
             yield from (tensor for tensor in tensors.values() if tensor is not None)

@@ -1,0 +1,126 @@
+"""Weights that move a little at a time, as a trainer updates them: what is known of them stays, and copies follow."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..forward.copies.low_bit import MOST_DRIFT, CopiesPart, LowBitCopies, rewrite_copies
+from ..forward.structure.adapters import adapters_in_use, few_numbers_of, numbers_of
+from ..support.model_state import Part, state_of
+from ..support.once import looked_at_once
+from .speedup import seconds_saved
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..config import SelfSpeculativeConfig
+
+__all__ = ["MovingWeightsPart", "follow_weights", "origin_of", "weights_in_use"]
+
+_MOST_ORIGINS = 16
+"""Sets of weights, as adapters are switched, that are told from each other."""
+
+_TOLERANCE = {"int8": 0.003, "int4": 0.02}
+"""Share of their size that weights move by until their copies are quantised again: a third of what rounding to so many
+bits moves them by."""
+
+_SECONDS_PER_WEIGHT = 2.5e-9
+"""What quantising takes. A constant: with stored costs no decision depends on the clock."""
+
+
+@dataclass(eq=False)
+class _Origin:
+    """Weights, as they were when a call last met them, and their fingerprint when the first call did."""
+
+    adapters: Hashable
+    numbers: tuple[torch.Tensor, torch.Tensor]
+    fingerprint: str
+
+    def has_become(self, adapters: Hashable, numbers: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        """Whether these may be the same weights, updated."""
+        return self.adapters == adapters and all(map(_is_near, self.numbers, numbers))
+
+
+class MovingWeightsPart(Part):
+    """Of a model: the weights that calls have met, the last one at the end.
+
+    Attributes:
+        origins: of the weights, by adapters in use.
+        forgone: seconds that calls might have saved at the most with copies of the weights of now.
+    """
+
+    def __init__(self) -> None:
+        self.origins: list[_Origin] = []
+        self.forgone = 0.0
+
+    def drop(self) -> None:
+        self.origins, self.forgone = [], 0.0
+
+
+def weights_in_use(model: PreTrainedModel) -> Hashable:
+    """Return what tells the weights that a model computes with from those before: others, other adapters, merged ones.
+
+    It stays while weights are updated a little at a time.
+    """
+    origin = _origin(model)
+    return origin.adapters, origin.fingerprint
+
+
+def origin_of(model: PreTrainedModel) -> str:
+    """Return a fingerprint of the weights in use that holds from one process to the next, and while they are updated.
+
+    Which adapters are in use is no part of it.
+    """
+    return _origin(model).fingerprint
+
+
+@looked_at_once
+def _origin(model: PreTrainedModel) -> _Origin:
+    """The weights in use, as they were first met."""
+    part = state_of(model).get(MovingWeightsPart)
+    adapters, numbers = adapters_in_use(model), few_numbers_of(model)
+    found = next((one for one in part.origins if one.has_become(adapters, numbers)), None)
+    if found is None:
+        found = _Origin(adapters, numbers, numbers_of(model))
+    else:
+        found.numbers = numbers
+    # A new list: other threads may be looking at this one.
+    part.origins = [*(one for one in part.origins if one is not found), found][-_MOST_ORIGINS:]
+    return found
+
+
+def _is_near(before: torch.Tensor, now: torch.Tensor) -> bool:
+    return before.shape == now.shape and bool((now - before).norm() <= MOST_DRIFT * before.norm())
+
+
+def follow_weights(model: PreTrainedModel, config: SelfSpeculativeConfig, new_tokens: int | None) -> None:
+    """Quantise weights again that have moved away from the copies that a call is going to draft from, where it pays.
+
+    Copies of weights as they were before a small update draft nearly as well, and drafts are verified. So nothing
+    is done before the update shows in so few bits, nor before calls are long enough to save what quantising takes.
+
+    Args:
+        model: the target model.
+        config: what the call drafts with.
+        new_tokens: that it asks for; `None` where that is not known.
+    """
+    if config.precision is None:
+        return
+    part = state_of(model).get(MovingWeightsPart)
+    copies = state_of(model).get(CopiesPart).low_bit_drafts.get((config.skip, config.precision))
+    if copies is None or not _tolerance(copies) < copies.drift(model) <= MOST_DRIFT:
+        return
+    if new_tokens is not None and config.costs is not None:
+        part.forgone += new_tokens * seconds_saved(config)
+        if part.forgone < copies.num_weights() * _SECONDS_PER_WEIGHT:
+            return
+    part.forgone = 0.0
+    rewrite_copies(model, copies)
+
+
+def _tolerance(copies: LowBitCopies) -> float:
+    return min((_TOLERANCE[copy.precision] for copy, _ in copies.by_module.values()), default=MOST_DRIFT)
