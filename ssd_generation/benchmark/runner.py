@@ -11,8 +11,9 @@ import torch
 
 from ..config import SelfSpeculativeConfig
 from ..generation import enable_self_speculative
-from ..harness.llama_cpp import LlamaCpp
-from ..harness.methods import make_methods
+from ..harness.methods import Method, make_methods
+from ..harness.peer_methods import PeerModel
+from ..harness.peers import PEERS, Peer
 from ..harness.results import RunFolder
 from ..harness.run import Caller, Observer, RunSettings, SideBySide
 from ..harness.texts import Prompt, digest, encode_prompt
@@ -74,7 +75,7 @@ def run_benchmark(
     config: SelfSpeculativeConfig | None = None,
     assistant: Any = None,
     observe: Observer | None = None,
-    gguf: Mapping[str, str] | None = None,
+    peers: Mapping[str, PeerModel] | None = None,
 ) -> dict[str, Any]:
     """Time all methods on all prompts, see `SideBySide`.
 
@@ -87,7 +88,7 @@ def run_benchmark(
         config: of the methods that need one.
         assistant: model of the method "assistant".
         observe: callback with the progress, before each call.
-        gguf: the GGUF files of llama.cpp's methods, by the method's name, see `gguf_methods`.
+        peers: the models of other runtimes' methods, by the method's name, see `gguf_models` and `openvino_models`.
 
     Returns:
         The summary, as in summary.json.
@@ -104,7 +105,16 @@ def run_benchmark(
             encoded = encode_prompt(tokenizer, prompts[index].text, settings.chat_template)
             return {key: value.to(self.model.device) for key, value in encoded.items()}
 
-    with contextlib.closing(LlamaCpp()) as peer:
-        caller = Caller(enable_self_speculative(model), assistant, peer if gguf else None)
-        methods = make_methods(settings.methods, model, config, settings.seed, gguf)
+    methods = make_methods(settings.methods, enable_self_speculative(model), config, settings.seed, peers)
+    with contextlib.ExitStack() as stack:
+        runtimes = _runtimes(methods)
+        for runtime in runtimes.values():
+            stack.enter_context(contextlib.closing(runtime))
+        caller = Caller(model, assistant, runtimes)
         return Benchmark(caller, methods, prompts, folder, settings, observe).run()
+
+
+def _runtimes(methods: Sequence[Method]) -> dict[str, Peer]:
+    """Return the other runtimes that methods need, by name."""
+    needed = {method.request["peer"].peer for method in methods if "peer" in method.request}
+    return {name: kind() for name, kind in PEERS.items() if name in needed}
