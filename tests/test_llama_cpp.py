@@ -371,9 +371,12 @@ def test_llama_cpp_itself(peer: LlamaCpp, tmp_path: Path) -> None:
         peer.call(model_of_file, torch.tensor([[1, 10**6]]), 4)
 
 
-def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str) -> None:
+def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str, half: bool = False) -> None:
+    """Write the weights, all but vectors in float16 if `half`."""
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
+    kind = gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32
+    writer.add_file_type(kind)  # OpenVINO asks for it
     writer.add_context_length(512)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -397,6 +400,7 @@ def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str) -> None:
         for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             if part in name:  # GGUF files hold the two halves of a head's rotary dimensions interleaved
                 weight = weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        weight = weight.half() if half and weight.dim() > 1 else weight
         writer.add_tensor(names.get_name(name, (".weight",)), weight.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

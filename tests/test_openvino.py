@@ -54,6 +54,8 @@ FAKE_GENAI = '''
             if "refuses" in self.told:
                 raise RuntimeError(self.told["refuses"])
             assert device == "CPU"
+            self.precision = properties.get("INFERENCE_PRECISION_HINT", "")
+            assert self.precision == self.told.get("precision", self.precision)
             self.threads = INFERENCE_NUM_THREADS
             self.known = set() if scheduler_config.enable_prefix_caching else None
 
@@ -112,6 +114,13 @@ def test_a_call_and_one_that_finds_its_prompt_in_the_cache(
     assert [peer.call(models[CACHED], ids, 4).prompt_seconds for ids in (IDS, IDS + 1, IDS)] == [0, 0, 0]
     # Either has a process of its own.
     assert len(children) == 2
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "f32"), (torch.bfloat16, "bf16"), (None, "")])
+def test_it_computes_in_the_dtype_of_the_model(dtype: torch.dtype | None, name: str, tmp_path: Path) -> None:
+    with contextlib.closing(OpenVino(dtype)) as peer:
+        peer.call(openvino_models([exported(tmp_path, precision=name)])[NAME], IDS, 4)
 
 
 @pytest.mark.usefixtures("fake")
@@ -240,9 +249,10 @@ def test_openvino_itself(peer: OpenVino, tmp_path: Path) -> None:
     pytest.importorskip("openvino_genai")
     gguf = pytest.importorskip("gguf")
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(f"t{n}" for n in range(61))]
-    model = tiny_model(vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64)
+    # It reads float16 and low bits, no float32.
+    model = tiny_model(vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64).half().float()
     file = str(tmp_path / "tiny.gguf")
-    write_gguf(gguf, model, vocabulary, file)
+    write_gguf(gguf, model, vocabulary, file, half=True)
     models = openvino_models([file])
     assert peer.versions() == {"openvino-genai": importlib.metadata.version("openvino-genai")}
     ids = random_ids(40, vocab=len(vocabulary))

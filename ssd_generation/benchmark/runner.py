@@ -107,14 +107,14 @@ def run_benchmark(
 
     methods = make_methods(settings.methods, enable_self_speculative(model), config, settings.seed, peers)
     with contextlib.ExitStack() as stack:
-        runtimes = _runtimes(methods)
+        runtimes = _runtimes(methods, model.dtype)
         for runtime in runtimes.values():
             stack.enter_context(contextlib.closing(runtime))
         caller = Caller(model, assistant, runtimes)
         return Benchmark(caller, methods, prompts, folder, settings, observe).run()
 
 
-def _runtimes(methods: Sequence[Method]) -> dict[str, Peer]:
-    """Return the other runtimes that methods need, by name."""
+def _runtimes(methods: Sequence[Method], dtype: torch.dtype) -> dict[str, Peer]:
+    """Return the other runtimes that methods need, by name, for a model of that dtype."""
     needed = {method.request["peer"].peer for method in methods if "peer" in method.request}
-    return {name: kind() for name, kind in PEERS.items() if name in needed}
+    return {name: kind(dtype) for name, kind in PEERS.items() if name in needed}

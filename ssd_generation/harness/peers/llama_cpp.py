@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..peer_methods import PeerModel
 from .peer import Peer
 
@@ -19,14 +21,15 @@ class LlamaCpp(Peer):
     """llama.cpp's processes, see `Peer`. It leaves the end of sequence out where it must continue.
 
     Args:
+        dtype: unused: it computes as its file asks for.
         context: tokens that there is room for, of prompt and answer together.
     """
 
     name, package, module, extra = "llama.cpp", "xllamacpp", "xllamacpp", "llama-cpp"
     worker = Path(__file__).resolve().with_name("llama_cpp_worker.py")
 
-    def __init__(self, context: int = CONTEXT) -> None:
-        super().__init__()
+    def __init__(self, dtype: torch.dtype | None = None, context: int = CONTEXT) -> None:
+        super().__init__(dtype)
         self.context = context
 
     def settings(self, model: PeerModel) -> dict[str, Any]:

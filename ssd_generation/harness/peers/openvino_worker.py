@@ -16,14 +16,16 @@ class Worker:
         self.pipeline: Any = None
 
     def do_load(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the model `file`, to run on so many `threads`, with or without `prefix_cache`."""
+        """Load the model `file`, to run in `precision` on so many `threads`, with or without `prefix_cache`."""
         import openvino_genai
 
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = message["prefix_cache"]
-        self.pipeline = openvino_genai.LLMPipeline(
-            message["file"], "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=message["threads"]
-        )
+        properties = {"INFERENCE_NUM_THREADS": message["threads"]}
+        if message["precision"] is not None:
+            # Where the processor multiplies in bfloat16, it would by default, whatever the weights are.
+            properties["INFERENCE_PRECISION_HINT"] = message["precision"]
+        self.pipeline = openvino_genai.LLMPipeline(message["file"], "CPU", scheduler_config=scheduler, **properties)
         return {}
 
     def do_call(self, message: Mapping[str, Any]) -> dict[str, Any]:

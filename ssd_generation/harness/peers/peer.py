@@ -28,6 +28,9 @@ class Peer:
 
     A process that has died is started again by the next call.
 
+    Args:
+        dtype: that the model is measured in; a runtime computes in it where it can choose.
+
     Attributes:
         name: of the runtime, in errors.
         package: that it comes in.
@@ -42,7 +45,8 @@ class Peer:
     extra: ClassVar[str]
     worker: ClassVar[Path]
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
         self._children: dict[PeerModel, Child] = {}
 
     # -- what subclasses override --------------------------------------------------------------------------------------
