@@ -409,6 +409,7 @@ def test_every_dependency_has_a_lower_bound(project: dict[str, Any]) -> None:
 PART_OF_ANOTHER = {
     **dict.fromkeys(("huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "tqdm"), "transformers"),
     "outlines_core": "outlines",
+    "openvino": "openvino-genai",
     "datasets": "evaluate",
     "pyarrow": "evaluate",
     "sqlalchemy": "optuna",

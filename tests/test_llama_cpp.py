@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,22 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_generation.benchmark.run_benchmark import BenchmarkSettings, benchmark_arguments, run_benchmark
+from peer_processes import IDS, TOKENS, gguf_file, put_in_place, rows_of, run
+from peer_processes import children as children
+from peer_processes import own_cache as own_cache
+from ssd_generation.benchmark.run_benchmark import BenchmarkSettings
 from ssd_generation.cli.benchmark_view import _name_lines
-from ssd_generation.harness.llama_cpp import LlamaCpp, describe_gguf, gguf_methods, llama_cpp_version
-from ssd_generation.harness.llama_cpp import peer as module
-from ssd_generation.harness.results import RunFolder, markdown
+from ssd_generation.harness.peer_methods import PeerModel
+from ssd_generation.harness.peers import LlamaCpp, describe_model, gguf_models
+from ssd_generation.harness.results import markdown
 from ssd_generation.harness.run import Caller, Child, TimedCall
-from ssd_generation.harness.texts import Prompt
 from test_benchmark_cli import folder as folder
 from test_benchmark_cli import prompts as prompts
 from test_benchmark_cli import ssd as ssd
-from test_cli import Run, tiny_tokenizer
+from test_cli import Run
 from tiny_models import prompt as random_ids
 from tiny_models import tiny_model
 
-TOKENIZER = tiny_tokenizer()
-PROMPTS = [Prompt("x-1", "x", "the rain"), Prompt("y-1", "y", "a river runs"), Prompt("x-2", "x", "the fields")]
 NAME = "llama.cpp-tiny"
 FAKE = '''
     """In the place of xllamacpp: what follows the four letters of a GGUF file says what happens."""
@@ -91,39 +90,12 @@ FAKE = '''
 
 @pytest.fixture
 def fake(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path_factory.mktemp("packages")
-    (folder / "xllamacpp.py").write_text(textwrap.dedent(FAKE))
-    about = folder / "xllamacpp-1.2.3.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: xllamacpp\nVersion: 1.2.3\n")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    put_in_place(tmp_path_factory.mktemp("packages"), monkeypatch, {"xllamacpp": FAKE}, "xllamacpp", "1.2.3")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture(autouse=True)
-def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
-    """The processes of a test: none of them outlives it."""
-    started: list[Child] = []
-
-    class Noted(Child):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            started.append(self)
-
-    monkeypatch.setattr(module, "Child", Noted)
-    yield started
-    assert all(child._process.poll() is not None for child in started)
-
-
-def gguf_file(folder: Path, name: str = "tiny.gguf", **told: Any) -> str:
-    file = folder / name
-    file.write_bytes(b"GGUF" + json.dumps(told).encode())
-    return str(file)
+def model_of(*args: Any, **told: Any) -> PeerModel:
+    """A file that says what happens, see `FAKE`."""
+    return PeerModel("llama.cpp", gguf_file(*args, **told))
 
 
 @pytest.fixture
@@ -132,23 +104,19 @@ def peer() -> Iterator[LlamaCpp]:
         yield made
 
 
-IDS = torch.tensor([[4, 5, 6]])
-TOKENS = [3, 4, 5, 6]
-
-
 # --- the process ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake")
 def test_a_call(peer: LlamaCpp, tmp_path: Path, children: list[Child]) -> None:
-    file = gguf_file(tmp_path)
-    call = peer.call(file, IDS, 4)
+    model = model_of(tmp_path)
+    call = peer.call(model, IDS, 4)
     assert call.token_ids == TOKENS and call.speculation is None and call.assisted is None
     assert call.prompt_seconds == pytest.approx(1e-6 * torch.get_num_threads()) and call.seconds > call.prompt_seconds
     # One process for a file, which stays; another one for another file.
-    peer.call(file, IDS, 2)
+    peer.call(model, IDS, 2)
     assert len(children) == 1
-    peer.call(gguf_file(tmp_path, "other.gguf"), IDS, 2)
+    peer.call(model_of(tmp_path, "other.gguf"), IDS, 2)
     assert len(children) == 2
     peer.close()
     assert all(child._process.poll() is not None for child in children)
@@ -156,9 +124,9 @@ def test_a_call(peer: LlamaCpp, tmp_path: Path, children: list[Child]) -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_memory_is_the_file_and_what_is_beyond(peer: LlamaCpp, tmp_path: Path) -> None:
-    file = gguf_file(tmp_path)
-    memory = peer.memory(file)
-    assert memory["persistent_bytes"] == os.path.getsize(file)
+    model = model_of(tmp_path)
+    memory = peer.memory(model)
+    assert memory["persistent_bytes"] == os.path.getsize(model.path)
     # A Python that has not even loaded PyTorch.
     assert 1e6 < memory["peak_bytes"] < 1e8
 
@@ -168,7 +136,7 @@ def test_a_prompt_without_room_is_refused_before_anything_is_started(
     peer: LlamaCpp, tmp_path: Path, children: list[Child]
 ) -> None:
     with pytest.raises(ValueError, match="has 3 tokens, which leaves no room for 62 new ones in the 64"):
-        peer.call(gguf_file(tmp_path), IDS, 62)
+        peer.call(model_of(tmp_path), IDS, 62)
     assert children == []
 
 
@@ -183,16 +151,16 @@ def test_a_prompt_without_room_is_refused_before_anything_is_started(
 )
 def test_what_llama_cpp_cannot_do(peer: LlamaCpp, tmp_path: Path, told: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        peer.call(gguf_file(tmp_path, **told), IDS, 4)
+        peer.call(model_of(tmp_path, **told), IDS, 4)
 
 
 @pytest.mark.usefixtures("fake")
 def test_a_process_that_has_died_is_started_again(peer: LlamaCpp, tmp_path: Path, children: list[Child]) -> None:
-    file = gguf_file(tmp_path, dies=str(tmp_path / "died"))
+    model = model_of(tmp_path, dies=str(tmp_path / "died"))
     with pytest.raises(RuntimeError, match=r"'llama.cpp, tiny.gguf' ended with exit status 3\..*; .*out of luck$"):
-        peer.call(file, IDS, 4)
+        peer.call(model, IDS, 4)
     assert len(children) == 1
-    assert peer.call(file, IDS, 4).token_ids == TOKENS
+    assert peer.call(model, IDS, 4).token_ids == TOKENS
     assert len(children) == 2
 
 
@@ -202,48 +170,40 @@ def test_a_process_that_has_died_is_started_again(peer: LlamaCpp, tmp_path: Path
 @pytest.mark.usefixtures("fake")
 def test_methods_of_files(tmp_path: Path) -> None:
     one, two = gguf_file(tmp_path, "b.q4_0.gguf"), gguf_file(tmp_path, "a.gguf")
-    assert gguf_methods([one, two]) == {"llama.cpp-b.q4_0": one, "llama.cpp-a": two}
-    assert gguf_methods([]) == {}
-    assert llama_cpp_version() == "1.2.3"
-    described = describe_gguf(one)
+    assert gguf_models([one, two]) == {
+        "llama.cpp-b.q4_0": PeerModel("llama.cpp", one),
+        "llama.cpp-a": PeerModel("llama.cpp", two),
+    }
+    assert gguf_models([]) == {}
+    LlamaCpp.check_installed()
+    assert LlamaCpp().versions() == {"xllamacpp": "1.2.3"}
+    described = describe_model(one)
     assert described["path"] == one and described["bytes"] == 6 and len(described["sha256"]) == 64
-    assert describe_gguf(gguf_file(tmp_path, "b.q4_0.gguf", gives=3))["sha256"] != described["sha256"]
+    assert describe_model(gguf_file(tmp_path, "b.q4_0.gguf", gives=3))["sha256"] != described["sha256"]
 
 
-def test_without_xllamacpp_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_xllamacpp_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
-    with pytest.raises(ImportError, match="not installed: pip install xllamacpp"):
-        gguf_methods([gguf_file(tmp_path)])
+    with pytest.raises(ImportError, match=r"\(extra `llama-cpp`\), which is not installed: pip install xllamacpp"):
+        LlamaCpp.check_installed()
 
 
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def run(path: Path, file: str, methods: tuple[str, ...] = ("plain", "plain-loop", NAME), **more: Any) -> dict[str, Any]:
-    settings = BenchmarkSettings(methods=methods, **{"new_tokens": 4, "warm_up": 1, "memory": False, **more})
-    model = tiny_model(vocab_size=len(TOKENIZER))
-    with RunFolder(path, benchmark_arguments(settings, PROMPTS, None)) as folder:
-        return run_benchmark(model, TOKENIZER, PROMPTS, folder, settings, gguf={NAME: file})
-
-
-def rows_of(path: Path, kind: str = "call") -> list[dict[str, Any]]:
-    rows = map(json.loads, (path / "rows.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == kind and row["method"] == NAME]
-
-
 @pytest.mark.usefixtures("fake")
 def test_a_run(tmp_path: Path, children: list[Child]) -> None:
-    file = gguf_file(tmp_path)
-    summary = run(tmp_path / "r", file, memory=True)
+    peers = {NAME: model_of(tmp_path)}
+    summary = run(tmp_path / "r", peers, memory=True)
     entry = summary["methods"][NAME]
     assert summary["complete"] and entry["calls"] == 3 and entry["errors"] == [] and len(children) == 1
     assert entry["drafting"] is None and entry["assisted"] is None and entry["engine_efficiency"] is None
     assert entry["decode_ratio"]["geometric_mean"] > 0
-    assert entry["memory"]["persistent_bytes"] == os.path.getsize(file)
+    assert entry["memory"]["persistent_bytes"] == os.path.getsize(peers[NAME].path)
     # Where its texts part from plain decoding's, the model says how nearly.
     assert len(entry["text"]["differences"]) + entry["text"]["identical"] == 3
     assert all(parted["logit_margin"] is not None for parted in entry["text"]["differences"])
-    for row in rows_of(tmp_path / "r"):
+    for row in rows_of(tmp_path / "r", NAME):
         assert len(row["token_ids"]) == 4 and row["costs"] is None and row["speculation"] is None
     page = markdown(summary, "Benchmark")
     assert "xllamacpp 1.2.3" in page and "llama.cpp has a process of its own" in page
@@ -251,23 +211,22 @@ def test_a_run(tmp_path: Path, children: list[Child]) -> None:
     (session,) = json.loads((tmp_path / "r" / "environment.json").read_text())["sessions"]
     assert session["versions"]["xllamacpp"] == "1.2.3"
     # All is there: the process is not started again.
-    assert run(tmp_path / "r", file, memory=True)["methods"][NAME] == entry and len(children) == 1
+    assert run(tmp_path / "r", peers, memory=True)["methods"][NAME] == entry and len(children) == 1
 
 
 @pytest.mark.usefixtures("fake")
 def test_a_death_costs_one_row_and_a_later_session_makes_it_good(tmp_path: Path, children: list[Child]) -> None:
-    mark = tmp_path / "died"
-    file = gguf_file(tmp_path, dies=str(mark))
-    summary = run(tmp_path / "r", file, warm_up=0)
+    peers = {NAME: model_of(tmp_path, dies=str(tmp_path / "died"))}
+    summary = run(tmp_path / "r", peers, warm_up=0)
     (error,) = summary["methods"][NAME]["errors"]
     assert error.startswith("RuntimeError: The worker 'llama.cpp, tiny.gguf' ended") and "\n" not in error
     assert summary["methods"][NAME]["calls"] == 2 and summary["complete"] and len(children) == 2
-    assert run(tmp_path / "r", file, warm_up=0)["methods"][NAME]["calls"] == 3 and len(children) == 3
+    assert run(tmp_path / "r", peers, warm_up=0)["methods"][NAME]["calls"] == 3 and len(children) == 3
 
 
 @pytest.mark.usefixtures("fake")
 def test_a_file_that_cannot_be_loaded_is_reported_and_the_run_goes_on(tmp_path: Path, children: list[Child]) -> None:
-    summary = run(tmp_path / "r", gguf_file(tmp_path, refuses="unknown architecture"), memory=True)
+    summary = run(tmp_path / "r", {NAME: model_of(tmp_path, refuses="unknown architecture")}, memory=True)
     assert summary["methods"]["plain-loop"]["calls"] == 3 and summary["complete"]
     (error,) = summary["methods"][NAME]["errors"]
     assert "unknown architecture" in error and len(children) == 1
@@ -287,7 +246,7 @@ def test_an_interruption_ends_the_process(
 
     monkeypatch.setattr(Caller, "call", call)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "r", gguf_file(tmp_path))
+        run(tmp_path / "r", {NAME: model_of(tmp_path)})
     (child,) = children
     assert child._process.poll() is not None
 
@@ -314,7 +273,7 @@ def test_command(ssd: Callable[..., Run], fake: None, folder: str, prompts: str,
     assert "xllamacpp 1.2.3" in " ".join(run.out.split())
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert summary["methods"][f"llama.cpp-{name}"]["calls"] == 3
-    assert json.loads((tmp_path / "r" / "config.json").read_text())["gguf"] == [describe_gguf(file)]
+    assert json.loads((tmp_path / "r" / "config.json").read_text())["gguf"] == [describe_model(file)]
     # A run goes on by the same file only.
     gguf_file(tmp_path, f"{name}.gguf", gives=8)
     run = ssd(*common, "-o", "r")
@@ -337,7 +296,7 @@ def test_files_are_among_the_defaults(
     ssd("--device", "cpu", "--gguf", files[0], "--gguf", files[1])
     (request,) = asked
     assert request.settings.methods[-3:] == ("prompt-lookup-10", "llama.cpp-b", "llama.cpp-a")
-    assert list(request.gguf.values()) == files
+    assert [model.path for model in request.peers.values()] == files
 
 
 @pytest.mark.parametrize(
@@ -400,21 +359,24 @@ def test_llama_cpp_itself(peer: LlamaCpp, tmp_path: Path) -> None:
     model = tiny_model(vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64)
     file = str(tmp_path / "tiny.gguf")
     write_gguf(gguf, model, vocabulary, file)
-    assert gguf_methods([file]) == {NAME: file}
-    assert llama_cpp_version() == importlib.metadata.version("xllamacpp")
+    (model_of_file,) = gguf_models([file]).values()
+    assert peer.versions() == {"xllamacpp": importlib.metadata.version("xllamacpp")}
     ids = random_ids(12, vocab=len(vocabulary))
     plain = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 12:].tolist()
-    call = peer.call(file, ids, 12)
+    call = peer.call(model_of_file, ids, 12)
     assert call.token_ids == plain and 0 < call.prompt_seconds < call.seconds
     # Nothing is left of one prompt when the next one comes.
-    assert peer.call(file, ids, 12).token_ids == plain
+    assert peer.call(model_of_file, ids, 12).token_ids == plain
     with pytest.raises(RuntimeError, match="invalid tokens"):
-        peer.call(file, torch.tensor([[1, 10**6]]), 4)
+        peer.call(model_of_file, torch.tensor([[1, 10**6]]), 4)
 
 
-def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str) -> None:
+def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str, half: bool = False) -> None:
+    """Write the weights, all but vectors in float16 if `half`."""
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
+    kind = gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32
+    writer.add_file_type(kind)  # OpenVINO asks for it
     writer.add_context_length(512)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -438,6 +400,7 @@ def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str) -> None:
         for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             if part in name:  # GGUF files hold the two halves of a head's rotary dimensions interleaved
                 weight = weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        weight = weight.half() if half and weight.dim() > 1 else weight
         writer.add_tensor(names.get_name(name, (".weight",)), weight.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -18,6 +18,7 @@ from ssd_generation.harness.methods import (
     portable,
     random_half,
 )
+from ssd_generation.harness.peer_methods import PeerModel
 from tiny_models import LAYERS, tiny_model
 
 CONFIG = SelfSpeculativeConfig(
@@ -42,8 +43,8 @@ def test_requests(model: Any) -> None:
     assert request_of("assistant", model) == {"assistant_model": True}
     assert request_of("auto", model) == {"self_speculative": "auto"}
     assert request_of("config", model, CONFIG)["self_speculative"] is CONFIG
-    (peer,) = make_methods(["llama.cpp-x"], model, gguf={"llama.cpp-x": "below/x.gguf"})
-    assert peer.request == {"llama_cpp": "below/x.gguf"} and not peer.is_own and peer.config is None
+    (peer,) = make_methods(["llama.cpp-x"], model, peers={"llama.cpp-x": PeerModel("llama.cpp", "below/x.gguf")})
+    assert peer.request == {"peer": PeerModel("llama.cpp", "below/x.gguf")} and not peer.is_own and peer.config is None
 
 
 def test_mode_configs(model: Any) -> None:
@@ -88,7 +89,7 @@ def test_defaults_are_what_there_is_something_for() -> None:
 def test_plain_comes_first_and_is_always_there() -> None:
     assert check_methods(["auto"], None, False) == ("plain", "auto")
     assert check_methods(["auto", "plain"], None, False) == ("plain", "auto")
-    files = {"llama.cpp-a.b": "a.b.gguf"}
+    files = {"llama.cpp-a.b": PeerModel("llama.cpp", "a.b.gguf")}
     assert check_methods(["llama.cpp-a.b"], None, False, files) == ("plain", "llama.cpp-a.b")
 
 
@@ -100,6 +101,8 @@ def test_plain_comes_first_and_is_always_there() -> None:
         (["prompt-lookup"], "needs a number of at least 1, such as prompt-lookup-3, but got 'prompt-lookup'"),
         (["early-exit-0"], "such as early-exit-3, but got 'early-exit-0'"),
         (["llama.cpp-x"], r"'llama.cpp-x' needs a GGUF file .* --gguf …/x\.gguf"),
+        (["openvino-x"], r"'openvino-x' needs a folder in OpenVINO's format, .* --openvino …/x\."),
+        (["openvino-prefix-cache-x"], r"-x' needs a folder .* --openvino …/x\."),
         (["skip"], "'skip' needs a config"),
         (["paper"], "'paper' needs a config"),
         (["assistant"], "needs an assistant model"),
@@ -124,9 +127,13 @@ def test_methods_that_skip_need_something_to_skip(name: str, model: Any) -> None
 
 def test_every_name_is_made(model: Any) -> None:
     names = [re.sub("-N(AME)?$", "-2", name) for name in METHODS]
-    files = {"llama.cpp-2": "2.gguf"}
+    files = {
+        "llama.cpp-2": PeerModel("llama.cpp", "2.gguf"),
+        "openvino-2": PeerModel("openvino", "2"),
+        "openvino-prefix-cache-2": PeerModel("openvino", "2", prefix_cache=True),
+    }
     assert check_methods(names, CONFIG, True, files) == tuple(names)
-    assert [method.name for method in make_methods(names, model, CONFIG, gguf=files)] == names
+    assert [method.name for method in make_methods(names, model, CONFIG, peers=files)] == names
 
 
 def test_portable_requests_name_only_what_differs_from_the_default() -> None:

@@ -11,8 +11,9 @@ import torch
 
 from ..config import SelfSpeculativeConfig
 from ..generation import enable_self_speculative
-from ..harness.llama_cpp import LlamaCpp
 from ..harness.methods import PLAIN, Method, make_methods
+from ..harness.peer_methods import PeerModel
+from ..harness.peers import PEERS, Peer
 from ..harness.results import RunFolder, finished_calls
 from ..harness.run import Caller, Observer, RunSettings, SideBySide, TimedCall
 from ..harness.texts import Prompt, Question, digest, encode_prompt, questions_of
@@ -74,7 +75,7 @@ def run_benchmark(
     config: SelfSpeculativeConfig | None = None,
     assistant: Any = None,
     observe: Observer | None = None,
-    gguf: Mapping[str, str] | None = None,
+    peers: Mapping[str, PeerModel] | None = None,
 ) -> dict[str, Any]:
     """Time all methods on all prompts, see `SideBySide`.
 
@@ -87,7 +88,7 @@ def run_benchmark(
         config: of the methods that need one.
         assistant: model of the method "assistant".
         observe: callback with the progress, before each call.
-        gguf: the GGUF files of llama.cpp's methods, by the method's name, see `gguf_methods`.
+        peers: the models of other runtimes' methods, by the method's name, see `gguf_models` and `openvino_models`.
 
     Returns:
         The summary, as in summary.json.
@@ -99,9 +100,12 @@ def run_benchmark(
     if not prompts:
         raise ValueError("There are no prompts to run.")
 
-    with contextlib.closing(LlamaCpp()) as peer:
-        caller = Caller(enable_self_speculative(model), assistant, peer if gguf else None)
-        methods = make_methods(settings.methods, model, config, settings.seed, gguf)
+    methods = make_methods(settings.methods, enable_self_speculative(model), config, settings.seed, peers)
+    with contextlib.ExitStack() as stack:
+        runtimes = _runtimes(methods, model.dtype)
+        for runtime in runtimes.values():
+            stack.enter_context(contextlib.closing(runtime))
+        caller = Caller(model, assistant, runtimes)
         return Benchmark(tokenizer, prompts, caller, methods, folder, settings, observe).run()
 
 
@@ -165,3 +169,9 @@ class Benchmark(SideBySide):
     def noted(self, index: int, call: TimedCall) -> dict[str, Any]:
         question = self.questions[index]
         return {"conversation": question.conversation} if question.conversation != question.id else {}
+
+
+def _runtimes(methods: Sequence[Method], dtype: torch.dtype) -> dict[str, Peer]:
+    """Return the other runtimes that methods need, by name, for a model of that dtype."""
+    needed = {method.request["peer"].peer for method in methods if "peer" in method.request}
+    return {name: kind(dtype) for name, kind in PEERS.items() if name in needed}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ..benchmark.run_benchmark import BenchmarkSettings
     from ..config import SelfSpeculativeConfig
+    from ..harness.peer_methods import PeerModel
     from ..harness.results import RunFolder
     from ..harness.texts import Prompt
 
@@ -31,6 +32,7 @@ Results go to a folder as they are made; the same command with the same folder g
   ssd benchmark -m large --assistant small --prompts spec_bench/question.jsonl -o results
   ssd benchmark -m large --prompts speed/throughput_1k/test.parquet --limit-per-category 8
   ssd benchmark -m folder --gguf model-bf16.gguf --gguf model-q4_0.gguf
+  ssd benchmark -m folder --openvino folder-of-its-export
   ssd benchmark --methods plain-loop --paired ../older-checkout
 
 [bold]Methods[/bold]
@@ -47,6 +49,9 @@ Results go to a folder as they are made; the same command with the same folder g
   assistant        transformers' assisted decoding by --assistant
   early-exit-N     transformers' assisted decoding by the model's own first N layers
   llama.cpp-NAME   llama.cpp by the GGUF file --gguf …/NAME.gguf
+  openvino-NAME    OpenVINO GenAI by the folder --openvino …/NAME
+  openvino-prefix-cache-NAME
+                   the same, with the prompt in its cache from an earlier call
 """
 
 
@@ -75,6 +80,15 @@ class ComparisonOptions(MethodOptions):
             metavar="FILE",
             help="The same model as a GGUF file: llama.cpp decodes by it beside the others, as the method "
             "`llama.cpp-NAME` of NAME.gguf; may be repeated. Needs `pip install xllamacpp`.",
+        ),
+    ] = None
+    openvino: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="The same model as a folder of `optimum-cli export openvino`, or as a GGUF file: OpenVINO GenAI "
+            "decodes by it, as the methods `openvino-NAME` and, with the prompt cached, `openvino-prefix-cache-NAME`; "
+            "may be repeated. Needs `pip install openvino-genai`.",
         ),
     ] = None
     paired: Annotated[
@@ -136,7 +150,7 @@ class Request:
         config: for the methods that need one.
         about: the model and where it runs, as the run's config.json says it.
         other: root of the other checkout, where two are compared.
-        gguf: the GGUF files of llama.cpp's methods, by the method's name.
+        peers: the models of other runtimes' methods, by the method's name.
     """
 
     settings: BenchmarkSettings
@@ -144,7 +158,7 @@ class Request:
     config: SelfSpeculativeConfig | None
     about: dict[str, Any]
     other: Path | None
-    gguf: Mapping[str, str]
+    peers: Mapping[str, PeerModel]
 
 
 def parse(
@@ -154,20 +168,20 @@ def parse(
 
     Raises:
         ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
-        ImportError: llama.cpp is to be run and not installed.
+        ImportError: another runtime is to be run and not installed.
     """
     from ..benchmark.paired import check_checkout, own_methods
     from ..benchmark.run_benchmark import BenchmarkSettings
-    from ..harness.llama_cpp import describe_gguf
     from ..harness.methods import default_methods
     from ..harness.texts import load_prompts
     from .configs import config_to_compare, requested_methods
+    from .peers import described_models, peer_models
 
     config = config_to_compare(draft, model.model)
     is_paired = compared.paired is not None
-    gguf = _gguf_methods(model, compared)
+    peers = peer_models(model, compared)
     settings = BenchmarkSettings(
-        methods=requested_methods(compared, config, own_methods if is_paired else default_methods, gguf),
+        methods=requested_methods(compared, config, own_methods if is_paired else default_methods, peers),
         new_tokens=calls.new_tokens,
         repeats=calls.repeats,
         warm_up=calls.warm_up,
@@ -189,28 +203,8 @@ def parse(
     prompts = load_prompts(compared.prompts or (), compared.category or (), compared.limit_per_category)
     other = None if compared.paired is None else check_checkout(compared.paired)
     # Last, since a large file takes seconds.
-    about["gguf"] = [describe_gguf(path) for path in gguf.values()] or None
-    return Request(settings=settings, prompts=prompts, config=config, about=about, other=other, gguf=gguf)
-
-
-def _gguf_methods(model: MeasuredModelOptions, compared: ComparisonOptions) -> dict[str, str]:
-    """The methods of `--gguf`, by name.
-
-    Raises:
-        ValueError, FileNotFoundError, ImportError: no GGUF files, or no place for them.
-    """
-    if not compared.gguf:
-        return {}
-    import torch
-
-    from ..harness.llama_cpp import gguf_methods
-
-    if compared.paired is not None:
-        raise ValueError("--gguf and --paired: two checkouts run this library's own methods. Leave one of them out.")
-    device = model.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if model.device_map is None and not device.startswith("cpu"):
-        raise ValueError(f"--gguf: llama.cpp runs on the CPU here, but the model on {device!r}. Add --device cpu.")
-    return gguf_methods(compared.gguf)
+    about |= described_models(peers)
+    return Request(settings=settings, prompts=prompts, config=config, about=about, other=other, peers=peers)
 
 
 def _run(request: Request, model: MeasuredModelOptions, results: ResultOptions) -> tuple[dict[str, Any], Path]:
@@ -256,7 +250,7 @@ def _run_methods(
             config=request.config,
             assistant=small,
             observe=observe,
-            gguf=request.gguf,
+            peers=request.peers,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .layer_lists import parse_layers
@@ -11,6 +11,7 @@ from .options import AUTO, DEMO, DEMO_PRESET
 
 if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
+    from ..harness.peer_methods import PeerModel
     from .generate_options import DraftLengthOptions, DraftOptions
     from .options import ConfigOptions, MethodOptions
 
@@ -83,7 +84,7 @@ def requested_methods(
     options: MethodOptions,
     config: SelfSpeculativeConfig | None,
     default: Callable[[SelfSpeculativeConfig | None, bool], tuple[str, ...]],
-    gguf: Collection[str] = (),
+    peers: Mapping[str, PeerModel] | None = None,
 ) -> tuple[str, ...]:
     """The methods of `--methods`, plain decoding among them; where it is not given, those of `default`.
 
@@ -91,19 +92,18 @@ def requested_methods(
         options: the methods' names, and the assistant.
         config: for the methods that need one.
         default: the methods by a config and whether there is an assistant.
-        gguf: the methods that GGUF files make; by default they come after the others.
+        peers: the models of other runtimes' methods, by the method's name; by default they come after the others.
 
     Raises:
-        ValueError: a name that is none, or a method that needs a config, an assistant or a GGUF file where there is
-            none.
+        ValueError: a name that is none, or a method that needs a config, an assistant or a file where there is none.
     """
     from ..harness.methods import check_methods
 
     has_assistant = options.assistant is not None
     if options.methods is None:
-        return *default(config, has_assistant), *gguf
+        return *default(config, has_assistant), *(peers or {})
     names = [name.strip() for name in options.methods.split(",") if name.strip()]
-    return check_methods(names, config, has_assistant, gguf)
+    return check_methods(names, config, has_assistant, peers)
 
 
 def with_lookup(config: SelfSpeculativeConfig, lookup: bool) -> SelfSpeculativeConfig:

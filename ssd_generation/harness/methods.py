@@ -5,22 +5,21 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig
 from ..forward.structure.sublayers import DecoderLayout, locate_sublayers
+from .peer_methods import PeerModel, check_peer_method, check_unused, is_peer
 
 __all__ = [
-    "LLAMA_CPP",
     "METHODS",
     "PLAIN",
     "UNDRAFTED",
     "Method",
     "check_methods",
     "default_methods",
-    "is_llama_cpp",
     "make_methods",
     "of_config",
     "portable",
@@ -28,8 +27,6 @@ __all__ = [
 ]
 
 PLAIN, UNDRAFTED = "plain", "plain-loop"
-LLAMA_CPP = "llama.cpp-"
-"""Beginning of the names of llama.cpp's methods; the name of a GGUF file follows."""
 
 METHODS: Mapping[str, str] = {
     PLAIN: "transformers' own decoding; always there",
@@ -48,6 +45,8 @@ METHODS: Mapping[str, str] = {
     "assistant": "transformers' assisted decoding by --assistant",
     "early-exit-N": "transformers' assisted decoding by the model's own first N layers",
     "llama.cpp-NAME": "llama.cpp by the GGUF file --gguf …/NAME.gguf",
+    "openvino-NAME": "OpenVINO GenAI by the folder --openvino …/NAME",
+    "openvino-prefix-cache-NAME": "the same, with the prompt in its prefix cache from an earlier call",
 }
 """Names and their meanings; N represents a number, NAME the name of a file."""
 
@@ -63,7 +62,7 @@ class Method:
     Attributes:
         name: as in `METHODS`, with a number for N.
         request: what it adds to `generate`'s arguments; `"assistant_model": True` represents the assistant. Of a
-            method that is not `generate`'s: the GGUF file, `"llama_cpp": path`.
+            method that another runtime runs: its model, `"peer": PeerModel`.
     """
 
     name: str
@@ -79,11 +78,6 @@ class Method:
         """Config of the method, if it has one."""
         request = self.request.get("self_speculative")
         return request if isinstance(request, SelfSpeculativeConfig) else None
-
-
-def is_llama_cpp(name: str) -> bool:
-    """Tell if a method of that name is run by llama.cpp."""
-    return name.startswith(LLAMA_CPP)
 
 
 def of_config(config: SelfSpeculativeConfig | None) -> tuple[str, ...]:
@@ -110,7 +104,7 @@ def check_methods(
     names: Sequence[str],
     config: SelfSpeculativeConfig | None,
     has_assistant: bool,
-    gguf: Collection[str] = (),
+    peers: Mapping[str, PeerModel] | None = None,
 ) -> tuple[str, ...]:
     """Names of methods, checked before a model is loaded, plain decoding first.
 
@@ -118,17 +112,17 @@ def check_methods(
         names: see `METHODS`.
         config: of the methods that need one.
         has_assistant: whether there is a model for `assistant`.
-        gguf: the methods that GGUF files make, see `gguf_methods`. Each has to be named: nobody gives a file
-            for nothing.
+        peers: the models of other runtimes' methods, by the method's name. Each has to be used, see `check_unused`.
 
     Raises:
         ValueError: an unknown or repeated name, nothing to compare with plain decoding, or a method without what it
             needs.
     """
+    models = peers or {}
     for name in names:
         kind = _number_of(name)[0]
-        if is_llama_cpp(name):
-            _check_gguf(name, gguf)
+        if is_peer(name):
+            check_peer_method(name, models)
         elif (kind not in METHODS or kind.endswith("-N")) and kind not in _NUMBERED:
             raise ValueError(f"There is no method {name!r}. Choose from {', '.join(METHODS)}.")
         if kind in _NUMBERED and _number_of(name)[1] < 1:
@@ -138,11 +132,7 @@ def check_methods(
             raise ValueError("The method 'assistant' needs an assistant model. Name one with --assistant.")
         if names.count(name) > 1:
             raise ValueError(f"The method {name!r} was named more than once. Name it once.")
-    for name in gguf:
-        if name not in names:
-            raise ValueError(
-                f"The method {name!r} of --gguf is not among --methods. Name it there, or leave --gguf out."
-            )
+    check_unused(names, models)
     others = tuple(name for name in names if name != PLAIN)
     if not others:
         raise ValueError(f"There is nothing to compare with plain decoding. Name a method: {', '.join(METHODS)}.")
@@ -154,7 +144,7 @@ def make_methods(
     model: Any,
     config: SelfSpeculativeConfig | None = None,
     seed: int = 0,
-    gguf: Mapping[str, str] | None = None,
+    peers: Mapping[str, PeerModel] | None = None,
 ) -> list[Method]:
     """Make the methods of those names for a model.
 
@@ -163,21 +153,20 @@ def make_methods(
         model: the target model, enabled.
         config: what `skip`, `config` and `paper` draft by.
         seed: of `random-half`.
-        gguf: the GGUF files of llama.cpp's methods, by the method's name.
+        peers: the models of other runtimes' methods, by the method's name.
 
     Raises:
-        ValueError: as `check_methods`, where a config or a GGUF file is concerned.
+        ValueError: as `check_methods`, where a config or another runtime's model is concerned.
     """
-    files = gguf or {}
+    models = peers or {}
     return [
-        Method(name, _of_llama_cpp(name, files) if is_llama_cpp(name) else _request(name, model, config, seed))
-        for name in names
+        Method(name, _of_peer(name, models) if is_peer(name) else _request(name, model, config, seed)) for name in names
     ]
 
 
-def _of_llama_cpp(name: str, files: Mapping[str, str]) -> dict[str, Any]:
-    _check_gguf(name, files)
-    return {"llama_cpp": files[name]}
+def _of_peer(name: str, models: Mapping[str, PeerModel]) -> dict[str, Any]:
+    check_peer_method(name, models)
+    return {"peer": models[name]}
 
 
 def _request(name: str, model: Any, config: SelfSpeculativeConfig | None, seed: int) -> dict[str, Any]:
@@ -226,15 +215,6 @@ def _check_config(name: str, config: SelfSpeculativeConfig | None) -> None:
         raise ValueError(
             f"The method {name!r} drafts by a skip set alone, but this config skips nothing. Name another one with "
             "--config, or layers with --skip-attention and --skip-mlp."
-        )
-
-
-def _check_gguf(name: str, known: Collection[str]) -> None:
-    if name not in known:
-        there = f"; those of --gguf here: {', '.join(known)}" if known else ""
-        raise ValueError(
-            f"The method {name!r} needs a GGUF file of that name{there}. Name it in `ssd benchmark` with --gguf "
-            f"…/{name.removeprefix(LLAMA_CPP) or 'NAME'}.gguf."
         )
 
 

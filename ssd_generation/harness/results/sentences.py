@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..methods import PLAIN, is_llama_cpp
+from ..methods import PLAIN
+from ..peer_methods import LLAMA_CPP, OPENVINO, OPENVINO_PREFIX_CACHE
 from ..texts import z_figure
 from .cells import NONE
 
@@ -30,10 +31,26 @@ def conditions(summary: Mapping[str, Any]) -> list[str]:
             "Ratios are tokens per second relative to plain decoding of the same prompt and repeat; above 1 is faster. "
             "The geometric mean is that of the categories' medians."
         )
-    if any(map(is_llama_cpp, summary["methods"])):
+    return lines + _peers(summary["methods"])
+
+
+def _peers(names: Collection[str]) -> list[str]:
+    """Say how other runtimes took part."""
+    lines = []
+    if any(name.startswith(LLAMA_CPP) for name in names):
         lines.append(
             "llama.cpp has a process of its own, is given the prompts as tokens, and rounds in its own way, by the "
             "weights of its GGUF file."
+        )
+    if any(name.startswith(OPENVINO) for name in names):
+        lines.append(
+            "OpenVINO GenAI has a process of its own, is given the prompts as tokens, and rounds in its own way, by "
+            "the weights of its folder or file."
+        )
+    if cached := [name for name in names if name.startswith(OPENVINO_PREFIX_CACHE)]:
+        lines.append(
+            f"{', '.join(cached)}: the prompt is in the prefix cache, from a call that is not timed, so that the call "
+            "hardly pays for it; all other methods pay for the whole prompt. Compare decoding alone."
         )
     return lines
 
@@ -74,13 +91,13 @@ def _place(environment: Mapping[str, Any]) -> str:
         place = f"{environment['cpu']}, {environment['threads']} of {environment['cpu_count']} CPUs"
     commit, dirty, _ = (environment.get("commit") or "").partition("-dirty")
     commit = f" ({commit[:10]}{dirty})" if commit else ""
-    peer = f", xllamacpp {versions['xllamacpp']}" if "xllamacpp" in versions else ""
+    peers = "".join(f", {name} {versions[name]}" for name in ("xllamacpp", "openvino-genai") if name in versions)
     own = ", ".join(f"{key} {value}" for key, value in environment.get("generation_config", {}).items())
     settings = f" The model's own generation config sets {own}." if own else ""
     return (
         f"{environment['model']} in {environment['dtype']} ({environment['attention_implementation']}) on {place}; "
         f"torch {versions['torch']}, transformers {versions['transformers']}, ssd_generation "
-        f"{versions['ssd_generation']}{commit}{peer}.{settings}"
+        f"{versions['ssd_generation']}{commit}{peers}.{settings}"
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ...config import Costs
-from ..methods import PLAIN, UNDRAFTED, is_llama_cpp
+from ..methods import PLAIN, UNDRAFTED
+from ..peer_methods import is_peer
 from ..texts import SamplingCheck, first_difference
 from .acceptance_length import acceptance_lengths
 from .figures import (
@@ -83,7 +84,7 @@ def _method_figures(name: str, own: Sequence[tuple[Row, Row]], rows: Sequence[Ro
     of_loop = [(row, plain) for row, plain in own if row["speculation"] is not None]
     figures: dict[str, Any] = {
         "ratio": _ratio_summary(own, ratio),
-        "decode_ratio": _ratio_summary(own if is_llama_cpp(name) else of_loop, decode_ratio),
+        "decode_ratio": _ratio_summary(own if is_peer(name) else of_loop, decode_ratio),
         "tokens_per_second": spread([timing_of(row).tokens_per_second for row in calls]),
     }
     if do_sample:

@@ -57,14 +57,14 @@ class Caller:
     Args:
         model: the target model, after `enable_self_speculative`.
         assistant: the model for `"assistant_model": true` in a request, or `None`.
-        peer: a `LlamaCpp` for requests with `"llama_cpp"`, or `None`.
+        peers: the other runtimes for requests with `"peer"`, by name; each a `Peer`.
         shared: let all methods draft by what the model has learnt itself, and continue to teach it.
     """
 
-    def __init__(self, model: Any, assistant: Any = None, peer: Any = None, *, shared: bool = False) -> None:
+    def __init__(self, model: Any, assistant: Any = None, peers: Any = None, *, shared: bool = False) -> None:
         self.model = model
         self.assistant = assistant
-        self.peer = peer
+        self.peers: Mapping[str, Any] = peers or {}
         self.shared = shared
         self._learnt: dict[str, tuple[Any, ...]] = {}
 
@@ -81,7 +81,7 @@ class Caller:
         Args:
             method: the method whose policies are used.
             request: what this method adds to `generate`'s arguments; `"assistant_model": True` represents the
-                assistant, and one with `"llama_cpp"` goes to the peer.
+                assistant, and one with `"peer"` goes to that runtime.
             inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
             options: `generate`'s other arguments.
             seed: of torch's random state; `None` leaves it alone.
@@ -89,8 +89,9 @@ class Caller:
         Raises:
             Whatever `generate`, or the peer, raises.
         """
-        if "llama_cpp" in request:
-            called: TimedCall = self.peer.call(request["llama_cpp"], inputs["input_ids"], options["max_new_tokens"])
+        if "peer" in request:
+            asked = request["peer"]
+            called: TimedCall = self.peers[asked.peer].call(asked, inputs["input_ids"], options["max_new_tokens"])
             return called
         model, arguments = self.model, {**options, **self.arguments(request)}
         if seed is not None:

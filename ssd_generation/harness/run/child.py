@@ -1,8 +1,8 @@
 """A worker process that answers requests, one JSON object per line each way, and ends with its owner.
 
 `Child` is the owner's end of the pipe. The other end is this file too, run as a program with the worker's file as its
-argument: the class `Worker` there answers, each of its methods named `do_…` one kind of request. So nothing of the
-package is imported in that process but what the worker asks for.
+argument: the class `Worker` there answers, each of its methods named `do_…` one kind of request; how much memory the
+process has had, this file answers. So nothing of the package is imported in that process but what the worker asks for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from types import TracebackType
 from typing import Any
 
 __all__ = ["Child", "first_line"]
+
+_PEAK = "peak_bytes"
 
 
 class Child:
@@ -65,6 +67,15 @@ class Child:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def peak_bytes(self) -> int:
+        """Return the most memory that its process has had.
+
+        Raises:
+            RuntimeError: the worker has ended.
+        """
+        peak: int = self.request(_PEAK)["bytes"]
+        return peak
+
     def last_words(self) -> list[str]:
         """Return the last lines that it wrote to stderr."""
         self._errors.seek(0)
@@ -107,11 +118,23 @@ def _serve(file: str) -> None:
     for line in sys.stdin:
         message = json.loads(line)
         try:
-            answer = getattr(worker, f"do_{message['do']}")(message)
+            if message["do"] == _PEAK:
+                answer: dict[str, Any] = {"bytes": _peak_resident_bytes()}
+            else:
+                answer = getattr(worker, f"do_{message['do']}")(message)
         except Exception as error:  # for the owner to judge
             answer = {"error": first_line(error)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _peak_resident_bytes() -> int:
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
+        # Linux counts into `ru_maxrss` the memory of the process that started this one.
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _load(file: str) -> Any:

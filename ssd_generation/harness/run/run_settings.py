@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..methods import PLAIN, is_llama_cpp
+from ..methods import PLAIN
+from ..peer_methods import is_peer
 
 __all__ = ["WHOLE_RUN", "RunSettings", "Share"]
 
@@ -49,7 +50,7 @@ class RunSettings:
                 raise ValueError(f"The temperature must be above 0, but got {self.temperature:g}.")
         if not self.methods or self.methods[0] != PLAIN:
             raise ValueError(f"Plain decoding comes first, but got the methods {', '.join(self.methods) or 'none'}.")
-        peer = next(filter(is_llama_cpp, self.methods), None)
+        peer = next(filter(is_peer, self.methods), None)
         if self.do_sample and peer is not None:
             # Its sampling is another one: neither texts nor speeds would compare.
             raise ValueError(f"The method {peer!r} decodes greedily only. Leave do_sample out, or this method.")

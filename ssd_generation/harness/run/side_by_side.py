@@ -11,7 +11,7 @@ from ...forward.copies.low_bit import copy_bytes
 from ...generation import why_no_drafts
 from ...tuning.automatic import weight_bytes
 from ...tuning.costs import costs_of
-from ..methods import PLAIN, Method, is_llama_cpp
+from ..methods import PLAIN, Method
 from ..results import (
     ROWS,
     Check,
@@ -83,8 +83,8 @@ class SideBySide(Engine):
         self.earlier = share.earlier
         own = own_settings(self.model, self.options)
         self.environment = run_environment(self.model) | ({"generation_config": own} if own else {})
-        if caller.peer is not None:
-            self.environment["versions"] |= caller.peer.versions()
+        for peer in caller.peers.values():
+            self.environment["versions"] |= peer.versions()
         self.session = start_session(folder, self.environment, self.rows)
         # Calls that failed in an earlier session are repeated: there may be more memory now, or another version.
         self.earlier_sessions = {row["session"] for row in self.rows if "session" in row}
@@ -219,8 +219,8 @@ class SideBySide(Engine):
     def _measure_memory(self, method: Method) -> None:
         row: dict[str, Any] = {"kind": "memory", "method": method.name}
         try:
-            if is_llama_cpp(method.name):
-                row |= self.caller.peer.memory(method.request["llama_cpp"])
+            if (asked := method.request.get("peer")) is not None:
+                row |= self.caller.peers[asked.peer].memory(asked)
             else:
                 inputs = self.inputs_to_try()
                 # First, since this makes the copies, which should exist while the peak is measured.

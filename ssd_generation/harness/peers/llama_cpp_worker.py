@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import sys
 import urllib.parse
 from collections.abc import Mapping
 from typing import Any
@@ -59,16 +58,3 @@ class Worker:
         if "error" in answer:
             raise ValueError(answer["error"]["message"])
         return {"token_ids": answer["tokens"], "prompt_seconds": answer["timings"]["prompt_ms"] / 1000}
-
-    def do_memory(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the most memory that this process has had."""
-        return {"peak_bytes": _peak_resident_bytes()}
-
-
-def _peak_resident_bytes() -> int:
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
-        # Linux counts into `ru_maxrss` the memory of the process that started this one.
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

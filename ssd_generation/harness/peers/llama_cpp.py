@@ -1,0 +1,43 @@
+"""llama.cpp as a peer: the same prompts, as tokens, decoded from a GGUF file by the wheel `xllamacpp`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..peer_methods import PeerModel
+from .peer import Peer
+
+__all__ = ["CONTEXT", "LlamaCpp"]
+
+CONTEXT = 4096
+"""Tokens that there is room for, of prompt and answer together."""
+
+
+class LlamaCpp(Peer):
+    """llama.cpp's processes, see `Peer`. It leaves the end of sequence out where it must continue.
+
+    Args:
+        dtype: unused: it computes as its file asks for.
+        context: tokens that there is room for, of prompt and answer together.
+    """
+
+    name, package, module, extra = "llama.cpp", "xllamacpp", "xllamacpp", "llama-cpp"
+    worker = Path(__file__).resolve().with_name("llama_cpp_worker.py")
+
+    def __init__(self, dtype: torch.dtype | None = None, context: int = CONTEXT) -> None:
+        super().__init__(dtype)
+        self.context = context
+
+    def settings(self, model: PeerModel) -> dict[str, Any]:
+        return {"context": self.context}
+
+    def check_room(self, prompt: Sequence[int], new_tokens: int) -> None:
+        if len(prompt) + new_tokens > self.context:
+            raise ValueError(
+                f"The prompt has {len(prompt)} tokens, which leaves no room for {new_tokens} new ones in the "
+                f"{self.context} of llama.cpp's context."
+            )

@@ -1,0 +1,47 @@
+"""Worker in whose process OpenVINO GenAI runs (see `run/child.py`): one model, one request at a time.
+
+It imports nothing of the package, so that its memory is OpenVINO's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Worker:
+    """Answers requests; each method named `do_…` answers one kind."""
+
+    def __init__(self) -> None:
+        self.pipeline: Any = None
+
+    def do_load(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the model `file`, to run in `precision` on so many `threads`, with or without `prefix_cache`."""
+        import openvino_genai
+
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = message["prefix_cache"]
+        properties = {"INFERENCE_NUM_THREADS": message["threads"]}
+        if message["precision"] is not None:
+            # Where the processor multiplies in bfloat16, it would by default, whatever the weights are.
+            properties["INFERENCE_PRECISION_HINT"] = message["precision"]
+        self.pipeline = openvino_genai.LLMPipeline(message["file"], "CPU", scheduler_config=scheduler, **properties)
+        return {}
+
+    def do_call(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Continue the tokens `input_ids` greedily by `new_tokens` tokens."""
+        import numpy
+        import openvino
+        import openvino_genai
+
+        # A new one: nothing that the generation config of the model's folder may ask for.
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = message["new_tokens"]
+        config.do_sample = False
+        config.ignore_eos = True
+        ids = openvino.Tensor(numpy.array([message["input_ids"]], dtype=numpy.int64))
+        answer = self.pipeline.generate(ids, config)
+        return {
+            "token_ids": list(answer.tokens[0]),
+            "prompt_seconds": answer.perf_metrics.get_ttft().mean / 1000,
+        }
