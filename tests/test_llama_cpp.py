@@ -372,7 +372,7 @@ def test_llama_cpp_itself(peer: LlamaCpp, tmp_path: Path) -> None:
 
 
 def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str, half: bool = False) -> None:
-    """Write the weights, all but vectors in float16 if `half`."""
+    """Write the weights; for OpenVINO, all but vectors in float16 (`half`), and a vocabulary of GPT-2's kind."""
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
     kind = gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32
@@ -387,11 +387,14 @@ def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str, half: bo
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(len(vocabulary))
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("gpt2" if half else "llama")
+    if half:
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_merges([" ".join(token) for token in vocabulary if len(token) == 2])
     writer.add_token_list(vocabulary)
     writer.add_token_scores([0.0] * len(vocabulary))
     kinds = gguf.TokenType
-    special = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256]
+    special = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.NORMAL if half else kinds.BYTE] * 256]
     writer.add_token_types(special + [kinds.NORMAL] * (len(vocabulary) - len(special)))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from peer_processes import IDS, TOKENS, gguf_file, put_in_place, rows_of, run
 from peer_processes import children as children
@@ -248,7 +249,8 @@ def test_mistakes_are_told_before_anything_is_loaded(
 def test_openvino_itself(peer: OpenVino, tmp_path: Path) -> None:
     pytest.importorskip("openvino_genai")
     gguf = pytest.importorskip("gguf")
-    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(f"t{n}" for n in range(61))]
+    bytes_ = list(bytes_to_unicode().values())
+    vocabulary = ["<unk>", "<s>", "</s>", *bytes_, *(f"t{character}" for character in bytes_[:61])]
     # It reads float16 and low bits, no float32.
     model = tiny_model(vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64).half().float()
     file = str(tmp_path / "tiny.gguf")

@@ -179,7 +179,7 @@ def parse(
 
     config = config_to_compare(draft, model.model)
     is_paired = compared.paired is not None
-    peers = peer_models(model, compared)
+    peers = peer_models(model, compared.gguf, compared.openvino, is_paired)
     settings = BenchmarkSettings(
         methods=requested_methods(compared, config, own_methods if is_paired else default_methods, peers),
         new_tokens=calls.new_tokens,

@@ -5,24 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ..harness.peer_methods import PeerModel
-    from .benchmark import ComparisonOptions
     from .options import MeasuredModelOptions
 
 
-def peer_models(model: MeasuredModelOptions, compared: ComparisonOptions) -> dict[str, PeerModel]:
+def peer_models(
+    model: MeasuredModelOptions, gguf: Sequence[str] | None, openvino: Sequence[str] | None, is_paired: bool
+) -> dict[str, PeerModel]:
     """The models of `--gguf` and `--openvino`, by the method's name.
 
     Args:
         model: the options that say where the model runs.
-        compared: those that name files.
+        gguf: the files of `--gguf`.
+        openvino: the folders and files of `--openvino`.
+        is_paired: whether two checkouts are compared.
 
     Raises:
         ValueError, FileNotFoundError, ImportError: no such files, no place for them, or nothing that runs them.
     """
-    if not (compared.gguf or compared.openvino):
+    if not (gguf or openvino):
         return {}
     import torch
 
@@ -31,12 +34,12 @@ def peer_models(model: MeasuredModelOptions, compared: ComparisonOptions) -> dic
     models: dict[str, PeerModel] = {}
     device = model.device or ("cuda" if torch.cuda.is_available() else "cpu")
     for option, paths, peer, models_of in (
-        ("--gguf", compared.gguf, LlamaCpp, gguf_models),
-        ("--openvino", compared.openvino, OpenVino, openvino_models),
+        ("--gguf", gguf, LlamaCpp, gguf_models),
+        ("--openvino", openvino, OpenVino, openvino_models),
     ):
         if not paths:
             continue
-        if compared.paired is not None:
+        if is_paired:
             raise ValueError(
                 f"{option} and --paired: two checkouts run this library's own methods. Leave one of them out."
             )
