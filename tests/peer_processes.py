@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ssd_generation.benchmark.run_benchmark import BenchmarkSettings, benchmark_arguments, run_benchmark
 
+from ssd_generation.benchmark.run_benchmark import BenchmarkSettings, benchmark_arguments, run_benchmark
 from ssd_generation.harness.peer_methods import PeerModel
 from ssd_generation.harness.peers import peer as module
 from ssd_generation.harness.results import RunFolder

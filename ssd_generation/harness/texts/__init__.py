@@ -1,8 +1,8 @@
 """Prompts, and what the texts of a method are checked for: first differences, and how tokens were drawn."""
 
 from .differences import Difference, find_difference, first_difference
-from .prompt import Prompt, Question, questions_of
 from .prompt_files import read_prompts
+from .prompt_types import Prompt, Question, questions_of
 from .prompts import BUILT_IN, HubRows, built_in_prompts, digest, encode_prompt, hub_rows, load_prompts
 from .sampling_check import SamplingCheck, check_sampling, z_figure
 

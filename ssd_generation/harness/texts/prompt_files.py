@@ -12,7 +12,7 @@ from typing import Any
 
 from ...support.messages import listed, shown
 from ...support.reading import DATA, check_file, filled_lines, parse_json
-from .prompt import Prompt
+from .prompt_types import Prompt
 
 __all__ = ["read_prompts"]
 

@@ -12,8 +12,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from ...support.messages import listed, shown
-from .prompt import Prompt
 from .prompt_files import read_prompts
+from .prompt_types import Prompt
 
 if TYPE_CHECKING:
     import torch
