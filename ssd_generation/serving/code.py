@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import sys
 from pprint import pformat
 from typing import Literal
 
@@ -55,7 +55,7 @@ def served_code(default: SelfSpeculativeConfig | Literal["auto"]) -> str:
 
 def requirements() -> str:
     """Return `custom_generate/requirements.txt`, which transformers checks."""
-    here = Version(version(_PACKAGE))
+    here = Version(sys.modules[_PACKAGE].__version__)
     # Transformers reads digits and dots, and takes a development version for older than what it becomes.
     return f"{_PACKAGE}\n" if here.is_prerelease else f"{_PACKAGE}>={here.base_version}\n"
 
