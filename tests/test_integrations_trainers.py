@@ -118,14 +118,3 @@ def test_autocast_is_decoded_plainly(tmp_path: Path) -> None:
     """GRPO's own default on a GPU: passes under autocast round differently when they are over several tokens."""
     plain, drafted = trained(by_grpo, tmp_path, bf16=True)
     assert plain.texts == drafted.texts
-
-
-def test_continuous_batching_is_decoded_plainly(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    if not hasattr(trl.GRPOConfig("x", use_cpu=True, bf16=False), "use_transformers_continuous_batching"):
-        pytest.skip("this version has another name for it")
-    _, drafting, tokenizer = plain_and_drafting()
-    trainer = by_grpo(drafting, tokenizer, tmp_path, use_transformers_continuous_batching=True)
-    with pytest.warns(UserWarning, match="continuous batching"):
-        trainer.train()
-    assert "continuous batching" in str(drafting.last_speculation.refusal)
