@@ -119,7 +119,7 @@ def _serve(file: str) -> None:
         message = json.loads(line)
         try:
             if message["do"] == _PEAK:
-                answer = {"bytes": _peak_resident_bytes()}
+                answer: dict[str, Any] = {"bytes": _peak_resident_bytes()}
             else:
                 answer = getattr(worker, f"do_{message['do']}")(message)
         except Exception as error:  # for the owner to judge
