@@ -16,9 +16,11 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from ssd_generation.generation import enable_self_speculative
 from ssd_generation.models import load_model
@@ -48,9 +50,7 @@ def measure_rollouts(arguments: Namespace) -> list[dict[str, Any]]:
 
 
 def _trained(arguments: Namespace, drafts: bool) -> dict[str, Any]:
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    trl, datasets = import_module("trl"), import_module("datasets")  # which nothing else here needs
 
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     if drafts:
@@ -82,7 +82,7 @@ def _trained(arguments: Namespace, drafts: bool) -> dict[str, Any]:
 
     model.generate = timed
     with tempfile.TemporaryDirectory() as folder:
-        settings = GRPOConfig(
+        settings = trl.GRPOConfig(
             folder,
             use_cpu=not torch.cuda.is_available(),
             bf16=False,
@@ -96,8 +96,8 @@ def _trained(arguments: Namespace, drafts: bool) -> dict[str, Any]:
             disable_tqdm=True,
             seed=1,
         )
-        data = Dataset.from_dict({"prompt": list(_PROMPTS) * arguments.steps})
-        trainer = GRPOTrainer(model, _reward, args=settings, train_dataset=data, processing_class=tokenizer)
+        data = datasets.Dataset.from_dict({"prompt": list(_PROMPTS) * arguments.steps})
+        trainer = trl.GRPOTrainer(model, _reward, args=settings, train_dataset=data, processing_class=tokenizer)
         trainer.add_callback(Steps())
         trainer.train()
     return found
