@@ -108,9 +108,23 @@ def test_other_weights_get_other_copies(model: PreTrainedModel, quantised: list[
     plain, drafted = texts(model, INT8)
     assert torch.equal(plain, drafted) and model.last_speculation.acceptance_rate > 0.3
     assert known() is not copies_in_use(model)
-    # Nothing is counted of what is written through `.data`.
-    model.model.layers[0].mlp.down_proj.weight.data.mul_(1.01)
+    model.model.layers[0].mlp.down_proj.weight.data = model.model.layers[1].mlp.down_proj.weight.data.clone()
     assert copies_in_use(model).drift(model) == math.inf
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizers_that_torch_does_not_count(model: PreTrainedModel, quantised: list[int], fused: bool) -> None:
+    """Fused ones leave the version of a weight as it was."""
+    texts(model, INT8)
+    copies, made = copies_in_use(model), len(quantised)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+    for _ in range(3):
+        model(input_ids=prompt(9), labels=prompt(9)).loss.backward()
+        optimizer.step()
+        plain, drafted = texts(model, INT8)
+        assert torch.equal(plain, drafted)
+    assert 0 < copies.drift(model) < 0.003
+    assert copies_in_use(model) is copies and len(quantised) == made
 
 
 def test_drafts_that_share_copies_with_those_that_were_followed(model: PreTrainedModel, quantised: list[int]) -> None:
