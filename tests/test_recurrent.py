@@ -398,8 +398,8 @@ def own_drafts(model: Any) -> dict[str, SelfSpeculativeConfig]:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_model_drafts_for_itself(model: Any, sampled: bool, rows_: int) -> None:
     ids = torch.cat([prompt(21), prompt(21).flip(1)][:rows_])
+    plain = decoded(model, ids, 40, do_sample=sampled)
     for name, config in own_drafts(model).items():
-        plain = decoded(model, ids, 40, do_sample=sampled)
         drafted = decoded(model, ids, 40, config, do_sample=sampled)
         assert torch.equal(plain, drafted), name
         statistics = model.last_speculation
