@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 __all__ = ["drafts_unasked", "may_draft_unasked", "only_asked_drafts"]
@@ -16,31 +16,29 @@ def may_draft_unasked() -> bool:
     return not _ONLY_ASKED.get()
 
 
-@contextmanager
-def only_asked_drafts() -> Iterator[None]:
+def only_asked_drafts() -> AbstractContextManager[None]:
     """Have calls on this thread draft only where they ask for it.
 
     Inside of a `generate` call, since its processors, streamers and checks expect the model as it is; and around the
     baselines that drafting is compared with.
     """
-    before = _ONLY_ASKED.get()
-    _ONLY_ASKED.set(True)
-    try:
-        yield
-    finally:
-        # Not `reset`, which raises where a generator is closed in another context.
-        _ONLY_ASKED.set(before)
+    return _with_only_asked(True)
 
 
-@contextmanager
-def drafts_unasked() -> Iterator[None]:
+def drafts_unasked() -> AbstractContextManager[None]:
     """Have calls on this thread draft without being asked to, though inside of a call that does not.
 
     For the code that a call with `custom_generate="folder"` runs in its own place.
     """
+    return _with_only_asked(False)
+
+
+@contextmanager
+def _with_only_asked(value: bool) -> Iterator[None]:
     before = _ONLY_ASKED.get()
-    _ONLY_ASKED.set(False)
+    _ONLY_ASKED.set(value)
     try:
         yield
     finally:
+        # Not `reset`, which raises where a generator is closed in another context.
         _ONLY_ASKED.set(before)
