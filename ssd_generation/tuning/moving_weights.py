@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["MovingWeightsPart", "follow_weights", "origin_of", "weights_in_use"]
 
 _MOST_ORIGINS = 16
-"""Sets of weights, as adapters are switched, that are told from each other."""
+"""Sets of weights that are remembered, as adapters are switched."""
 
 _TOLERANCE = {"int8": 0.003, "int4": 0.02}
 """Share of their size that weights move by until their copies are quantised again: a third of what rounding to so many
 bits moves them by."""
 
 _SECONDS_PER_WEIGHT = 2.5e-9
-"""What quantising takes. A constant: with stored costs no decision depends on the clock."""
+"""Time of quantising. A constant: with stored costs no decision depends on the clock."""
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ShortCallsPart", "is_known_short", "is_short_for"]
 
 _SECONDS_PER_MODULE = 6e-5
-"""What the preparation of a call takes: 28 ms for the 460 modules of SmolLM2-135M, on an AMD EPYC (Milan). A constant:
+"""Time of a call's preparation: 28 ms for the 460 modules of SmolLM2-135M, on an AMD EPYC (Milan). A constant:
 with stored costs no decision depends on the clock."""
 
 _FEW = 8
