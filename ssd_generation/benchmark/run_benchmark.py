@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..config import SelfSpeculativeConfig
+from ..decoding.ends import stored_end_tokens
 from ..generation import enable_self_speculative
 from ..harness.methods import PLAIN, Method, make_methods
 from ..harness.peer_methods import PeerModel
@@ -161,8 +162,7 @@ class Benchmark(SideBySide):
 
     def _text(self, ids: Sequence[int]) -> str:
         """Return an answer up to its end, which is not the end of the call."""
-        ends = self.model.generation_config.eos_token_id
-        ends = set(ends if isinstance(ends, list) else [ends])
+        ends = stored_end_tokens(self.model.generation_config)
         length = next((number for number, token in enumerate(ids) if token in ends), len(ids))
         return str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
 

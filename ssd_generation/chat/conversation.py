@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ..config import SelfSpeculativeConfig
-from ..decoding.ends import StopRequest
+from ..decoding.ends import StopRequest, stored_end_tokens
 from ..harness.texts import encode_prompt
 from ..support.versions import CACHE
 from .kept_cache import KeptCache
@@ -210,8 +210,7 @@ class Conversation:
         return min(longest, most - tokens)
 
     def _ended_by(self, new: list[int], longest: int, is_stopped: bool) -> str:
-        ends = self._model.generation_config.eos_token_id
-        if new[-1] in (ends if isinstance(ends, list) else [ends]):
+        if new[-1] in stored_end_tokens(self._model.generation_config):
             return "end"
         if len(new) >= longest:
             return "length"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-__all__ = ["Ends", "KnownEnds", "Limits", "StopRequest", "end_tokens"]
+__all__ = ["Ends", "KnownEnds", "Limits", "StopRequest", "end_tokens", "stored_end_tokens"]
 
 
 @dataclass(frozen=True)
@@ -151,4 +151,15 @@ class KnownEnds:
 def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
     """The tokens that end a text; a criterion that the user passed in takes the place of the config's here, too."""
     ends = [criterion.eos_token_id for criterion in criteria if hasattr(criterion, "eos_token_id")]
-    return frozenset(number for end in ends for number in torch.as_tensor(end, device="cpu").flatten().tolist())
+    return frozenset(number for end in ends for number in _numbers(end))
+
+
+def stored_end_tokens(config: GenerationConfig | None) -> frozenset[int]:
+    """Return the tokens that end a text by a generation config; none where it names none."""
+    ends = getattr(config, "eos_token_id", None)
+    return frozenset(() if ends is None else _numbers(ends))
+
+
+def _numbers(ends: Any) -> list[int]:
+    """Return a token or several, however they are held, as a list."""
+    return torch.as_tensor(ends, device="cpu").flatten().tolist()

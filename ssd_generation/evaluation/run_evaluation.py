@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import SelfSpeculativeConfig
+from ..decoding.ends import stored_end_tokens
 from ..generation import enable_self_speculative
 from ..harness.methods import PLAIN, Method, make_methods, of_config
 from ..harness.results import (
@@ -334,8 +335,7 @@ class Evaluation(SideBySide):
 
     def noted(self, index: int, call: TimedCall) -> dict[str, Any]:
         ids = call.token_ids
-        ends = self.model.generation_config.eos_token_id
-        ends = set(ends if isinstance(ends, list) else [ends])
+        ends = stored_end_tokens(self.model.generation_config)
         # Assisted decoding may return tokens after the end of sequence: these are ignored.
         ids = ids[: next((n for n, token in enumerate(ids, start=1) if token in ends), len(ids))]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ..decoding.ends import stored_end_tokens
 from ..decoding.statistics import SpeculationStatistics
 from ..support.messages import shown
 from ..support.unasked import may_draft_unasked
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["asks_always", "drafts_always", "note_continuous_batching", "note_undrafted", "store_default"]
 
 _WINNERS = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "assistant_early_exit")
-"""What a call may ask for instead, and gets."""
+"""Other ways of decoding, which win where a call asks for one."""
 
 _CONTINUOUS_BATCHING = "continuous batching goes past `generate`, and its cache has no room for drafts"
 
@@ -105,7 +106,7 @@ def note_undrafted(call: Call, output: Any, args: tuple[Any, ...], kwargs: Mappi
     texts = sequences.tolist() if sequences is not None and sequences.ndim == 2 else []
     prompt = prompt_of(args, kwargs)
     length = 0 if prompt is None else prompt.shape[1]
-    ends = _end_tokens(generation_config_of(args, kwargs) or model.generation_config)
+    ends = stored_end_tokens(generation_config_of(args, kwargs) or model.generation_config)
     model.last_speculation = SpeculationStatistics.of_plain([text[length:] for text in texts], length, ends, refusal)
 
 
@@ -114,8 +115,3 @@ def note_continuous_batching(model: PreTrainedModel) -> None:
     if asks_always(model):
         warn_undrafted(model, _CONTINUOUS_BATCHING)
         model.last_speculation = SpeculationStatistics.of_plain([], 0, frozenset(), _CONTINUOUS_BATCHING)
-
-
-def _end_tokens(config: GenerationConfig | None) -> frozenset[int]:
-    ends = getattr(config, "eos_token_id", None)
-    return frozenset([ends] if isinstance(ends, int) else ends or ())
