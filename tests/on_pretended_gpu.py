@@ -117,9 +117,37 @@ def test_a_graph_holds_addresses_and_no_values() -> None:
     assert run()[0].tolist() == [6, 6]
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         graphs.record(lambda: (given * given.sum().item(),) if device.graph else (given,))
+    assert torch.rand(2, device=HERE).tolist(), "what failed leaves the generator as it was"
     seen: list[OnDevice] = []
     graphs.record(lambda: (seen.append(given * 2), given)[1:])  # type: ignore[func-returns-value]
     assert all(torch.isnan(seen[-1].inner)), "nothing is computed while it is captured"
+
+
+def test_a_graph_keeps_what_it_reads_and_a_pool_its_graphs() -> None:
+    graphs = CudaGraphs(HERE)
+
+    def record() -> Callable[[], Any]:
+        here_alone = torch.ones(2, device=HERE)
+        return graphs.record(lambda: (here_alone * 2,))
+
+    run = record()
+    pool = graphs._pool
+    gc.collect()
+    assert run()[0].tolist() == [2, 2]
+    assert record()()[0].tolist() == [2, 2] and graphs._pool is pool
+    del run
+    gc.collect()
+    assert record()()[0].tolist() == [2, 2] and graphs._pool is not pool
+    graph: Any = torch.cuda.CUDAGraph()
+    given = torch.ones(2, device=HERE)
+    options: Any = {"pool": torch.cuda.graph_pool_handle(), "stream": None, "capture_error_mode": "thread_local"}
+    with torch.cuda.graph(graph, **options):
+        given * 2
+    del given
+    with pytest.raises(AssertionError, match="freed"):
+        graph.replay()
+    with pytest.raises(RuntimeError, match="use_count"), torch.cuda.graph(graph, **{**options, "pool": pool}):
+        pass
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ Tensors "on" the device `pretended` hold their numbers in the host's memory, but
 - whatever reads a value to the host is a wait, which is counted;
 - the host's memory that an asynchronous copy reads may not change before the next wait;
 - while a graph is captured nothing is computed for good: what it gives is not a number until it is replayed, and a wait
-  is an error. A replay computes what was recorded at the addresses of then, whatever Python would do now.
+  is an error. A replay computes what was recorded at the addresses of then, whatever Python would do now, and is an
+  error where nobody holds a tensor at such an address any more;
+- a pool of memory is gone with the last of its graphs;
+- after a capture that failed nothing random can be drawn before the generator is given another state.
 
 torch's own module for CUDA is stood in for (`pretended_cuda`), so that `CudaGraphs` itself runs.
 """
@@ -47,10 +50,12 @@ class Graph:
         self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
         self.replays = 0
         self._made: set[int] = set()
+        self._read: set[int] = set()
 
     def add(self, function: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         """An operation was captured."""
         self.steps.append((function, args, kwargs, results))
+        self._read |= {given.untyped_storage()._cdata for given in _tensors((args, kwargs))} - self._made
         self._made |= {new.untyped_storage()._cdata for new in results if not _is_view_of(new, (args, kwargs))}
 
     def made(self, tensor: torch.Tensor) -> bool:
@@ -60,6 +65,7 @@ class Graph:
     @torch.no_grad()
     def replay(self) -> None:
         self.replays += 1
+        assert all(device.holders.get(address) for address in self._read), "memory that a graph reads has been freed"
         for function, args, kwargs, results in self.steps:
             found = function(*args, **kwargs)
             for result, new in zip(results, _tensors(found), strict=True):
@@ -84,6 +90,10 @@ class Device:
         self.graph: Graph | None = None
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.pinned: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        self.holders: dict[int, weakref.WeakValueDictionary[int, OnDevice]] = {}
+        self.pools: dict[object, weakref.WeakSet[Graph]] = {}
+        self.used_pools: set[object] = set()
+        self.is_generator_broken = False
 
     def wait(self, what: str) -> None:
         if self.graph is not None:
@@ -124,6 +134,8 @@ class OnDevice(torch.Tensor):
                 requires_grad=False,
             )
         made.inner = inner
+        storage = inner.untyped_storage()
+        device.holders.setdefault(storage._cdata, weakref.WeakValueDictionary())[id(made)] = made
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -279,6 +291,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 device.wait("blocking copy")
     bare_args, bare_kwargs = _map(_bare, (args, kwargs))
     does = _ONLY_THERE.get(func, func)
+    if device.is_generator_broken and torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
     with torch.inference_mode(False), torch.no_grad():
         # What is captured is not done: it writes nothing that outlives it.
         written = [] if device.graph is None else _written(func, bare_args, bare_kwargs)
@@ -360,15 +374,38 @@ class _Module:
         return torch.default_generator.get_state()
 
 
+class _Generator:
+    """Of the device: what a failed capture leaves it as."""
+
+    def clone_state(self) -> None:
+        pass
+
+    def graphsafe_set_state(self, state: None) -> None:
+        device.is_generator_broken = False
+
+
+def _new_pool() -> object:
+    handle = object()
+    device.pools[handle] = weakref.WeakSet()
+    return handle
+
+
 @contextlib.contextmanager
-def _capturing(graph: Graph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+def _capturing(graph: Graph, pool: Any, stream: Any, capture_error_mode: str = "global") -> Iterator[None]:
     assert device.graph is None and capture_error_mode == "thread_local"
+    if pool in device.used_pools and not device.pools[pool]:
+        raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
     device.graph = graph
     try:
         yield
+    except BaseException:
+        device.is_generator_broken = True
+        raise
     finally:
         device.graph = None
     device.graphs.add(graph)
+    device.pools[pool].add(graph)
+    device.used_pools.add(pool)
 
 
 @contextlib.contextmanager
@@ -387,9 +424,11 @@ def set_up() -> None:
 
     torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor` brings its numbers there by an operation
     cuda: Any = torch.cuda
-    stand_ins: dict[str, Callable[..., Any] | type] = {
+    stand_ins: dict[str, Any] = {
         "device": _nothing,
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": _new_pool,
+        "default_generators": [_Generator()],
+        "current_device": lambda: 0,
         "Stream": _Stream,
         "current_stream": _Stream,
         "stream": _nothing,

@@ -108,12 +108,13 @@ class ChoiceGraph:
         with torch.inference_mode(False):
             no_text = torch.zeros((rows, 1), dtype=torch.long, device=device)
             places = torch.arange(rows, device=device)
+        logits, noise, first = self._logits, self.noise, self._first  # not `self`, which keeps what is recorded
 
         def compute() -> tuple[torch.Tensor, ...]:
             with torch.inference_mode():
-                scores = processors.once(no_text, self._logits[0, :rows].float())
+                scores = processors.once(no_text, logits[0, :rows].float())
                 race = scores.softmax(dim=-1)
-                race /= self.noise.index_select(0, (places + self._first) % _STEPS)
+                race /= noise.index_select(0, (places + first) % _STEPS)
                 return (winners(race),)
 
         return self.backend.record(compute)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from ..structure.skip_mode import SkipMode
 from .compiled_ops import fused_rows
 from .fixed_attention import FixedAttention
 from .graphs import GraphBackend, Results
-from .single_pass import ChainInputs, GraphPass, Inputs, Tokens
+from .single_pass import ChainInputs, Inputs, Tokens, compute_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +52,7 @@ class GraphTable:
     def __init__(
         self, model: PreTrainedModel, arena: Arena, backend: GraphBackend, skip_mode: SkipMode | None, fuses: str | None
     ) -> None:
-        self.graphs: dict[tuple[int, int], GraphPass] = {}
+        self.graphs: dict[tuple[int, int], Callable[[], Results]] = {}
         self.inputs: dict[int, Inputs] = {}
         self.recording_seconds = backend.seconds
         self._model = weakref.ref(model)
@@ -89,7 +89,7 @@ class GraphTable:
             position: of the first token.
 
         Returns:
-            As of `GraphPass.compute`.
+            As of `compute_pass`.
         """
         inputs = self.inputs.get(width)
         if inputs is None:
@@ -101,7 +101,7 @@ class GraphTable:
             given = inputs.all.clone()
             graph = self._record(width, bucket, inputs)
             inputs.all.copy_(given)
-        return graph.replay()
+        return graph()
 
     def seconds_of(self, width: int, bucket: int, tokens: Tokens, slot: int, position: int) -> float:
         """Time a pass; arguments as of `run`."""
@@ -134,14 +134,15 @@ class GraphTable:
         with torch.inference_mode(False):  # written in any mode
             return ChainInputs(device, self._arena.capacity) if self._is_draft else Inputs(width, device)
 
-    def _record(self, width: int, bucket: int, inputs: Inputs) -> GraphPass:
+    def _record(self, width: int, bucket: int, inputs: Inputs) -> Callable[[], Results]:
         began = time.perf_counter()
         model = self._model()
         assert model is not None
         if width not in self._programs:
             self._programs[width] = self._program(model, width)
         attention = FixedAttention(self._arena, bucket, inputs.slots, self._windows)
-        made = self.graphs[width, bucket] = GraphPass(self._programs[width], attention, inputs, self._backend)
+        compute = partial(compute_pass, self._programs[width], attention, inputs)
+        made = self.graphs[width, bucket] = self._backend.record(compute)
         if self._backend.seconds:
             self.recording_seconds = time.perf_counter() - began
         return made

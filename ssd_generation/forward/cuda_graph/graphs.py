@@ -6,7 +6,9 @@ launch. A graph knows addresses and shapes, no values: what it reads is copied t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +40,8 @@ class GraphBackend(Protocol):
         """Record a function without arguments, which may run some times while that is done.
 
         Returns:
-            A function that does the same again, on the tensors that `function` read and wrote then.
+            A function that does the same again, on the tensors that `function` read and wrote then. It keeps
+            `function`, and with it the tensors that only that refers to.
 
         Raises:
             RuntimeError: it cannot be recorded (torch's own error), or memory is short.
@@ -46,6 +49,19 @@ class GraphBackend(Protocol):
 
     def seconds_of(self, run: Callable[[], object]) -> float:
         """Seconds of a run, on the device's own clock."""
+
+
+@dataclass
+class _Recorded:
+    """A graph, with what it reads and gives: both must live as long as it may be replayed."""
+
+    graph: torch.cuda.CUDAGraph
+    function: Callable[[], Results]
+    results: Results
+
+    def __call__(self) -> Results:
+        self.graph.replay()
+        return self.results
 
 
 class CudaGraphs:
@@ -60,7 +76,9 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: object = None
+        self._stream: Any = None
 
     def beside(self, function: Callable[[], object]) -> None:
         """See `GraphBackend`."""
@@ -73,25 +91,32 @@ class CudaGraphs:
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
         """See `GraphBackend`."""
         with torch.cuda.device(self.device):
-            if self._pool is None:
+            if self._stream is None:  # one for all: on each, cuBLAS keeps 32 MB and more to work in
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            if not self._graphs:  # a pool is gone with the last of its graphs
                 self._pool = torch.cuda.graph_pool_handle()
-            beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             current = torch.cuda.current_stream()
-            beside.wait_stream(current)
-            with torch.cuda.stream(beside):  # libraries set themselves up at first use, which no graph may hold
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):  # libraries set themselves up at first use, which no graph may hold
                 for _ in range(2):
                     function()
-            current.wait_stream(beside)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+            current.wait_stream(self._stream)
+            return self._captured(function)
+
+    def _captured(self, function: Callable[[], Results]) -> Callable[[], Results]:
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
+        options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **options):  # other threads may go on using the device meanwhile
                 results = function()
-
-        def replay() -> Results:
-            graph.replay()
-            return results
-
-        return replay
+        except BaseException:
+            # It may still take itself for captured, and would then draw nothing any more, for nobody in the process.
+            generator.graphsafe_set_state(state)
+            raise
+        self._graphs.add(graph)
+        return _Recorded(graph, function, results)
 
     def seconds_of(self, run: Callable[[], object]) -> float:
         """See `GraphBackend`."""

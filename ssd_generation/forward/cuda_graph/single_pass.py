@@ -14,9 +14,9 @@ import torch
 from ...support.devices import is_asynchronous
 from ..captured.fx_graph import Program
 from .fixed_attention import FixedAttention
-from .graphs import GraphBackend, Results
+from .graphs import Results
 
-__all__ = ["LONGEST_CHAIN", "ChainInputs", "GraphPass", "Inputs", "Tokens"]
+__all__ = ["LONGEST_CHAIN", "ChainInputs", "Inputs", "Tokens", "compute_pass"]
 
 LONGEST_CHAIN = 64
 """Tokens that a draft takes one behind the other without the host's help."""
@@ -98,19 +98,21 @@ class ChainInputs(Inputs):
         self._at.add_(1).clamp_(max=LONGEST_CHAIN - 1)
 
 
-class GraphPass:
-    """A pass of one width over one bucket."""
+def compute_pass(program: Program, attention: FixedAttention, inputs: Inputs) -> Results:
+    """What is recorded of a pass of one width, w, over one bucket.
 
-    def __init__(self, program: Program, attention: FixedAttention, inputs: Inputs, backend: GraphBackend) -> None:
-        self.program, self.attention, self.inputs = program, attention, inputs
-        self.replay = backend.record(self.compute)
+    Args:
+        program: the model's pass.
+        attention: over the bucket.
+        inputs: where the tokens are read.
 
-    def compute(self) -> Results:
-        """`logits (1, w, V)` and the tokens with the largest `(w,)`: what is recorded."""
-        with torch.inference_mode():
-            self.attention.begin()
-            logits = self.program.run(self.inputs.ids, self.inputs.positions, self.attention)
-            choices = logits[0].argmax(dim=-1)
-            if isinstance(self.inputs, ChainInputs):
-                self.inputs.go_on(choices)
-            return logits, choices
+    Returns:
+        Logits `(1, w, V)` and the tokens with the largest `(w,)`.
+    """
+    with torch.inference_mode():
+        attention.begin()
+        logits = program.run(inputs.ids, inputs.positions, attention)
+        choices = logits[0].argmax(dim=-1)
+        if isinstance(inputs, ChainInputs):
+            inputs.go_on(choices)
+        return logits, choices
