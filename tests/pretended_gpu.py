@@ -326,6 +326,9 @@ def _there(leaf: Any, known: dict[int, OnDevice]) -> Any:
 
 
 class _Stream:
+    def __init__(self, device: int = 0) -> None:
+        pass
+
     def wait_stream(self, other: _Stream) -> None:
         pass
 

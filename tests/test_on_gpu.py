@@ -252,7 +252,8 @@ def test_compiled_operations_give_the_text(fuses: str, monkeypatch: pytest.Monke
 
 def test_operations_are_compiled_beside_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaGraphs, "compiles", True)
-    monkeypatch.setattr(graph_passes, "_FUSING_AFTER", 0.0)
+    monkeypatch.setattr(CudaGraphs, "seconds", 1e-9)  # times of passes are taken
+    monkeypatch.setattr(graph_passes, "_FUSING_AFTER", 1e-6)
     model = model_here()
     for _ in range(3):
         texts(model, NOTHING)
@@ -260,12 +261,15 @@ def test_operations_are_compiled_beside_decoding(monkeypatch: pytest.MonkeyPatch
     assert fusing is not None
     fusing._thread.join()
     assert fusing.refusal is None
+    texts(model, NOTHING)
+    assert state_of(model).get(GraphPart).passes[None] is fusing.passes
     for request in (NOTHING, REQUESTS["guesses"], NOTHING):
         plain, drafted = texts(model, request)
         assert plain == drafted, about(model)
 
 
 def test_memory_goes_with_the_model() -> None:
+    texts(model_here(), OWN)  # what libraries keep for good
     gc.collect()
     before = torch.cuda.memory_allocated(HERE)
     model = model_here()

@@ -1,14 +1,15 @@
 """What passes cost on a GPU and what replaying them brings, in one process and a given time.
 
     python -m ssd_generation.benchmark.gpu [--model demo | --shape 1.5b] [--seconds 400] [--new-tokens 128]
-        [--fused none|rows|whole]
+        [--fused none|rows|whole] [--methods plain,lookup]
 
 Milliseconds of a pass by width and bucket, by the model's own code and replayed as it was recorded (CUDA graphs), of a
 draft step with half of the sub-layers left out; whether a token's bits depend on its place; bytes of the arena and of
 what was recorded. With a model (not a shape, whose weights are random) also whole calls, in turns: plain `generate`,
-with a static cache that transformers compiles, with nothing drafted, by lookup, and "auto"; whether drafted texts are
-undrafted ones; the first call of all; and the host's own time in a round. What did not fit into the time, or failed, is
-said. `ssd benchmark --device cuda --methods auto,lookup,plain-loop,static` makes the long version of that table.
+with a static cache that transformers compiles, with nothing drafted, by lookup, and "auto", once all that is compiled
+beside decoding is in use; whether drafted texts are undrafted ones; the first call of all; and the host's own time in a
+round. What did not fit into the time, or failed, is said.
+`ssd benchmark --device cuda --methods auto,lookup,plain-loop,static` makes the long version of that table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -194,7 +195,9 @@ def _median(call: Callable[[], None], repeats: int = _REPEATS) -> float:
     return statistics.median(times)
 
 
-def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> dict[str, Any]:
+def measure_calls(
+    model: Any, tokenizer: Any, clock: Clock, new_tokens: int, methods_wanted: Sequence[str] = _METHODS
+) -> dict[str, Any]:
     """Whole calls of `generate` in turns, over the package's prompts, as far as the time goes.
 
     Args:
@@ -202,13 +205,14 @@ def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> 
         tokenizer: its tokenizer.
         clock: the time that there is.
         new_tokens: of each call; end of sequence is off.
+        methods_wanted: names, of `make_methods`.
 
     Returns:
         `first`: seconds of a process's first calls, by method; `calls`: for each prompt its category and by method
         seconds, tokens a pass and whether the text is the undrafted one; `host`: seconds of the host's own in a round.
     """
     prompts = [prompt for at in range(8) for prompt in _each_category(at)]
-    methods = {method.name: dict(method.request) for method in make_methods(_METHODS, model)}
+    methods = {method.name: dict(method.request) for method in make_methods(methods_wanted, model)}
     encoded = [
         {key: value.to(model.device) for key, value in encode_prompt(tokenizer, prompt.text, True).items()}
         for prompt in prompts
@@ -234,12 +238,14 @@ def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> 
         return [call(name, 0)[0] for _ in range(2)]
 
     first = {}
-    for name in (PLAIN, UNDRAFTED, "lookup", "auto", "static"):
+    for name in sorted(methods, key=lambda name: name == "static"):  # it takes longest
         found = clock.attempt(f"first call, {name}", partial(first_two, name))
         if found is None:
             methods.pop(name)
         else:
             first[name] = found
+    if UNDRAFTED in methods:
+        _wait_until_compiled(model, lambda: call(UNDRAFTED, 0), clock)
     calls: list[dict[str, Any]] = []
     for at, prompt in enumerate(prompts):
         if clock.left <= 0:
@@ -259,8 +265,9 @@ def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> 
         for name in ("lookup", "auto"):
             if name in texts and UNDRAFTED in texts:
                 row[f"{name}: text as undrafted"] = texts[name] == texts[UNDRAFTED]
-        if UNDRAFTED in texts and PLAIN in texts:
-            row["undrafted text as plain's"] = texts[UNDRAFTED] == texts[PLAIN]
+        for name, said in ((UNDRAFTED, "undrafted"), ("static", "static")):
+            if name in texts and PLAIN in texts:
+                row[f"{said} text as plain's"] = texts[name] == texts[PLAIN]
         calls.append(row)
     host = None
     if is_asynchronous(model.device):
@@ -268,6 +275,19 @@ def measure_calls(model: Any, tokenizer: Any, clock: Clock, new_tokens: int) -> 
     else:
         clock.missing.append("host time in a round: on a CPU it cannot be told from that of its pass")
     return {"first": first, "calls": calls, "host": host}
+
+
+def _wait_until_compiled(model: Any, call: Callable[[], Any], clock: Clock) -> None:
+    """Decode until what is compiled beside decoding is in use, or is found not to pay: texts may change with it."""
+    state = state_of(model).get(GraphPart)
+    while clock.left > 0 and (passes := state.passes.get(None)) is not None:
+        fusing = state.fusing
+        if passes.refusal is not None or passes.fuses is not None or not passes.backend.compiles:
+            if passes.rival is None or passes.refusal is not None:
+                return
+        elif fusing is not None and fusing.is_done and (fusing.refusal or fusing.passes.refusal):
+            return
+        call()
 
 
 def _each_category(at: int) -> Iterator[Any]:
@@ -342,10 +362,19 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
                 cells = [statistics.geometric_mean(ratios), min(ratios), max(ratios)]
                 cells += [statistics.geometric_mean(beside)] if beside else []
                 yield f"{name:34}" + "".join(f"{value:12.2f}" for value in cells)
-        for key in ("lookup: text as undrafted", "auto: text as undrafted", "undrafted text as plain's"):
+        for key in (
+            "lookup: text as undrafted",
+            "auto: text as undrafted",
+            "undrafted text as plain's",
+            "static text as plain's",
+        ):
             known = [row[key] for row in calls if key in row]
-            yield f"{key:34}{sum(known):>12} of {len(known)}"
-        for key in (f"{UNDRAFTED}: replayed", "auto: replayed", "auto: tokens a pass"):
+            if known:
+                yield f"{key:34}{sum(known):>12} of {len(known)}"
+        bitwise = [row["lookup: exactness"] == "bitwise" for row in calls if "lookup: exactness" in row]
+        if bitwise:
+            yield f"{'lookup: exactness is bitwise':34}{sum(bitwise):>12} of {len(bitwise)}"
+        for key in (f"{UNDRAFTED}: replayed", "auto: replayed", "lookup: tokens a pass", "auto: tokens a pass"):
             known = [row[key] for row in calls if key in row]
             if known:
                 yield f"{key:34}{statistics.mean(known):12.2f}"
@@ -381,6 +410,7 @@ def main() -> None:
         help="what to compile before passes are recorded: nothing, norms with gated activations and rotary embeddings, "
         "or all of a pass; left out: what decoding does by itself",
     )
+    parser.add_argument("--methods", default=",".join(_METHODS), help="of whole calls; default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     model, tokenizer = _loaded(arguments)
@@ -389,7 +419,8 @@ def main() -> None:
         graph_passes.FUSES = arguments.fused
     calls = None
     if tokenizer is not None:
-        calls = measure_calls(model, tokenizer, Clock(arguments.seconds * 0.7, clock.missing), arguments.new_tokens)
+        calls_clock = Clock(arguments.seconds * 0.7, clock.missing)
+        calls = measure_calls(model, tokenizer, calls_clock, arguments.new_tokens, arguments.methods.split(","))
     state = state_of(model).get(GraphPart)
     target = state.passes.get(None)
     report = {

@@ -55,7 +55,7 @@ class Fusing(Generic[T]):
                 backend.beside(self.passes.compute_beside)
         except Exception as error:  # of a compiler, a driver, or a model that changed meanwhile
             self.refusal = f"{type(error).__name__}: {error}"
-            logger.info("Small operations are not compiled: %s", self.refusal)
+            logger.info("Small operations are not compiled: %s", self.refusal, exc_info=True)
 
     @property
     def is_done(self) -> bool:

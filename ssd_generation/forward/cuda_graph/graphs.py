@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +52,12 @@ class GraphBackend(Protocol):
         """Seconds of a run, on the device's own clock."""
 
 
+@cache
+def _stream_of(device: int) -> Any:
+    """Where passes are recorded: the same for all models, since cuBLAS keeps 32 MB to work in for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 @dataclass
 class _Recorded:
     """A graph, with what it reads and gives: both must live as long as it may be replayed."""
@@ -78,7 +85,6 @@ class CudaGraphs:
         self.device = device
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._pool: object = None
-        self._stream: Any = None
 
     def beside(self, function: Callable[[], object]) -> None:
         """See `GraphBackend`."""
@@ -91,23 +97,22 @@ class CudaGraphs:
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
         """See `GraphBackend`."""
         with torch.cuda.device(self.device):
-            if self._stream is None:  # one for all: on each, cuBLAS keeps 32 MB and more to work in
-                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = _stream_of(torch.cuda.current_device())
             if not self._graphs:  # a pool is gone with the last of its graphs
                 self._pool = torch.cuda.graph_pool_handle()
             current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):  # libraries set themselves up at first use, which no graph may hold
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):  # libraries set themselves up at first use, which no graph may hold
                 for _ in range(2):
                     function()
-            current.wait_stream(self._stream)
-            return self._captured(function)
+            current.wait_stream(stream)
+            return self._captured(function, stream)
 
-    def _captured(self, function: Callable[[], Results]) -> Callable[[], Results]:
+    def _captured(self, function: Callable[[], Results], stream: object) -> Callable[[], Results]:
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
-        options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        options: Any = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.graph(graph, **options):  # other threads may go on using the device meanwhile
                 results = function()
