@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.buffered_layers import add_buffers, trim_windows
 from ..cache.recurrent import Checkpoint, slots_of
@@ -13,7 +16,7 @@ from ..forward.eager.module_states import module_states
 from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.forward import Forward
 from ..forward.structure.positions import most_positions
-from ..support.versions import cache_argument
+from ..support.versions import CACHE, cache_argument
 from .batch_rows import Rows
 from .choice import IMPOSSIBLE, Choice
 from .loop_request import LoopRequest
@@ -21,7 +24,10 @@ from .outputs import StepOutputs
 from .processors import Processors
 from .rotary import RotarySwitch
 
-__all__ = ["read_prompt"]
+__all__ = ["is_plain_prompt", "read_prompt"]
+
+_PLAIN = frozenset(("attention_mask", "position_ids", "input_ids", "cache_position"))
+"""Tensors among a model's arguments that a captured pass can do without, or knows."""
 
 
 def read_prompt(
@@ -49,8 +55,10 @@ def read_prompt(
     model_kwargs.pop("tokenizer", None)
     name = cache_argument(model)
     new = input_ids.shape[1] - slots_of(model_kwargs.get(name))
-    with prompt_mode(model, batch * new):
-        answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
+    answer = _by_captured_passes(forward, request, input_ids, model_kwargs)
+    if answer is None:
+        with prompt_mode(model, batch * new):
+            answer = model._prefill(input_ids, request.generation_config, model_kwargs, is_first_iteration=True)
     limits = request.limits(most_positions(model))
     context = _context(forward, model_kwargs, answer, input_ids.shape[1], limits.max_length)
     processors = Processors(request.processors, choice.draws)
@@ -66,6 +74,45 @@ def read_prompt(
         choice.fail(scores[:, 0])
     rows.append(known, first)
     return rows
+
+
+def _by_captured_passes(
+    forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> CausalLMOutputWithPast | None:
+    """What the model says of a prompt, read by the kernels that decode; `None` where these do not read it."""
+    cache, positions = model_kwargs.get(cache_argument(forward.model)), model_kwargs.get("position_ids")
+    if (
+        not forward.plan.prompts
+        or not isinstance(cache, Cache)
+        or not is_plain_prompt(input_ids, model_kwargs, request.generation_config)
+        or RotarySwitch(forward.model)
+    ):
+        return None
+    past = slots_of(cache)
+    if positions is None:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    logits = forward.read_prompt(cache, input_ids[:, past:], positions[:, past:])
+    if logits is None:
+        return None
+    return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+
+
+def is_plain_prompt(input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig) -> bool:
+    """Whether a prompt is tokens and nothing else, none of them masked.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts.
+        model_kwargs: the model's keyword arguments.
+        config: of the call.
+    """
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    others = [key for key, value in model_kwargs.items() if isinstance(value, torch.Tensor) and key not in _PLAIN]
+    return (
+        not others
+        and config.prefill_chunk_size is None
+        and (mask is None or (mask.shape == input_ids.shape and bool(mask.all())))
+        and (positions is None or positions.shape == input_ids.shape)
+    )
 
 
 def _context(forward: Forward, model_kwargs: dict[str, Any], answer: Any, prompt_length: int, limit: int) -> Context:

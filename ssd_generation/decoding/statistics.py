@@ -47,6 +47,7 @@ class SpeculationStatistics:
             took, changes of the draft, all since the first call, why the model's drafts cannot be judged (`reason`,
             `None` where they can), and the config with the draft as it is now; else `None`.
         refusal: why nothing could be drafted with this model, so that transformers decoded the text; else `None`.
+        reused_tokens: tokens of the prompt whose keys and values an earlier call had computed (`prefix_cache`).
         exactness: "bitwise": the bits of the target's logits did not depend on what was drafted. "numeric": they may
             have, by rounding.
         exactness_reason: why it is not "bitwise"; else `None`.
@@ -74,6 +75,7 @@ class SpeculationStatistics:
     policy_state: dict[str, float] = field(default_factory=dict)
     refinement: dict[str, Any] | None = None
     refusal: str | None = None
+    reused_tokens: int = 0
     exactness: str = "numeric"
     exactness_reason: str | None = None
     replayed_passes: int = 0
@@ -121,16 +123,20 @@ class SpeculationStatistics:
             refusal=refusal,
         )
 
-    def note_passes(self, forward: Forward, reason: str | None) -> None:
+    def note_passes(self, forward: Forward, reason: str | None, reused: int = 0) -> None:
         """Note how the passes of a call were run, and whether the bits of its text may depend on what was drafted.
 
         Args:
             forward: the passes.
             reason: why bits may, as `PassPlan` has it.
+            reused: tokens of the prompt whose keys and values an earlier call had computed.
         """
+        self.reused_tokens = reused
         self.exactness = BITWISE if forward.is_bitwise else NUMERIC
         self.exactness_reason = None if forward.is_bitwise else reason or "a pass was run by the model's own code"
         self.replayed_passes, self.replay_refusal = forward.replayed_passes, forward.replay_refusal
+        if reused and not forward.plan.prompts:
+            self.exactness, self.exactness_reason = NUMERIC, "an earlier call has read the beginning of its prompt"
 
     def record_round(
         self,
@@ -279,6 +285,7 @@ class SpeculationStatistics:
             "prompt_seconds": self.prompt_seconds,
             "total_seconds": self.total_seconds,
             "policy_state": dict(self.policy_state),
+            "reused_tokens": self.reused_tokens,
             "exactness": self.exactness,
             **({} if self.exactness_reason is None else {"exactness_reason": self.exactness_reason}),
             **({} if self.refinement is None else {"refinement": self.refinement}),

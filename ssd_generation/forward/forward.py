@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..config import SelfSpeculativeConfig
+from .captured.prompt_passes import prompt_passes
 from .context import Context
 from .cuda_graph.single_pass import Tokens
 from .draft_passes import DraftForward, DraftPasses
@@ -33,6 +34,7 @@ class Forward:
 
     Attributes:
         is_bitwise: whether the bits of all passes of the target so far did not depend on their width.
+        has_read_prompt: whether the kernels that decode have read the prompt.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -47,6 +49,7 @@ class Forward:
         self.model, self.plan = model, plan
         self.device = input_device(model)
         self.is_bitwise = plan.batch_invariance is not None
+        self.has_read_prompt = False
         self._graph: GraphRunner | None = None
         self._make_runners()
         self._config = config
@@ -109,6 +112,23 @@ class Forward:
             passed = self._eager.run(tokens, context, whole)
         self.is_bitwise = self.is_bitwise and passed.is_batch_invariant
         return passed.outputs
+
+    def read_prompt(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Read tokens of a single text by the kernels that decode.
+
+        Args:
+            cache: with buffers; it may be empty. The tokens are appended to it.
+            ids (`torch.LongTensor` of shape `(1, n)`): the tokens.
+            positions (`torch.LongTensor` of shape `(1, n)`): theirs.
+
+        Returns:
+            The logits of the last one, `(1, 1, V)`; `None` where the plan has it otherwise, or these passes cannot be
+            run: nothing has happened then.
+        """
+        passes = prompt_passes(self.model, self.plan.batch_invariance) if self.plan.prompts else None
+        logits = None if passes is None else passes.read(cache, ids, positions)
+        self.has_read_prompt = logits is not None
+        return logits
 
     def draft(self, context: Context, rows: int, length: int) -> DraftPasses:
         """The passes of one round's draft, to be entered with `with`.

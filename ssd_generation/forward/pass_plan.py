@@ -19,6 +19,7 @@ class PassPlan:
         graph: whether they may be replayed as CUDA graphs, where this device has them.
         batch_invariance: how the bits of a token's logits are kept from depending on the width of its pass; `None`:
             they may depend on it.
+        prompts: whether prompts are read by captured passes as well, by the kernels that decode.
         own_kernels: whether passes that run the model's own code compute its linear layers by its own kernels, too.
         reason: why bits may depend on the width of a pass; `None` where they do not, or nobody asked.
     """
@@ -26,6 +27,7 @@ class PassPlan:
     captured: bool = True
     graph: bool = True
     batch_invariance: BatchInvariance | None = None
+    prompts: bool = False
     own_kernels: bool = False
     # Says no more about how passes are run.
     reason: str | None = field(default=None, compare=False)

@@ -23,6 +23,7 @@ from ..tuning.call_drafter import call_drafter
 from ..tuning.plan_passes import plan_passes
 from .loan import Loan, suited_cache
 from .plain import decode_plainly
+from .prefixes import Prefix
 from .request import Request
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Call:
         lockstep: whether all rows take the same number of tokens in each round.
         cache_is_returned: whether the caller sees the KV cache afterwards.
         static: the static cache that it sees then, where one was asked for.
+        salt: tells keys and values that are kept for different users apart.
     """
 
     model: PreTrainedModel
@@ -62,6 +64,7 @@ class Call:
     lockstep: bool = False
     cache_is_returned: bool = False
     static: StaticCache | None = None
+    salt: str | None = None
 
     def prepare_cache(self, given: dict[str, Any], name: str, is_users: bool, config: GenerationConfig) -> None:
         """See what cache transformers has prepared, and exchange one that rejected tokens cannot be taken out of.
@@ -141,11 +144,16 @@ class Call:
             # Recurrent states of all rows stand behind the same number of tokens.
             lockstep = self.lockstep or loan.has_states
             request = replace(request, cache_is_returned=self.cache_is_returned, lockstep=lockstep)
+            prefix = Prefix(forward, cache, input_ids, model_kwargs, config, self.salt)
+            if not is_check:
+                prefix.fill()
             loop = DecodingLoop(forward, drafter, request, loan.watch, after_round=between)
             output = loop.run(input_ids, model_kwargs)
+            if not is_check:
+                prefix.keep(output.sequences if isinstance(output, SelfSpeculativeOutput) else output)
         if isinstance(output, SelfSpeculativeOutput):
             loan.deliver(output)
-        loop.statistics.note_passes(forward, plan.reason)
+        loop.statistics.note_passes(forward, plan.reason, prefix.reused)
         if between is not None:
             loop.statistics.refinement = between.refinement.to_dict()
         if not is_check:

@@ -15,6 +15,7 @@ from ..support.versions import UNTRIED, is_untried
 from ..support.warn import warn_user
 from .always import store_default
 from .mixin import SelfSpeculativeMixin, enabled_class, original_class
+from .prefixes import PrefixCacheSize, set_prefix_cache
 from .request import SelfSpeculativeRequest
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ _ModelT = TypeVar("_ModelT", bound="torch.nn.Module | Pipeline")
 
 
 def enable_self_speculative(
-    model: _ModelT, default: SelfSpeculativeRequest | None = None, *, always: bool | None = None
+    model: _ModelT,
+    default: SelfSpeculativeRequest | None = None,
+    *,
+    always: bool | None = None,
+    prefix_cache: PrefixCacheSize | None = None,
 ) -> _ModelT:
     """Teach a model `generate(..., self_speculative=…)`.
 
@@ -49,14 +54,18 @@ def enable_self_speculative(
             `self_speculative=False` does not draft, nor does one with an assistant, prompt lookup or
             `custom_generate`; one that cannot draft, such as beam search, decodes as in transformers, with one
             warning and the reason in `model.last_speculation.refusal`. `None`: as it is stored.
+        prefix_cache: bytes of keys and values that are kept between calls, such as `"1GB"`; `True`: 1 GB, `False`:
+            none. A self-speculative call then begins behind the longest prefix of its tokens that an earlier one has
+            read or decoded. It holds what was said: `generate(cache_salt=…)` keeps users apart. `None`: as before, at
+            first none.
 
     Returns:
         The same object.
 
     Raises:
-        TypeError: `model` is not a transformers model, or `always` not a truth value.
+        TypeError: `model` is not a transformers model, `always` not a truth value, or `prefix_cache` not a size.
         ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, one that hands decoding on
-            to a model inside of it), or the default does not fit it.
+            to a model inside of it), the default does not fit it, or `prefix_cache` cannot be read.
     """
     target = _target_of(model)
     if not isinstance(target, SelfSpeculativeMixin):
@@ -70,6 +79,8 @@ def enable_self_speculative(
         target.__class__ = enabled_class(type(target))
         target.last_speculation = None
     store_default(target, default, always)
+    if prefix_cache is not None:
+        set_prefix_cache(target, prefix_cache)
     return model
 
 

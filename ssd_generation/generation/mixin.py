@@ -38,6 +38,7 @@ class SelfSpeculativeMixin:
         *args: Any,
         self_speculative: SelfSpeculativeRequest | None = None,
         draft_memory: float | None = None,
+        cache_salt: str | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate, drafting with the model itself where `self_speculative` is given; else exactly as in transformers.
@@ -51,6 +52,7 @@ class SelfSpeculativeMixin:
                 fastest way to draft, or none. On a model that drafts `always`, `None` is the stored default.
             draft_memory: share of the weights' bytes that low-bit copies for drafting may take, 0 (none) to 100. With
                 `"auto"` 0.3 where it is not given (0.35 of 16-bit weights); with a config that takes more, an error.
+            cache_salt: with `prefix_cache`: the call begins behind nothing but what calls with the same salt have left.
             **kwargs: as in transformers' `generate`.
 
         Returns:
@@ -67,11 +69,13 @@ class SelfSpeculativeMixin:
         if self_speculative is None and drafts_always(model, args, kwargs):
             call = prepare_unasked(model, draft_memory, args, kwargs, _generate_of)
         elif self_speculative is None or self_speculative is False:
-            refuse_without_drafts(draft_memory)
+            refuse_without_drafts(draft_memory, cache_salt)
             if self_speculative is None and current_call() is None:
                 warn_if_nothing_drafts(model, args, kwargs)
         else:
             call = prepare(Request(model, self_speculative, draft_memory, args, kwargs), _generate_of)
+        if call is not None:
+            call.salt = cache_salt
         with under_way(call):
             output = generate(*args, **kwargs)
         if call is not None and call.refusal is not None and not call.has_run:

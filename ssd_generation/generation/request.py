@@ -251,13 +251,14 @@ def _read(asked: SelfSpeculativeRequest) -> SelfSpeculativeConfig:
 # calls that ask for nothing
 
 
-def refuse_without_drafts(draft_memory: float | None) -> None:
-    """Raise `ValueError` where `draft_memory` was given to a call that does not draft."""
-    if draft_memory is not None:
-        raise ValueError(
-            f"`draft_memory={shown(draft_memory)}` was given without `self_speculative`. Pass "
-            '`self_speculative="auto"`, or leave it out.'
-        )
+def refuse_without_drafts(draft_memory: float | None, cache_salt: str | None) -> None:
+    """Raise `ValueError` where something was given that says nothing to a call that does not draft."""
+    for name, given in (("draft_memory", draft_memory), ("cache_salt", cache_salt)):
+        if given is not None:
+            raise ValueError(
+                f"`{name}={shown(given)}` was given without `self_speculative`. Pass "
+                '`self_speculative="auto"`, or leave it out.'
+            )
 
 
 def warn_if_nothing_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ..forward.cuda_graph.graph_passes import target_graphs
 from ..forward.pass_plan import PassPlan
 from ..support.warn import warn_once
 from .exactness import batch_invariance_of_captured, batch_invariance_of_graphs, is_free
+from .prompt_kernels import reads_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,16 +46,16 @@ def plan_passes(
     own_kernels = exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
     if is_check:
         batch_invariance = batch_invariance_to_check(model, exactness) if captured else None
-        return PassPlan(captured, False, batch_invariance, own_kernels, "the model is checked")
+        return PassPlan(captured, False, batch_invariance, False, own_kernels, "the model is checked")
     if not captured:
         reason: str | None = "attentions and hidden states come from the model's own code"
         if rows > 1:
             reason = "the rows of a batch go through the model's own code together"
-        return PassPlan(False, False, None, own_kernels, reason)
+        return PassPlan(False, False, None, False, own_kernels, reason)
     batch_invariance, reason = batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None:
         warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
-    return PassPlan(True, True, batch_invariance, own_kernels, reason)
+    return PassPlan(True, True, batch_invariance, reads_prompts(model, batch_invariance), own_kernels, reason)
 
 
 def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
@@ -78,13 +79,14 @@ def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[
 def batch_invariance_to_check(model: PreTrainedModel, exactness: str | None) -> BatchInvariance | None:
     """Return what `batch_invariance_of` will, as far as that is known before bits are compared.
 
-    Only in float32, where these passes are as near to the model's own as any.
+    In half precision, too: there torch's kernels may round one token otherwise than several, which says nothing of
+    passes whose bits do not depend on their width.
 
     Args:
         model: the target model.
         exactness: what was asked for.
     """
-    if exactness == NUMERIC or model.dtype != torch.float32 or why_not_captured(model) is not None:
+    if exactness == NUMERIC or why_not_captured(model) is not None:
         return None
     return BatchInvariance(NATIVE, WIDTHS) if is_free(model) else None
 

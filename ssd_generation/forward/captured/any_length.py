@@ -33,11 +33,13 @@ class PassCapture:
     Args:
         skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
         knows_windows: whether the attention of the captured passes knows about sliding windows.
+        only_last: whether they give the logits of their last token alone.
     """
 
-    def __init__(self, skip_mode: SkipMode | None, knows_windows: bool) -> None:
+    def __init__(self, skip_mode: SkipMode | None, knows_windows: bool, only_last: bool = False) -> None:
         self._skip_mode = skip_mode
         self._knows_windows = knows_windows
+        self._only_last = only_last
         self.forget()
 
     def forget(self) -> None:
@@ -66,7 +68,10 @@ class PassCapture:
                 with contextlib.suppress(Exception):  # such as a context that is shorter
                     longest = cut_to_table(model, LONGEST, 11)
                     common = of_any_length(
-                        [capture_pass(model, n, at, windows) for n, at in ((2, 7), (3, 19), (longest, 11))]
+                        [
+                            capture_pass(model, n, at, windows, self._only_last)
+                            for n, at in ((2, 7), (3, 19), (longest, 11))
+                        ]
                     )
                     if common is not None:
                         simplify(model, common)
@@ -74,7 +79,9 @@ class PassCapture:
             if length > 1 and self._longer is not None:
                 return at_length(self._longer, length)
             far = cut_to_table(model, 19, length)
-            one, other = (capture_pass(model, length, behind, windows) for behind in (min(7, far - 1), far))
+            one, other = (
+                capture_pass(model, length, behind, windows, self._only_last) for behind in (min(7, far - 1), far)
+            )
         if not same_pass(one, other):
             raise CannotCapture("the pass depends on the length of the text")
         simplify(model, one)

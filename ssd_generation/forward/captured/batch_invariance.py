@@ -29,6 +29,7 @@ from .linear_kernels import Linear, onednn_linear
 __all__ = [
     "LINEARS",
     "NATIVE",
+    "PROMPT_WIDTHS",
     "REPLAYED",
     "WIDTHS",
     "BatchInvariance",
@@ -41,6 +42,9 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
 """Widths that are tried: those of rounds, and of longer ones each at most half as wide again as the one before."""
 
 NATIVE, REPLAYED = "native", "replayed"
+
+PROMPT_WIDTHS = (16, *range(32, 257, 32))
+"""Tokens of the passes that a prompt is read by: more would not fit into the nearer caches."""
 
 LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
     NATIVE: native_linear,

@@ -300,7 +300,13 @@ def own_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]], has_
                 restore()
 
 
-def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequence[int | None] = ()) -> CapturedPass:
+def capture_pass(
+    model: PreTrainedModel,
+    length: int,
+    behind: int,
+    windows: Sequence[int | None] = (),
+    only_last: bool = False,
+) -> CapturedPass:
     """Capture a pass over `length` tokens behind a cache that holds `behind`.
 
     The large products are not computed: what a capture takes is the time of the model's Python code and little more.
@@ -310,6 +316,7 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequ
         length: n ≥ 1.
         behind: tokens in the cache, ≥ 1. What is captured must not depend on it: see `captured.same_pass`.
         windows: by layer, the sliding window that the attention of the captured pass knows of.
+        only_last: give the logits of the last token alone, as behind a prompt.
 
     Raises:
         CannotCapture: the pass is not a pure function of ids, positions and cache.
@@ -358,6 +365,8 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequ
         inputs = model.prepare_inputs_for_generation(
             ids, next_sequence_length=length, attention_mask=None, position_ids=positions, **{CACHE: cache}
         )
+        if only_last:
+            inputs["logits_to_keep"] = 1
         extra = {key for key, value in inputs.items() if isinstance(value, torch.Tensor)} - _INPUTS
         if extra or not isinstance(inputs.get("input_ids"), torch.Tensor):
             raise CannotCapture(f"the model wants further tensors: {', '.join(sorted(extra))}")
@@ -369,7 +378,7 @@ def capture_pass(model: PreTrainedModel, length: int, behind: int, windows: Sequ
         with capture:
             logits = model(**inputs, return_dict=True).logits
         made = capture.node_of(logits)
-        if made is None or tuple(logits.shape[:2]) != (1, length):
+        if made is None or tuple(logits.shape[:2]) != (1, 1 if only_last else length):
             raise CannotCapture("the logits are not what a pass of the model gives")
     capture.noted(capture.graph.output(made), None)
     captured = CapturedPass(capture.graph, capture.constants, length)

@@ -30,7 +30,15 @@ from ..structure.skip_mode import SkipMode
 from ..structure.sublayers import layout_of
 from ..structure.weights import fingerprint
 from .any_length import LONGEST, PassCapture
-from .batch_invariance import LINEARS, NATIVE, BatchInvariance, RowAttention, live_layers_of_any_window, uneven
+from .batch_invariance import (
+    LINEARS,
+    NATIVE,
+    PROMPT_WIDTHS,
+    BatchInvariance,
+    RowAttention,
+    live_layers_of_any_window,
+    uneven,
+)
 from .cache_attention import CacheAttention, live_layers
 from .capture import CannotCapture
 from .conditions import why_not_captured
@@ -80,6 +88,7 @@ class CapturedPasses:
         copies: low-bit copies that the draft computes from, or `None`.
         batch_invariance: of the whole model: how its bits are kept from depending on the width of a pass; `None`: they
             may.
+        of_prompts: whether passes read prompts: they are wider, and give the logits of their last token alone.
     """
 
     def __init__(
@@ -89,8 +98,11 @@ class CapturedPasses:
         skipped_attention: frozenset[int] = frozenset(),
         copies: LowBitCopies | None = None,
         batch_invariance: BatchInvariance | None = None,
+        of_prompts: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
+        self._longest = PROMPT_WIDTHS[-1] if of_prompts else LONGEST
+        self._cached: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by layer: shapes of keys and values
         self.batch_invariance = batch_invariance
         self._skip_mode = skip_mode
         self._skipped = skipped_attention
@@ -98,7 +110,7 @@ class CapturedPasses:
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
         self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
-        self._capture = PassCapture(skip_mode, batch_invariance is not None)
+        self._capture = PassCapture(skip_mode, batch_invariance is not None, of_prompts)
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
         self._copied: dict[int, tuple[CopiedWeight, torch.Tensor]] = {}
@@ -132,7 +144,7 @@ class CapturedPasses:
 
     def program(self, length: int) -> Program | None:
         """The pass over `length` tokens; `None` where it cannot be captured."""
-        if self.refusal is not None or not 1 <= length <= LONGEST:
+        if self.refusal is not None or not 1 <= length <= self._longest:
             return None
         if length not in self._programs:
             model = self._model()
@@ -163,6 +175,18 @@ class CapturedPasses:
         if live and self._is_native and any(layer.dtype is not self._dtype for layer in live):
             return None  # which torch's attention would take
         return live
+
+    def begin_cache(self, cache: Cache) -> None:
+        """Let the layers of a new cache know what they will hold, as a first pass of the model's own would."""
+        if self.program(self._longest) is None:
+            return
+        for index, layer in enumerate(cache.layers):
+            if not layer.is_initialized and index in self._cached:
+                states = [
+                    torch.empty((1, shape[1], 0, shape[3]), dtype=self._dtype, device="cpu")
+                    for shape in self._cached[index]
+                ]
+                layer.lazy_initialization(*states)
 
     def _new_attention(self) -> CacheAttention:
         return CacheAttention() if self.batch_invariance is None else RowAttention()
@@ -240,6 +264,10 @@ class CapturedPasses:
 
     def _make(self, model: PreTrainedModel, captured: CapturedPass) -> Program:
         length, copies = captured.length, None
+        for node in captured.nodes:
+            if node.op == "call_method" and node.target == "attend":
+                _, _, key, value, layer, _ = node.args
+                self._cached[layer] = key.meta["shape"], value.meta["shape"]
         if self._copies is not None:
             copies = self._copies()
             if copies is None:
@@ -310,7 +338,8 @@ class CapturedPasses:
             model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: own})
             buffered = copy.deepcopy(own)
             add_buffers(buffered)
-            expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits.float()
+            expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits
+            expected = expected[:, -1:].float() if self._longest > LONGEST else expected.float()
             live, attention = self._live(buffered), self._new_attention()
             if not live:
                 raise CannotCapture("its cache has layers of a kind of their own")
@@ -394,7 +423,7 @@ class CapturedPart(Part):
     """Of a model: its captured passes.
 
     Attributes:
-        captured_targets: of the whole model, by the kernel that keeps their bits the same.
+        captured_targets: of the whole model, by the kernel that keeps their bits the same; that of prompts behind it.
         captured_drafts: of its drafts, by skip set.
     """
 
@@ -452,19 +481,24 @@ def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple
     return SkipMode(model, config.skip, () if copies is None else copies.forwards()), copies
 
 
-def captured_target(model: PreTrainedModel, batch_invariance: BatchInvariance | None = None) -> CapturedPasses | None:
+def captured_target(
+    model: PreTrainedModel, batch_invariance: BatchInvariance | None = None, of_prompts: bool = False
+) -> CapturedPasses | None:
     """The whole model's passes, or `None` where they may not be captured; made anew when the model changed.
 
     Args:
         model: the target model.
         batch_invariance: how bits are kept from depending on the width of a pass; `None`: they may.
+        of_prompts: the passes that prompts are read by.
     """
     if why_not_captured(model) is not None:
         return None
     known: dict[str | None, CapturedPasses] = state_of(model).get(CapturedPart).captured_targets
     kind = None if batch_invariance is None else batch_invariance.linear
+    if of_prompts:
+        kind = f"{kind}, prompts"
     passes = known.get(kind)
     if passes is None or not passes.follow(model):
-        passes = known[kind] = CapturedPasses(model, batch_invariance=batch_invariance)
+        passes = known[kind] = CapturedPasses(model, batch_invariance=batch_invariance, of_prompts=of_prompts)
     passes.batch_invariance = batch_invariance  # the same passes, at fewer widths
     return passes

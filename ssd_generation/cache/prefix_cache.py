@@ -1,0 +1,194 @@
+"""Keys and values of texts that were read or decoded before, for texts that begin with the same tokens.
+
+A tree over tokens: each node holds the keys and values of a run of them, and what stands before a node is what its
+ancestors hold (a radix tree, as in RadixAttention, SGLang, arXiv 2312.07104). What a call takes is copied into the
+cache of the call, and what is new in it is copied back afterwards: so calls side by side, and calls that are broken
+off, leave the tree right. Runs that were not used for the longest time are dropped first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from ..support.forks import ForkSafeRLock
+
+__all__ = ["PrefixCache", "whole_text"]
+
+States = list[tuple[torch.Tensor, torch.Tensor]]
+"""By layer, keys and values, `(1, heads, tokens, size)`."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """A run of tokens that follow those of the nodes above, with their keys and values."""
+
+    tokens: torch.Tensor
+    states: States
+    above: _Run | None = None
+    below: dict[int, _Run] = field(default_factory=dict)
+    used: int = 0
+
+    def bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.states) + self.tokens.nbytes
+
+    def split(self, at: int) -> int:
+        """Leave the first tokens to this node, and let the others follow; returns bytes added."""
+        before = self.bytes()
+        rest = _Run(self.tokens[at:].clone(), _part(self.states, at, len(self.tokens)), self, self.below, self.used)
+        for run in rest.below.values():
+            run.above = rest
+        self.below = {int(rest.tokens[0]): rest}
+        self.tokens, self.states = self.tokens[:at].clone(), _part(self.states, 0, at)
+        return self.bytes() + rest.bytes() - before
+
+
+class PrefixCache:
+    """Keys and values by the tokens that they stand for.
+
+    Args:
+        most_bytes: that are held at the most.
+
+    Attributes:
+        most_bytes: as given.
+        bytes: that are held now.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.bytes = 0
+        self._roots: dict[Hashable, _Run] = {}
+        self._clock = 0
+        self._guard = ForkSafeRLock()
+
+    def match(self, key: Hashable, tokens: torch.Tensor) -> int:
+        """Return with how many of a text's tokens another begins.
+
+        Args:
+            key: all that keys and values hang on, tokens apart.
+            tokens (`torch.LongTensor` of shape `(n,)`): of the text, on the CPU.
+        """
+        with self._guard:
+            return sum(count for _, count in self._path(key, tokens))
+
+    def take(self, key: Hashable, tokens: torch.Tensor, most: int) -> States:
+        """Return the keys and values of the first tokens of a text, as far as they are known: copies.
+
+        Args:
+            key, tokens: as in `match`.
+            most: tokens at the most.
+
+        Returns:
+            By layer; empty where nothing is known.
+        """
+        with self._guard:
+            self._clock += 1
+            parts, left = [], most
+            for run, count in self._path(key, tokens):
+                run.used = self._clock
+                if left > 0:
+                    parts.append(_part(run.states, 0, min(count, left), copies=False))
+                left -= count
+            return [
+                (torch.cat([keys for keys, _ in layer], dim=2), torch.cat([values for _, values in layer], dim=2))
+                for layer in zip(*parts, strict=True)
+            ]
+
+    def keep(self, key: Hashable, tokens: torch.Tensor, states: States) -> None:
+        """Keep the keys and values of a text: those of the tokens that are not known yet, copied.
+
+        Args:
+            key, tokens: as in `match`.
+            states: of all these tokens.
+        """
+        with self._guard:
+            self._clock += 1
+            at, last = 0, self._roots.setdefault(key, _Run(tokens[:0], []))
+            for run, count in self._path(key, tokens):
+                if count < len(run.tokens):
+                    self.bytes += run.split(count)
+                run.used = self._clock
+                at, last = at + count, run
+            if at < len(tokens):
+                made = _Run(tokens[at:].clone(), _part(states, at, len(tokens)), last, {}, self._clock)
+                last.below[int(tokens[at])] = made
+                self.bytes += made.bytes()
+            self._drop_oldest()
+
+    def limit(self, most_bytes: int) -> None:
+        """Hold so many bytes at the most from now on."""
+        with self._guard:
+            self.most_bytes = most_bytes
+            self._drop_oldest()
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        with self._guard:
+            self._roots, self.bytes = {}, 0
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _path(self, key: Hashable, tokens: torch.Tensor) -> list[tuple[_Run, int]]:
+        """The runs that a text begins with, each with the number of its tokens that are the text's."""
+        found, at, run = [], 0, self._roots.get(key)
+        while run is not None and at < len(tokens):
+            run = run.below.get(int(tokens[at]))
+            if run is None:
+                break
+            ahead = min(len(run.tokens), len(tokens) - at)
+            other = (run.tokens[:ahead] != tokens[at : at + ahead]).nonzero()
+            count = ahead if len(other) == 0 else int(other[0])
+            found.append((run, count))
+            at += count
+            if count < len(run.tokens):
+                break
+        return found
+
+    def _drop_oldest(self) -> None:
+        while self.bytes > self.most_bytes:
+            ends = [run for run in self._runs() if not run.below]
+            if not ends:
+                return
+            oldest = min(ends, key=lambda run: run.used)
+            assert oldest.above is not None
+            del oldest.above.below[int(oldest.tokens[0])]
+            self.bytes -= oldest.bytes()
+        self._roots = {key: root for key, root in self._roots.items() if root.below}
+
+    def _runs(self) -> Iterator[_Run]:
+        waiting = [run for root in self._roots.values() for run in root.below.values()]
+        while waiting:
+            run = waiting.pop()
+            yield run
+            waiting.extend(run.below.values())
+
+
+def _part(states: States, first: int, end: int, copies: bool = True) -> States:
+    """Of some tokens; a view would keep the memory of all."""
+    parts = [(keys[:, :, first:end], values[:, :, first:end]) for keys, values in states]
+    return [(keys.clone(), values.clone()) for keys, values in parts] if copies else parts
+
+
+def whole_text(cache: Cache, tokens: int) -> States | None:
+    """Return what a cache of a single text holds of its first tokens, as views; `None` where a layer has let some go.
+
+    Args:
+        cache: with buffers.
+        tokens: how many, n.
+    """
+    found: States = []
+    for layer in cache.layers:
+        known: Sequence[Any] = (getattr(layer, "key_buffer", None), getattr(layer, "value_buffer", None))
+        if any(part is None for part in known) or layer.start != 0 or layer.end < tokens:
+            return None
+        if layer.get_seq_length() != layer.end:  # a window that has moved on
+            return None
+        keys, values = known
+        if keys.shape[0] != 1:
+            return None
+        found.append((keys[:, :, :tokens], values[:, :, :tokens]))
+    return found or None

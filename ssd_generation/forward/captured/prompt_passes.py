@@ -1,0 +1,70 @@
+"""Prompts read by captured passes: by the kernels that decode, so that a token's bits are those of decoding.
+
+A prompt is arithmetic, where a decoding step is memory. The kernels of captured passes (native/ops/linear_code.py) add
+up each row in one fixed order, whatever stands beside it. So a prompt may be read in parts of any length, at once or
+behind a cached prefix, and its keys and values are those that decoding it token by token would have made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import Cache
+
+from .batch_invariance import NATIVE, PROMPT_WIDTHS, BatchInvariance
+from .passes import captured_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["PromptPasses", "prompt_passes"]
+
+
+class PromptPasses:
+    """Reads prompts of one model.
+
+    Args:
+        model: the target model; its passes can be captured.
+        batch_invariance: how it decodes.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch_invariance: BatchInvariance) -> None:
+        self._wide = captured_target(model, BatchInvariance(NATIVE, PROMPT_WIDTHS), of_prompts=True)
+        self._decoding = captured_target(model, batch_invariance)
+
+    def read(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Read tokens of a single text.
+
+        Args:
+            cache: with buffers; it may be empty. The tokens are appended to it.
+            ids (`torch.LongTensor` of shape `(1, n)`): n ≥ 1 of them.
+            positions (`torch.LongTensor` of shape `(1, n)`): of these.
+
+        Returns:
+            The logits of the last one, `(1, 1, V)`; `None` where there are no such passes, or the cache is of another
+            kind: nothing has happened then.
+        """
+        wide, decoding = self._wide, self._decoding
+        # The narrowest first: what is captured first is held against the model's own pass.
+        if wide is None or decoding is None or wide.program(PROMPT_WIDTHS[0]) is None or decoding.program(1) is None:
+            return None
+        wide.begin_cache(cache)
+        if not decoding.can_run(cache, 1):
+            return None
+        if ids.shape[1] > 1 and wide.run(cache, ids[:, :-1], positions[:, :-1]) is None:
+            return None
+        # The last one as any token is decoded: its logits are the ones that count.
+        return decoding.run(cache, ids[:, -1:], positions[:, -1:])
+
+
+def prompt_passes(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> PromptPasses | None:
+    """Passes that read prompts of a model with the bits of decoding; `None` where it does not decode by such kernels.
+
+    Args:
+        model: the target model.
+        batch_invariance: how it decodes.
+    """
+    if batch_invariance is None or batch_invariance.linear != NATIVE:
+        return None
+    return PromptPasses(model, batch_invariance)

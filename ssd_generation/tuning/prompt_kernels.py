@@ -1,0 +1,154 @@
+"""Whether prompts are read by captured passes: they must have the bits of decoding, and be faster.
+
+What counts is the arithmetic of linear layers, by the kernels made for this processor and by torch's. It is compared on
+a few rows of each kind of matrix, which takes a fraction of a second, once per machine. On a processor with AVX2 alone
+torch has no fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX torch's is far ahead.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache
+
+from ..cache.buffered_layers import add_buffers
+from ..forward.captured.batch_invariance import NATIVE, BatchInvariance
+from ..forward.captured.prompt_passes import prompt_passes
+from ..forward.structure.positions import cut_to_table
+from ..native.ops.linear import Linear, native_linear
+from ..support.bounds import Number
+from ..support.measurements import cached_measurement, flag_if_noisy
+from .measuring import describe_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["prompt_cost", "reads_prompts"]
+
+_PAYS = 0.95
+"""Of the time of torch's kernels, what those made here may take."""
+
+_ROWS = 128
+"""Tokens of a prompt that matrices are multiplied by."""
+
+_WORK = 2**27
+"""Multiplications of a matrix, or a few rows of it, that is timed."""
+
+_REPEATS = 3
+_TOKENS = 40
+_COST = Number(0, 1e6, "a ratio of times")
+
+
+def reads_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> bool:
+    """Whether prompts of a model are read by captured passes.
+
+    Args:
+        model: the target model.
+        batch_invariance: how it decodes.
+    """
+    if batch_invariance is None or batch_invariance.linear != NATIVE:
+        return False
+    cost = prompt_cost(model, batch_invariance)
+    return cost is not None and cost <= _PAYS
+
+
+def prompt_cost(model: PreTrainedModel, batch_invariance: BatchInvariance) -> float | None:
+    """The time of a prompt's linear layers by captured passes, relative to torch's kernels.
+
+    Args:
+        model: the target model.
+        batch_invariance: how it decodes, by kernels made here.
+
+    Returns:
+        `None` where a prompt cannot be read by captured passes, or would not have the bits of decoding.
+    """
+
+    def use(found: Any) -> None:
+        if found["cost"] is not None:
+            _COST.check("The cost of a prompt", found["cost"])
+
+    described = {"what": "prompts", **describe_model(model), "widths": list(batch_invariance.widths), "prompts": 1}
+    found = cached_measurement(model, described, lambda: _measure(model, batch_invariance), use=use)
+    cost: float | None = found["cost"]
+    return cost
+
+
+def _measure(model: PreTrainedModel, batch_invariance: BatchInvariance) -> Any:
+    """See `prompt_cost`: a dictionary, or a `NoisyMeasurement` of one."""
+    with torch.inference_mode():
+        ours, torchs, times = _times(model)
+        if not times:  # layers of another kind
+            return {"cost": 1.0}
+        cost = ours / torchs
+        if cost <= _PAYS and not _keeps_bits(model, batch_invariance):
+            return {"cost": None}
+    return flag_if_noisy({"cost": cost}, times)
+
+
+def _times(model: PreTrainedModel) -> tuple[float, float, list[list[float]]]:
+    """Seconds of all linear layers but the head by kernels made here and by torch's, and the times of each."""
+    layers: dict[tuple[Any, ...], list[nn.Linear]] = {}
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not head:
+            layers.setdefault((*module.weight.shape, module.weight.dtype), []).append(module)
+    totals, times = [0.0, 0.0], []
+    for alike in layers.values():
+        weight = alike[0].weight
+        rows = max(1, min(weight.shape[0], _WORK // (_ROWS * weight.shape[1])))
+        part = weight[:rows]
+        ours = native_linear(part, None)
+        if ours is None:
+            continue
+        x = torch.randn((1, _ROWS, weight.shape[1]), generator=_generator(), device="cpu").to(weight.dtype)
+        kernels: list[Linear] = [ours, partial(functional.linear, weight=part)]
+        for which, linear in enumerate(kernels):
+            found = []
+            for _ in range(_REPEATS + 1):
+                began = time.perf_counter()
+                linear(x)
+                found.append(time.perf_counter() - began)
+            times.append(found[1:])
+            totals[which] += len(alike) * statistics.median(found[1:]) * weight.shape[0] / rows
+    return totals[0], totals[1], times
+
+
+def _keeps_bits(model: PreTrainedModel, batch_invariance: BatchInvariance) -> bool:
+    """Whether a text has the same keys, values and logits whether it is read at once, in parts or token by token."""
+    passes = prompt_passes(model, batch_invariance)
+    count = cut_to_table(model, _TOKENS, 1)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    ids = torch.randint(0, vocabulary, (1, count), generator=_generator(), device="cpu")
+    positions = torch.arange(count, device="cpu")[None]
+
+    def read(*ends: int) -> tuple[torch.Tensor, list[Any]] | None:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        add_buffers(cache)
+        at, logits = 0, None
+        for end in (*ends, count):
+            assert passes is not None
+            logits = passes.read(cache, ids[:, at:end], positions[:, at:end])
+            if logits is None:
+                return None
+            at = end
+        assert logits is not None
+        return logits, [part for layer in cache.layers for part in (layer.keys, layer.values)]
+
+    whole = None if passes is None else read()
+    parts = [] if whole is None else [read(2, 19), read(*range(2, 18, 2))]
+    return whole is not None and all(
+        found is not None
+        and torch.equal(found[0], whole[0])
+        and all(torch.equal(one, other) for one, other in zip(found[1], whole[1], strict=True))
+        for found in parts
+    )
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator(device="cpu").manual_seed(0)

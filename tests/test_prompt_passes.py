@@ -1,0 +1,227 @@
+"""Prompts that are read by the kernels that decode: the same bits in whatever parts, and only where that is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation.cache.buffered_layers import add_buffers
+from ssd_generation.forward.captured import prompt_passes as prompt_passes_module
+from ssd_generation.forward.captured.batch_invariance import NATIVE, PROMPT_WIDTHS, WIDTHS, BatchInvariance
+from ssd_generation.forward.captured.prompt_passes import prompt_passes
+from ssd_generation.forward.forward import Forward
+from ssd_generation.native.codegen.compiler import why_not
+from ssd_generation.support.versions import CACHE
+from ssd_generation.tuning import prompt_kernels
+from ssd_generation.tuning.prompt_kernels import prompt_cost, reads_prompts
+from tiny_models import WINDOW, even_model, left_padded, prompt, tiny_model
+
+pytestmark = [
+    pytest.mark.measures,
+    pytest.mark.skipif(why_not() is not None, reason="no code can be made here"),
+]
+
+INVARIANT = BatchInvariance(NATIVE, WIDTHS)
+NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
+OWN = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[2]), DraftingConfig(policy="fixed", max_draft_length=4))
+LOOKUP = SelfSpeculativeConfig(drafting=DraftingConfig(policy="fixed", max_draft_length=5), lookup=True)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_kernels, "_PAYS", float("inf"))
+
+
+def model_of(family: str, dtype: torch.dtype, **changes: Any) -> Any:
+    return enable_self_speculative(even_model(family, **changes).to(dtype))
+
+
+def read(model: PreTrainedModel, ids: torch.Tensor, ends: list[int]) -> tuple[torch.Tensor, DynamicCache]:
+    """Logits of the last token, and the cache, of a text that is read in parts."""
+    cache = DynamicCache(config=model.config)
+    add_buffers(cache)
+    passes = prompt_passes(model, INVARIANT)
+    assert passes is not None
+    logits, at = torch.empty(0), 0
+    with torch.inference_mode():
+        for end in (*ends, ids.shape[1]):
+            found = passes.read(cache, ids[:, at:end], torch.arange(at, end)[None])
+            assert found is not None and found.shape[:2] == (1, 1)
+            logits, at = found, end
+    return logits, cache
+
+
+def states_of(cache: Any) -> list[torch.Tensor]:
+    return [part for layer in cache.layers for part in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "granite", "opt", "mistral", "gemma3"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_prompt_has_the_same_bits_in_whatever_parts(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    ids = prompt(2 * PROMPT_WIDTHS[-1] - 70)
+    logits, cache = read(model, ids, [])
+    for ends in ([1], [ids.shape[1] - 1], [17, 18, 300], list(range(1, 40)), [PROMPT_WIDTHS[-1]]):
+        others, parts = read(model, ids, ends)
+        assert torch.equal(others, logits), ends
+        assert all(map(torch.equal, states_of(parts), states_of(cache))), ends
+    # It is what the model computes.
+    own = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=True, **{CACHE: own}).logits[:, -1:]
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    assert (expected.float() - logits.float()).abs().max() <= tolerance * expected.float().std()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_prompt_has_the_bits_of_decoding(family: str, dtype: torch.dtype, always_faster: None) -> None:
+    """What is decoded behind a short prompt is what a prompt of all of it gives."""
+    model = model_of(family, dtype)
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    ids = prompt(5)
+    for drafts in (NOTHING, OWN, LOOKUP):
+        text = model.generate(ids, max_new_tokens=4 * WINDOW, self_speculative=drafts, **options)
+        assert model.last_speculation.exactness == "bitwise"
+        for at in (7, 20, 3 * WINDOW):
+            longer = text.sequences[:, : 5 + at]
+            behind = model.generate(
+                longer,
+                attention_mask=torch.ones_like(longer),
+                max_new_tokens=4 * WINDOW - at,
+                self_speculative=drafts,
+                **options,
+            )
+            assert model.last_speculation.exactness == "bitwise"
+            assert torch.equal(behind.sequences, text.sequences)
+            assert all(map(torch.equal, behind.logits, text.logits[at:]))
+
+
+@pytest.mark.parametrize("drafts", [NOTHING, OWN, LOOKUP], ids=["nothing", "own", "lookup"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_texts_in_float32_are_plain_generates(drafts: Any, sampled: bool, always_faster: None) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": sampled, "eos_token_id": None, "pad_token_id": 0}
+    for family in ("llama", "qwen2-sliding", "gemma3", "phi3"):
+        model, ids = model_of(family, torch.float32), prompt(90)
+        found = []
+        for asked in (None, drafts):
+            torch.manual_seed(3)
+            found.append(model.generate(ids, self_speculative=asked, **options).tolist())
+        assert found[0] == found[1]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that prompts had which these passes have read."""
+    found: list[int] = []
+    original = Forward.read_prompt
+
+    def watched(self: Forward, cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        logits = original(self, cache, ids, positions)
+        if logits is not None:
+            found.append(ids.shape[1])
+        return logits
+
+    monkeypatch.setattr(Forward, "read_prompt", watched)
+    return found
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    return model.generate(ids, self_speculative=options.pop("drafts", NOTHING), **options)
+
+
+def test_which_prompts_they_read(always_faster: None, reads: list[int]) -> None:
+    model, ids = model_of("llama", torch.bfloat16), prompt(40)
+    generate(model, ids)
+    assert reads == [40]
+    generate(model, ids[:, :1])
+    assert reads == [40, 1]
+    # Behind a cache of the user's own, what is new.
+    cache: Any = generate(model, ids, return_dict_in_generate=True)[CACHE]
+    held = cache.get_seq_length()
+    generate(model, torch.cat((ids, prompt(30)), dim=1), **{CACHE: cache})
+    assert reads[2:] == [40, 70 - held]
+    del reads[:]
+    for options in (
+        {"prefill_chunk_size": 16},
+        {"inputs_embeds": model.get_input_embeddings()(ids).detach()},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        {"drafts": SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness="numeric")},
+        left_padded([40, 33]),
+        {**left_padded([33, 40]), "input_ids": left_padded([33, 40])["input_ids"][:1],
+         "attention_mask": left_padded([33, 40])["attention_mask"][:1]},
+    ):  # fmt: skip
+        asked = {"input_ids": ids, **options}
+        if "inputs_embeds" in asked:
+            del asked["input_ids"]
+        with torch.no_grad():
+            generate(model, asked.pop("input_ids", None), **asked)
+        assert reads == [], options
+
+
+def test_other_models_read_their_own_prompts(always_faster: None, reads: list[int]) -> None:
+    for family in ("gemma2", "falcon", "gpt2"):
+        model = enable_self_speculative(tiny_model(family).to(torch.bfloat16))
+        generate(model, prompt(40))
+    model = enable_self_speculative(tiny_model("llama", attn_implementation="eager").to(torch.bfloat16))
+    generate(model, prompt(40))
+    assert 40 not in reads[1:]  # gpt2's layers are none that torch calls linear, and may be captured all the same
+
+
+def test_they_are_used_where_they_are_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
+    for ours, is_used in ((0.5, True), (0.94, True), (0.96, False), (3.0, False)):
+        monkeypatch.setattr(prompt_kernels, "_times", lambda model, ours=ours: (ours, 1.0, [[1.0, 1.0]]))
+        model = model_of("llama", torch.bfloat16)
+        monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / str(ours)))
+        del reads[:]
+        generate(model, prompt(40))
+        assert bool(reads) == is_used
+
+
+def test_where_bits_differ_they_are_not_used(monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
+    monkeypatch.setattr(prompt_kernels, "_times", lambda model: (0.1, 1.0, [[1.0, 1.0]]))
+    original = prompt_passes_module.PromptPasses.read
+
+    def wrong(self: Any, cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        logits = original(self, cache, ids, positions)
+        if ids.shape[1] == 40:
+            cache.layers[0].keys[:, :, 3] += 0.01
+        return logits
+
+    monkeypatch.setattr(prompt_passes_module.PromptPasses, "read", wrong)
+    model = model_of("llama", torch.bfloat16)
+    assert prompt_cost(model, INVARIANT) is None and not reads_prompts(model, INVARIANT)
+    generate(model, prompt(40))
+    assert reads == []
+
+
+def test_the_cost_is_measured_once_and_kept() -> None:
+    model = model_of("llama", torch.bfloat16)
+    calls: list[int] = []
+    original: Callable[..., Any] = prompt_kernels._times
+
+    def counted(model: Any) -> Any:
+        calls.append(1)
+        return original(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_kernels, "_times", counted)
+        cost = prompt_cost(model, INVARIANT)
+        assert cost is None or cost > 0
+        assert prompt_cost(model, INVARIANT) == cost and calls == [1]
+    assert not reads_prompts(model, None) and not reads_prompts(model, BatchInvariance("linear", (1, 2)))
