@@ -254,7 +254,7 @@ def test_what_is_neither_read_nor_left() -> None:
         assert reused(other) == 0
     generate(model, ids)
     assert kept.bytes > 0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(UserWarning, match="autocast is on"):
         generate(model, ids)
     assert reused(model) == 0
 
@@ -269,7 +269,7 @@ def test_a_window_is_kept_as_far_as_it_reaches() -> None:
         assert texts[0] == texts[1]
         counts.append(reused(model))
         ids = torch.cat((torch.tensor(texts[0]), prompt(3, seed=turn)), dim=1)
-    assert counts[0] == 0 and counts[1] == 61 and max(counts) < 140, "later texts have let go of their beginning"
+    assert counts[:3] == [0, 61, 76]
 
 
 def test_a_call_that_is_broken_off_leaves_it_right() -> None:

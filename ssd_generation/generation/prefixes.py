@@ -144,7 +144,7 @@ class Prefix:
             and isinstance(cache, Cache)
             and slots_of(cache) == 0
             and is_plain_prompt(self._ids, model_kwargs, config)
-            and (positions is None or torch.equal(positions[0], torch.arange(len(positions[0])).to(positions)))
+            and (positions is None or positions[0].tolist() == list(range(self._ids.shape[1])))
             and why_not_on(model, self._forward.device, "it is spread over several devices") is None
             and not RotarySwitch(model)
         )
