@@ -1,0 +1,177 @@
+"""Time to the first token by the length of the prompt, and whole conversations, with and without a cache of prefixes.
+
+    python -m tests.lab.prompts [--model demo] [--dtype bfloat16] [--lengths 64 256 500 2000] [--turns 6]
+
+First tokens: plain `generate`, this library as it is by default, and with `exactness="numeric"`, interleaved; seconds,
+median and range. Prompts are parts of an English text. A conversation asks about one document, turn by turn, of 32 new
+tokens each: plain `generate` that reads all of it again in each turn, plain `generate` that hands its own cache on,
+this library by lookup, the same with `prefix_cache`. Seconds of all turns, and whether the texts are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ssd_generation.config import DraftingConfig, LookupConfig, SelfSpeculativeConfig
+from ssd_generation.generation import enable_self_speculative
+from ssd_generation.harness.run import interleaved
+from ssd_generation.models import load_model
+from ssd_generation.support.versions import CACHE
+from ssd_generation.tuning.measuring import describe_machine
+
+from .program import Program
+
+__all__ = ["measure_conversation", "measure_first_tokens"]
+
+_TEXT = Path(__file__).parents[2] / "docs" / "how-it-works.md"
+_NEW = 32
+_QUESTIONS = ("What is this about?", "Say it in one line.", "What is new?", "Who needs it?", "And what does it cost?")
+_NOTHING = DraftingConfig(policy="none")
+_METHODS: dict[str, SelfSpeculativeConfig | None] = {
+    "plain": None,
+    "default": SelfSpeculativeConfig(drafting=_NOTHING),
+    "numeric": SelfSpeculativeConfig(drafting=_NOTHING, exactness="numeric"),
+}
+
+
+def _tokens(tokenizer: Any, count: int) -> torch.Tensor:
+    ids = tokenizer(_TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    return ids.repeat(1, -(-count // ids.shape[1]))[:, :count]  # type: ignore[no-any-return]
+
+
+def _generate(model: Any, ids: torch.Tensor, new: int, **options: Any) -> Any:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **options,
+    )
+
+
+def measure_first_tokens(
+    model: Any, tokenizer: Any, lengths: Sequence[int], repeats: int
+) -> list[dict[str, list[float]]]:
+    """Seconds of calls for one token.
+
+    Args:
+        model: the target model, enabled.
+        tokenizer: its tokenizer.
+        lengths: of the prompts, in tokens.
+        repeats: of each call.
+
+    Returns:
+        For each length, seconds by method.
+    """
+    for config in _METHODS.values():  # what is measured once per machine
+        _generate(model, _tokens(tokenizer, 64), 3, self_speculative=config)
+    results = []
+    for length in lengths:
+        ids = _tokens(tokenizer, length)
+        seconds: dict[str, list[float]] = {name: [] for name in _METHODS}
+        for turn in interleaved(list(_METHODS), repeats):
+            config = _METHODS[turn.method]
+            began = time.perf_counter()
+            # Three tokens: a call for fewer is decoded by transformers. The last ones are subtracted.
+            _generate(model, ids, 3, self_speculative=config)
+            took = time.perf_counter() - began
+            if config is not None:
+                took = model.last_speculation.prompt_seconds
+            if not turn.is_warm_up:
+                seconds[turn.method].append(took)
+        results.append(seconds)
+    return results
+
+
+def measure_conversation(model: Any, tokenizer: Any, document: int, turns: int) -> dict[str, Any]:
+    """Seconds of the turns of a conversation about a document.
+
+    Args:
+        model: the target model, enabled.
+        tokenizer: its tokenizer.
+        document: its length, in tokens.
+        turns: of the conversation.
+
+    Returns:
+        By method, `seconds` of each turn and `texts`.
+    """
+    lookup = SelfSpeculativeConfig(lookup=LookupConfig())
+    questions = [
+        tokenizer("\n" + _QUESTIONS[turn % len(_QUESTIONS)] + "\n", return_tensors="pt").input_ids
+        for turn in range(turns)
+    ]
+
+    def converse(answer: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        text, seconds, texts = _tokens(tokenizer, document), [], []
+        for question in questions:
+            text = torch.cat((text, question), dim=1)
+            began = time.perf_counter()
+            text = answer(text)
+            seconds.append(time.perf_counter() - began)
+            texts.append(text[0].tolist())
+        return {"seconds": seconds, "texts": texts}
+
+    def handing_on() -> Callable[[torch.Tensor], torch.Tensor]:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        return lambda text: _generate(model, text, _NEW, **{CACHE: cache})
+
+    found = {}
+    _generate(model, _tokens(tokenizer, 64), _NEW, self_speculative=lookup)
+    found["plain"] = converse(lambda text: _generate(model, text, _NEW))
+    found["plain, handing its cache on"] = converse(handing_on())
+    found["lookup"] = converse(lambda text: _generate(model, text, _NEW, self_speculative=lookup))
+    enable_self_speculative(model, prefix_cache="2GB")
+    found["lookup, prefix_cache"] = converse(lambda text: _generate(model, text, _NEW, self_speculative=lookup))
+    enable_self_speculative(model, prefix_cache=False)
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring.
+
+    Args:
+        words: the command line; `None` for that of the process.
+    """
+    program = Program("prompts", __doc__)
+    program.add_model(dtype="bfloat16")
+    program.add_argument("--lengths", type=int, nargs="*", default=[64, 256, 500, 2000], help="tokens of prompts")
+    program.add_counts(repeats=3, turns=6, document=1000)
+    program.add_json()
+    arguments = program.parsed(words)
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
+    model = enable_self_speculative(model.eval())
+    machine = describe_machine(model)
+    first = measure_first_tokens(model, tokenizer, arguments.lengths, arguments.repeats)
+    talk = measure_conversation(model, tokenizer, arguments.document, arguments.turns)
+    if arguments.json:
+        print(json.dumps({"machine": machine, "lengths": arguments.lengths, "first": first, "conversation": talk}))
+        return
+    print(machine)
+    print(f"{'seconds to the first token':30}" + "".join(f"{n:>24}" for n in arguments.lengths))
+    for name in _METHODS:
+        cells = [f"{statistics.median(s[name]):.2f} ({min(s[name]):.2f}-{max(s[name]):.2f})" for s in first]
+        print(f"{name:30}" + "".join(f"{cell:>24}" for cell in cells))
+    print(
+        f"\n{arguments.turns} turns about {arguments.document} tokens{'seconds':>20}{'first':>10}{'others':>10}  texts"
+    )
+    for name, one in talk.items():
+        seconds = one["seconds"]
+        same = sum(a == b for a, b in zip(one["texts"], talk["plain"]["texts"], strict=True))
+        drafted = one["texts"] == talk["lookup"]["texts"]
+        others = statistics.mean(seconds[1:]) if len(seconds) > 1 else float("nan")
+        said = f"{same} of {len(seconds)} plain's" + (", lookup's" if drafted else "")
+        print(f"{name:36}{sum(seconds):12.2f}{seconds[0]:10.2f}{others:10.2f}  {said}")
+
+
+if __name__ == "__main__":
+    main()
