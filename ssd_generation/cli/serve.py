@@ -55,6 +55,14 @@ class AddressOptions:
 
     host: Annotated[str, typer.Option(metavar="HOST", help="Address; 0.0.0.0 lets other machines in.")] = "localhost"
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 for any that is free.")] = 8000
+    prefix_cache: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for what requests have read, which a later one that begins with the same tokens need not read "
+            "again, such as 500MB; 0 for none.",
+        ),
+    ] = "1GB"
 
 
 @with_option_groups
@@ -72,6 +80,7 @@ def serve(
 
 
 def _serve(model: str, served: ServedModelOptions, address: AddressOptions) -> None:
+    from ..generation import bytes_of
     from ..serving.server import ModelServer, free_port, linked_folder, require_packages
     from ..serving.source import check_fits, find_model, require_no_code
     from .console import debugging, err, measuring, progress
@@ -80,6 +89,7 @@ def _serve(model: str, served: ServedModelOptions, address: AddressOptions) -> N
 
     # What can be refused is refused before anything slow begins.
     require_packages()
+    kept = bytes_of(address.prefix_cache)
     port = free_port(address.host, address.port)
     source = find_model(model)
     default = default_of(served.config, source.folder)
@@ -92,7 +102,7 @@ def _serve(model: str, served: ServedModelOptions, address: AddressOptions) -> N
         with progress(f"Loading {name}"):
             server = ModelServer(name, default, **options, log_level="info" if debugging() else "error")
         with measuring():
-            drafting = server.prepare(DEFAULT_PROMPT)
+            drafting = server.prepare(DEFAULT_PROMPT, kept)
         line = f"Serving {name} at http://{_in_url(address.host)}:{port}/v1. {_way(drafting)} Ctrl-C ends it."
         server.run(lambda: err().print(line, style="bold", soft_wrap=True))
 

@@ -8,12 +8,15 @@ from .enable import (
     why_no_drafts,
 )
 from .mixin import SelfSpeculativeMixin, _rebuild
+from .prefixes import PrefixCacheSize, bytes_of
 from .request import SelfSpeculativeRequest
 
 __all__ = [
+    "PrefixCacheSize",
     "SelfSpeculativeMixin",
     "SelfSpeculativeRequest",
     "_rebuild",  # named by pickles of enabled models
+    "bytes_of",
     "disable_self_speculative",
     "enable_self_speculative",
     "is_self_speculative",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..forward.forward import Forward
 
-__all__ = ["Prefix", "PrefixPart", "bytes_of", "set_prefix_cache"]
+__all__ = ["Prefix", "PrefixCacheSize", "PrefixPart", "bytes_of", "set_prefix_cache"]
 
 _BY_DEFAULT = 10**9
 """Bytes of a cache for which no size is given."""

@@ -112,6 +112,8 @@ def log_line(
         return f"{took}, {what}"
     if statistics is None:
         return f"{took}, decoded without drafts"
+    if statistics.reused_tokens:
+        took += f", {statistics.reused_tokens} of {statistics.prompt_tokens} prompt tokens known"
     if statistics.acceptance_rate is None:
         why = f": {clipped(statistics.refusal)}" if statistics.refusal else ""
         return f"{took}, nothing drafted{why}"

@@ -18,7 +18,7 @@ from transformers.cli.serve import Serve
 
 from ..config import SelfSpeculativeConfig
 from ..forward.copies.low_bit import copy_bytes
-from ..generation import why_no_drafts
+from ..generation import PrefixCacheSize, enable_self_speculative, why_no_drafts
 from ..harness.texts import encode_prompt
 from ..support.display import visible
 from ..tuning.automatic import automatic_choice, weight_bytes
@@ -83,16 +83,17 @@ class ModelServer(Serve):
 
         manager.load_model_and_processor = load_ours
 
-    def prepare(self, text: str) -> Drafting:
+    def prepare(self, text: str, prefix_cache: PrefixCacheSize = False) -> Drafting:
         """Measure what drafting costs where that is not known, and generate once, on the thread that serves.
 
         Args:
             text: a prompt to try drafts on.
+            prefix_cache: bytes of keys and values that are kept between requests.
         """
         key = self._model_manager.process_model_name(self._name)
         model, processor = self._model_manager.load_model_and_processor(key)
         manager = self._generation_state.get_manager(key)
-        drafting: Drafting = manager.submit(_prepare, model, processor, self._default, text).result()
+        drafting: Drafting = manager.submit(_prepare, model, processor, self._default, text, prefix_cache).result()
         return drafting
 
     def run(self, ready: Callable[[], None]) -> None:
@@ -129,9 +130,12 @@ class ModelServer(Serve):
         self._thread.join()
 
 
-def _prepare(model: Any, processor: Any, default: Default, text: str) -> Drafting:
+def _prepare(
+    model: Any, processor: Any, default: Default, text: str, prefix_cache: PrefixCacheSize = False
+) -> Drafting:
     """The work of `ModelServer.prepare`."""
     enable(model, default if isinstance(default, str) else default.to_dict())
+    enable_self_speculative(model, prefix_cache=prefix_cache)
     tokenizer = getattr(processor, "tokenizer", processor)
     inputs = {name: ids.to(model.device) for name, ids in encode_prompt(tokenizer, text, True).items()}
     refusal = why_no_drafts(model)
