@@ -164,14 +164,23 @@ class LookupConfig(Parameters, title="'lookup'"):
         max_ngram: how many of the last tokens are looked for first, from `min_ngram` to 16.
         min_ngram: how few are still looked for, one fewer at a time, 1 to 16.
         max_tokens: the most tokens taken from what followed, 1 to 128.
+        store: whether to look into the texts of earlier calls on the model as well, where the match is longer there.
+            They stay in memory as long as the model does, and only from calls with such a config.
 
     Raises:
-        TypeError, ValueError: no integer, one out of range, or `min_ngram` above `max_ngram`.
+        TypeError, ValueError: no integer, one out of range, or `min_ngram` above `max_ngram`; `store` is not a truth
+            value.
     """
 
     max_ngram: int = field(default=4, metadata=NGRAM.metadata)
     min_ngram: int = field(default=1, metadata=NGRAM.metadata)
     max_tokens: int = field(default=12, metadata=DRAFT_LENGTH.metadata)
+    store: bool = field(default=False, metadata=values.SWITCH.metadata)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name; without `store` where it is off, as earlier versions know them."""
+        found = super().to_dict()
+        return found if self.store else {name: value for name, value in found.items() if name != "store"}
 
     def _check_together(self) -> None:
         if self.min_ngram > self.max_ngram:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import SelfSpeculativeConfig
+from ..config import LookupConfig, SelfSpeculativeConfig
 from ..forward.forward import Forward
 from ..forward.structure.sublayers import layout_of
 from ..support.devices import sent
 from .drafter import Draft, Drafter, Texts
 from .lookup import NGramIndex
+from .ngram_store import NGramStore, RememberingIndex
 from .policy import NO_MATCH, DraftPolicy, Match, make_policy
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class SelfDrafter(Drafter):
         eos_token_ids: tokens behind which nothing is drafted.
         batch: rows, B.
         keeps_scores: whether drafts come with the scores that their tokens were drawn from.
+        store: texts of earlier calls that lookup looks into as well; `None`: none.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -49,12 +51,13 @@ class SelfDrafter(Drafter):
         eos_token_ids: frozenset[int],
         batch: int = 1,
         keeps_scores: bool = False,
+        store: NGramStore | None = None,
     ) -> None:
         self.forward = forward
         self.eos_token_ids = eos_token_ids
         self.keeps_scores = keeps_scores
         self.draft_passes = 0
-        self.indexes = [_new_index(config) for _ in range(batch)] if config.lookup is not None else None
+        self.indexes = None if config.lookup is None else [_new_index(config.lookup, store) for _ in range(batch)]
         self.draft_by(config, policy)
 
     def draft_by(self, config: SelfSpeculativeConfig, policy: DraftPolicy) -> None:
@@ -214,10 +217,9 @@ def _probability(scores: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return torch.exp(scores.gather(1, token).squeeze(1) - torch.logsumexp(scores, dim=-1))
 
 
-def _new_index(config: SelfSpeculativeConfig) -> NGramIndex:
-    lookup = config.lookup
-    assert lookup is not None
-    return NGramIndex(max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram, max_tokens=lookup.max_tokens)
+def _new_index(lookup: LookupConfig, store: NGramStore | None) -> NGramIndex:
+    sizes = lookup.max_ngram, lookup.min_ngram, lookup.max_tokens
+    return NGramIndex(*sizes) if store is None else RememberingIndex(store, *sizes)
 
 
 def self_drafter(
@@ -227,6 +229,7 @@ def self_drafter(
     policy: DraftPolicy | None = None,
     batch: int = 1,
     keeps_scores: bool = False,
+    store: NGramStore | None = None,
 ) -> SelfDrafter:
     """Build the drafter of a config, for a call.
 
@@ -236,7 +239,7 @@ def self_drafter(
         generation_config: the prepared generation config of the call.
         policy: draft-length policy; by default a new one.
         batch: rows, B.
-        keeps_scores: as in `SelfDrafter`.
+        keeps_scores, store: as in `SelfDrafter`.
 
     Raises:
         ValueError: as `SelfSpeculativeCandidateGenerator`.
@@ -251,4 +254,4 @@ def self_drafter(
         )
     eos = getattr(generation_config, "_eos_token_tensor", None)
     ends = frozenset(eos.tolist()) if eos is not None else frozenset()
-    return SelfDrafter(forward, config, policy, ends, batch, keeps_scores)
+    return SelfDrafter(forward, config, policy, ends, batch, keeps_scores, store)

@@ -19,7 +19,7 @@ from ..decoding.refusals import CannotDraft
 from ..forward.forward import Forward
 from ..support.once import looking_once
 from ..support.versions import cache_argument
-from ..tuning.call_drafter import call_drafter
+from ..tuning.call_drafter import call_drafter, store_of
 from ..tuning.plan_passes import plan_passes
 from .loan import Loan, suited_cache
 from .plain import decode_plainly
@@ -150,7 +150,11 @@ class Call:
             loop = DecodingLoop(forward, drafter, request, loan.watch, after_round=between)
             output = loop.run(input_ids, model_kwargs)
             if not is_check:
-                prefix.keep(output.sequences if isinstance(output, SelfSpeculativeOutput) else output)
+                sequences = output.sequences if isinstance(output, SelfSpeculativeOutput) else output
+                prefix.keep(sequences)
+                if (store := store_of(model, None if self.request is None else self.request.config)) is not None:
+                    for text in sequences.tolist():
+                        store.add(text)
         if isinstance(output, SelfSpeculativeOutput):
             loan.deliver(output)
         loop.statistics.note_passes(forward, plan.reason, prefix.reused)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..drafting.drafter import CheckedDrafter, Drafter
+from ..drafting.ngram_store import NGramStore, StorePart
 from ..drafting.policy import CostAwarePolicy, DraftPolicy, make_policy
 from ..drafting.self_drafter import self_drafter
 from ..forward.forward import Forward
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
     from ..decoding.batch_rows import Rows
 
-__all__ = ["BetweenRounds", "call_drafter", "policy_of", "refinement_of"]
+__all__ = ["BetweenRounds", "call_drafter", "policy_of", "refinement_of", "store_of"]
 
 
 def call_drafter(
@@ -50,8 +51,21 @@ def call_drafter(
     if refinement is not None:
         config = refinement.config
     follow_weights(model, config, generation_config.max_new_tokens)
-    drafter = self_drafter(forward, config, generation_config, policy_of(model, config, batch), batch)
+    policy = policy_of(model, config, batch)
+    drafter = self_drafter(forward, config, generation_config, policy, batch, store=store_of(model, config))
     return drafter, None if refinement is None else BetweenRounds(model, refinement, drafter.draft_by, batch)
+
+
+def store_of(model: PreTrainedModel, config: SelfSpeculativeConfig | None) -> NGramStore | None:
+    """The texts of earlier calls that a config asks to look into; `None` where it does not.
+
+    Args:
+        model: the target model.
+        config: what to draft with.
+    """
+    if config is None or config.lookup is None or not config.lookup.store:
+        return None
+    return state_of(model).get(StorePart).store
 
 
 def policy_of(model: PreTrainedModel, config: SelfSpeculativeConfig, batch: int) -> DraftPolicy:
