@@ -82,11 +82,9 @@ def measure_first_tokens(
         for turn in interleaved(list(_METHODS), repeats):
             config = _METHODS[turn.method]
             began = time.perf_counter()
-            # Three tokens: a call for fewer is decoded by transformers. The last ones are subtracted.
-            _generate(model, ids, 3, self_speculative=config)
-            took = time.perf_counter() - began
-            if config is not None:
-                took = model.last_speculation.prompt_seconds
+            # A self-speculative call for fewer than three tokens would be decoded by transformers.
+            _generate(model, ids, 1 if config is None else 3, self_speculative=config)
+            took = time.perf_counter() - began if config is None else model.last_speculation.prompt_seconds
             if not turn.is_warm_up:
                 seconds[turn.method].append(took)
         results.append(seconds)
