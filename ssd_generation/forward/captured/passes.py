@@ -101,6 +101,7 @@ class CapturedPasses:
         of_prompts: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
+        self._of_prompts = of_prompts
         self._longest = PROMPT_WIDTHS[-1] if of_prompts else LONGEST
         self._cached: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by layer: shapes of keys and values
         self.batch_invariance = batch_invariance
@@ -178,7 +179,7 @@ class CapturedPasses:
 
     def begin_cache(self, cache: Cache) -> None:
         """Let the layers of a new cache know what they will hold, as a first pass of the model's own would."""
-        if self.program(self._longest) is None:
+        if self.program(1) is None:
             return
         for index, layer in enumerate(cache.layers):
             if not layer.is_initialized and index in self._cached:
@@ -289,7 +290,8 @@ class CapturedPasses:
         if self.is_draft:
             if not self._is_native:
                 _try_out(model, program)
-        elif not any(self._programs.values()):
+        elif not any(self._programs.values()) and not self._of_prompts:
+            # Those of prompts are held against these (tuning/prompt_kernels.py).
             self._compare(model, program, length)
         return program
 
@@ -338,8 +340,7 @@ class CapturedPasses:
             model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: own})
             buffered = copy.deepcopy(own)
             add_buffers(buffered)
-            expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits
-            expected = expected[:, -1:].float() if self._longest > LONGEST else expected.float()
+            expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits.float()
             live, attention = self._live(buffered), self._new_attention()
             if not live:
                 raise CannotCapture("its cache has layers of a kind of their own")

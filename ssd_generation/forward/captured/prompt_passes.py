@@ -46,10 +46,9 @@ class PromptPasses:
             kind: nothing has happened then.
         """
         wide, decoding = self._wide, self._decoding
-        # The narrowest first: what is captured first is held against the model's own pass.
-        if wide is None or decoding is None or wide.program(PROMPT_WIDTHS[0]) is None or decoding.program(1) is None:
+        if wide is None or decoding is None:
             return None
-        wide.begin_cache(cache)
+        decoding.begin_cache(cache)
         if not decoding.can_run(cache, 1):
             return None
         if ids.shape[1] > 1 and wide.run(cache, ids[:, :-1], positions[:, :-1]) is None:
