@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import pretended_gpu
 from pretended_gpu import NAME, OnDevice, OnHostAndDevice, device
@@ -25,7 +25,7 @@ from ssd_generation.harness.texts import built_in_prompts
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.costs import measure_costs
-from test_replayed import NOTHING, Guesses, _Tokenizer, plain_text
+from test_replayed import NOTHING, Forbids, Guesses, _Tokenizer, plain_text
 from tiny_models import VOCAB, even_model, prompt, tiny_model
 
 pretended_gpu.set_up()
@@ -244,13 +244,6 @@ def test_batches(request_: str, options: str) -> None:
     assert plain == drafted
 
 
-class _Forbids(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[:, int(input_ids[0, -1])] = -torch.inf
-        return scores
-
-
 class _Stops(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), input_ids[0, -12:].sum().item() % 29 == 0, device=input_ids.device)
@@ -269,7 +262,7 @@ def test_what_reads_values_runs_between_rounds(drafts: Any) -> None:
             pass
 
     for options in (
-        {"logits_processor": LogitsProcessorList([_Forbids()])},
+        {"logits_processor": LogitsProcessorList([Forbids()])},
         {"stopping_criteria": StoppingCriteriaList([_Stops()])},
     ):
         plain, drafted = texts(model, drafts, **options)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from ssd_generation import DraftingConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.decoding.loop import DecodingLoop
@@ -22,7 +22,7 @@ from ssd_generation.forward.cuda_graph.graphs import CudaGraphs
 from ssd_generation.support.model_state import state_of
 from ssd_generation.support.versions import CACHE
 from ssd_generation.tuning.costs import measure_costs
-from test_replayed import NOT_REPLAYED, NOTHING, Guesses, plain_text
+from test_replayed import NOT_REPLAYED, NOTHING, Forbids, Guesses, plain_text
 from tiny_models import FAMILIES, even_model, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -126,17 +126,10 @@ def test_batches(drafts: str, how: str) -> None:
         assert plain == drafted
 
 
-class _Forbids(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[:, int(input_ids[0, -1])] = -torch.inf
-        return scores
-
-
 @pytest.mark.parametrize("drafts", ["nothing", "guesses", "own"])
 def test_a_processor_that_reads_values(drafts: str) -> None:
     model = model_here()
-    plain, drafted = texts(model, REQUESTS[drafts], logits_processor=LogitsProcessorList([_Forbids()]))
+    plain, drafted = texts(model, REQUESTS[drafts], logits_processor=LogitsProcessorList([Forbids()]))
     assert plain == drafted and model.last_speculation.replay_refusal is None
 
 

@@ -175,12 +175,12 @@ def test_which_prompts_they_read(always_faster: None, reads: list[int]) -> None:
 
 
 def test_other_models_read_their_own_prompts(always_faster: None, reads: list[int]) -> None:
-    for family in ("gemma2", "falcon", "gpt2"):
+    for family in ("gemma2", "falcon"):
         model = enable_self_speculative(tiny_model(family).to(torch.bfloat16))
         generate(model, prompt(40))
     model = enable_self_speculative(tiny_model("llama", attn_implementation="eager").to(torch.bfloat16))
     generate(model, prompt(40))
-    assert 40 not in reads[1:]  # gpt2's layers are none that torch calls linear, and may be captured all the same
+    assert reads == []
 
 
 def test_they_are_used_where_they_are_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:

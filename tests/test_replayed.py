@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel, StaticCache, TemperatureLogitsWarper
+from transformers import LogitsProcessor, PreTrainedModel, StaticCache, TemperatureLogitsWarper
 from transformers.cache_utils import DynamicCache
 
 from run_again import Again
@@ -91,6 +91,15 @@ class Guesses(Drafter):
         tokens += [0] * (length - len(tokens))
         wrong = int(torch.randint(0, length + 1, (), generator=self.generator))
         return Draft.of_tokens([[*tokens[:wrong], *((token + 1) % VOCAB for token in tokens[wrong:])]])
+
+
+class Forbids(LogitsProcessor):
+    """The token before, by its number: it reads a value."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, int(input_ids[0, -1])] = -torch.inf
+        return scores
 
 
 def graphs_of(model: PreTrainedModel) -> Any:
