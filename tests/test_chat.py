@@ -17,11 +17,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ssd_generation import DraftingConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.chat.conversation import Conversation, Turn
-from ssd_generation.chat.kept_cache import KeptCache, shared_prefix
+from ssd_generation.chat.kept_cache import KeptCache
 from ssd_generation.chat.streamer import PieceStreamer
 from ssd_generation.cli import chat_run, chat_view
 from ssd_generation.cli.console import Screen
 from ssd_generation.decoding.ends import StopRequest
+from ssd_generation.support.token_lists import shared_prefix
 from test_cli import SKIP, TEMPLATE, Run, tiny_tokenizer
 from test_cli import folder as folder  # the fixture
 from test_cli import ssd as ssd  # the fixture

@@ -9,11 +9,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ..decoding.rotary import RotarySwitch
 from ..forward.eager.module_states import module_states
+from ..support.token_lists import shared_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["KeptCache", "shared_prefix"]
+__all__ = ["KeptCache"]
 
 
 class KeptCache:
@@ -74,12 +75,6 @@ class KeptCache:
     def drop(self) -> None:
         """Keep nothing, and give its memory back."""
         self._cache, self._ids = None, ()
-
-
-def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return with how many equal tokens two texts begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _is_usual(layer: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from ..support.forks import ForkSafeRLock
 from ..support.model_state import Part
+from ..support.token_lists import shared_prefix
 from .lookup import NGramIndex
 
 __all__ = ["NGramStore", "RememberingIndex", "StorePart"]
@@ -66,8 +67,9 @@ class NGramStore:
         """
         text = list(text)
         with self._guard:
-            known = max((_shared(text, other) for other in self._recent), default=0)
-            others = [other for other in self._recent if _shared(text, other) < len(other)]
+            shared = [shared_prefix(text, other) for other in self._recent]
+            known = max(shared, default=0)
+            others = [other for other, count in zip(self._recent, shared, strict=True) if count < len(other)]
             self._recent = [*others, text][-_RECENT:]
             new = text[max(known - _NGRAM, 0) :]
             if len(new) <= _NGRAM or known == len(text):
@@ -127,18 +129,6 @@ def _matching(text: Sequence[int], place: int, recent: Sequence[int]) -> int:
     while length < most and text[place - length - 1] == recent[-length - 1]:
         length += 1
     return length
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many equal tokens two texts begin."""
-    count = min(len(one), len(other))
-    if one[:count] == other[:count]:
-        return count
-    low, high = 0, count
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle)
-    return low
 
 
 class RememberingIndex(NGramIndex):
