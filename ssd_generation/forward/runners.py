@@ -6,7 +6,7 @@ that answers is the pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache.buffered_layers import add_buffers, append_written, fix_unwritten
+from ..native.cache_table import ONE_TEXT, TextPlace
 from ..support.versions import cache_argument
 from .captured.passes import CapturedPasses, captured_target
 from .context import Context
@@ -185,8 +186,8 @@ class CapturedRunner:
         rows, count = tokens.shape
         if whole is not None or self._captured is None or count < self._shortest:
             return None
-        if context.is_plain(rows):
-            logits = self._logits(tokens, context)
+        if (places := context.places(rows)) is not None:
+            logits = self._logits(tokens, context, places)
             return None if logits is None else Passed(CausalLMOutputWithPast(logits=logits), True)
         return self._try(tokens, context) if context.is_to_be_tried(rows) else None
 
@@ -206,14 +207,16 @@ class CapturedRunner:
         outputs.logits = self._logits(tokens, context)
         return Passed(outputs, True)
 
-    def _logits(self, tokens: torch.Tensor, context: Context) -> torch.Tensor | None:
+    def _logits(
+        self, tokens: torch.Tensor, context: Context, places: Sequence[TextPlace] = ONE_TEXT
+    ) -> torch.Tensor | None:
         """Logits of the captured pass; `None` where it cannot run, and nothing has happened."""
         assert self._captured is not None
         positions = context.flat_positions
         if positions is None:
             positions = torch.full((1, 1), context.length, device=tokens.device)
         positions = positions + torch.arange(tokens.shape[1], device=tokens.device)
-        return self._captured.run(context.cache, tokens, positions)
+        return self._captured.run(context.cache, tokens, positions, texts=places)
 
 
 class GraphRunner:

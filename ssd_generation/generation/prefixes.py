@@ -139,7 +139,8 @@ class Prefix:
         model, plan, cache = self._forward.model, self._forward.plan, self._cache
         positions = model_kwargs.get("position_ids")
         return (
-            plan.captured  # a single text, of which nothing but tokens is asked
+            plan.captured  # nothing but tokens is asked
+            and len(self._ids) == 1
             and (plan.prompts or model.dtype == torch.float32)
             and isinstance(cache, Cache)
             and slots_of(cache) == 0

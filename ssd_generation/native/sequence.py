@@ -21,7 +21,7 @@ _FIRST = 3
 
 class _Attention(Protocol):
     def table(self) -> int:
-        """The address of the cache's table (`attention_code.CACHE_FIELDS`)."""
+        """The address of the cache's table (cache_table.py)."""
 
 
 @dataclass(eq=False)

@@ -200,7 +200,7 @@ def is_free(model: PreTrainedModel) -> bool:
         return False
     passes = captured_target(model, BatchInvariance(NATIVE, WIDTHS))
     program = None if passes is None else passes.program(_TIMED[-1])
-    return program is not None and ".attend(" not in program.source
+    return program is not None and program.attends_by_kernels
 
 
 def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:

@@ -33,7 +33,13 @@ from transformers.cache_utils import Cache
 from ..cache.recurrent import slots_of
 from ..decoding.refusals import NO_CACHE, CannotDraft
 from ..drafting.drafter import Draft, Drafter, Texts
-from ..forward.captured.conditions import does_something, forbid_capture, why_not_captured
+from ..forward.captured.conditions import (
+    does_something,
+    forbid_batch_capture,
+    forbid_capture,
+    why_no_batch_captured,
+    why_not_captured,
+)
 from ..forward.eager import row_by_row, state_layers
 from ..forward.eager.row_by_row import least_needed, run_row_by_row, ways
 from ..forward.rounding import distances, moved_embeddings
@@ -82,7 +88,7 @@ class ModelCheck:
 
     Attributes:
         refusal: why nothing may be drafted; `None` where drafts can be verified.
-        capture_refusal: why its passes are not to be captured; `None` where they may be.
+        capture_refusal: why its passes in this layout are not to be captured; `None` where they may be.
         uneven_refusal: of a batch, why all rows have to take the same number of tokens in each round; `None` where they
             may run at their own speed.
         row_by_row: what is done for each token by itself in passes of the model's own code (eager/row_by_row.py).
@@ -248,8 +254,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
         for other in [key for key in memory if key[:2] == seen[:2]]:
             del memory[other]  # of a model that is no more
         memory[seen] = found
-    if not is_batch:
-        forbid_capture(model, found.capture_refusal)
+    (forbid_batch_capture if is_batch else forbid_capture)(model, found.capture_refusal)
     run_row_by_row(model, is_batch, found.row_by_row)
     return found
 
@@ -287,14 +292,8 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
             return ModelCheck()  # no text to speak of: there is nothing to hold against anything
         if is_batch:
-            needed, uneven = least_needed(model), "its activations are rounded to few bits, so that masked slots count"
-            if needed is None:
-                parts, how = _least_difference(model, text, plain, decode, is_batch)
-                if parts is None:
-                    return ModelCheck(row_by_row=how)
-                uneven = parts
-            even, how = _least_difference(model, text, plain, decode, is_batch, needed, lockstep=True)
-            return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven, row_by_row=how)
+            captured = _captured_difference_of_rows(model, text, plain, decode)
+            return replace(_check_rows(model, text, plain, decode), capture_refusal=captured)
         forbid_capture(model, None)
         is_captured = why_not_captured(model) is None
         captured, how = _difference(model, text, plain, decode) if is_captured else None, None
@@ -311,6 +310,30 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
                 if far is not None:
                     return ModelCheck(refusal=f"behind a text that is longer than its window, {far}")
         return ModelCheck(capture_refusal=captured, row_by_row=how)
+
+
+def _captured_difference_of_rows(
+    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText
+) -> str | None:
+    """`_difference` of captured passes over several rows, where there may be any; none are made after it."""
+    forbid_batch_capture(model, None)
+    found = None if why_no_batch_captured(model) is not None else _difference(model, text, plain, decode)
+    forbid_batch_capture(model, "the model's own code is checked")
+    return found
+
+
+def _check_rows(
+    model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText
+) -> ModelCheck:
+    """What passes over several rows by the model's own code allow."""
+    needed, uneven = least_needed(model), "its activations are rounded to few bits, so that masked slots count"
+    if needed is None:
+        parts, how = _least_difference(model, text, plain, decode, True)
+        if parts is None:
+            return ModelCheck(row_by_row=how)
+        uneven = parts
+    even, how = _least_difference(model, text, plain, decode, True, needed, lockstep=True)
+    return ModelCheck(refusal=even) if even is not None else ModelCheck(uneven_refusal=uneven, row_by_row=how)
 
 
 def _least_difference(

@@ -8,7 +8,7 @@ import torch
 
 from ..config.values import BITWISE, NUMERIC
 from ..forward.captured.batch_invariance import NATIVE, WIDTHS, BatchInvariance
-from ..forward.captured.conditions import why_not_captured
+from ..forward.captured.conditions import why_no_batch_captured, why_not_captured
 from ..forward.cuda_graph.graph_passes import target_graphs
 from ..forward.pass_plan import PassPlan
 from ..support.warn import warn_once
@@ -41,21 +41,31 @@ def plan_passes(
     Warns:
         Exactness to the bit was asked for and cannot be had, with the reason.
     """
-    captured = rows == 1 and not returns_states
+    captured = not returns_states and (rows == 1 or _captures_batches(model, exactness))
     # With "numeric" in half precision the model's own kernels run, so that the text is plain `generate`'s.
     own_kernels = exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
     if is_check:
         batch_invariance = batch_invariance_to_check(model, exactness) if captured else None
         return PassPlan(captured, False, batch_invariance, False, own_kernels, "the model is checked")
+    batch_invariance, reason = batch_invariance_of(model, exactness) if captured else (None, None)
+    if rows > 1 and (batch_invariance is None or batch_invariance.linear != NATIVE):
+        captured = False
     if not captured:
-        reason: str | None = "attentions and hidden states come from the model's own code"
-        if rows > 1:
+        if returns_states:
+            reason = "attentions and hidden states come from the model's own code"
+        elif reason is None:
             reason = "the rows of a batch go through the model's own code together"
         return PassPlan(False, False, None, False, own_kernels, reason)
-    batch_invariance, reason = batch_invariance_of(model, exactness)
+    if rows > 1:
+        return PassPlan(True, False, batch_invariance, False, own_kernels, reason)
     if exactness == BITWISE and reason is not None:
         warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
     return PassPlan(True, True, batch_invariance, reads_prompts(model, batch_invariance), own_kernels, reason)
+
+
+def _captures_batches(model: PreTrainedModel, exactness: str | None) -> bool:
+    """Whether passes over several rows may be captured: those of kernels whose bits do not depend on their width."""
+    return exactness != NUMERIC and why_no_batch_captured(model) is None and is_free(model)
 
 
 def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:

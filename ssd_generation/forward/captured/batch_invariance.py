@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import BufferedLayer, BufferedSlidingLayer
+from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.ops.linear import native_linear
 from .cache_attention import CacheAttention
 from .fx_graph import CapturedPass
@@ -31,6 +32,7 @@ __all__ = [
     "NATIVE",
     "PROMPT_WIDTHS",
     "REPLAYED",
+    "TEXT_WIDTHS",
     "WIDTHS",
     "BatchInvariance",
     "RowAttention",
@@ -45,6 +47,9 @@ NATIVE, REPLAYED = "native", "replayed"
 
 PROMPT_WIDTHS = (16, *range(32, 257, 32))
 """Tokens of the passes that a prompt is read by: more would not fit into the nearer caches."""
+
+TEXT_WIDTHS = (*WIDTHS, *range(32, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+"""Tokens of the passes over several texts."""
 
 LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
     NATIVE: native_linear,
@@ -83,9 +88,9 @@ class RowAttention(CacheAttention):
 
     __slots__ = ()
 
-    def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
-        """For a pass over `count` tokens behind the slots that each layer holds."""
-        super().begin(layers, at, count)
+    def begin(self, layers: Sequence[Any], at: int, count: int, texts: Sequence[TextPlace] = ONE_TEXT) -> None:
+        """For a pass over `count` tokens of each text, after the slots that each layer holds."""
+        super().begin(layers, at, count, texts)
         self.ends = [getattr(layer, "end", 0) for layer in layers]
         self.windows = [getattr(layer, "sliding_window", None) for layer in layers]
 

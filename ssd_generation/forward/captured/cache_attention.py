@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from ...cache.buffered_layers import BufferedLayer
+from ...native.cache_table import ONE_TEXT, LayerPlace, TextPlace, cache_table
 
 __all__ = ["CacheAttention", "live_layers"]
 
@@ -18,18 +19,34 @@ __all__ = ["CacheAttention", "live_layers"]
 class CacheAttention:
     """Writes keys and values into the spare slots of a cache and attends to all before them.
 
-    One row; shapes as in `captured.Attention`. Query heads that share a key head are treated as further queries, so
-    that no key is repeated.
+    Shapes as in `captured.Attention`. Query heads that share a key head are treated as further queries, so that no key
+    is repeated. `attend` is of a single text; code made here, which reads `table`, is of several as well: their tokens
+    follow each other in the pass.
     """
 
-    __slots__ = ("_begun", "_table", "at", "count", "ends", "key_buffers", "mask", "value_buffers", "windows")
+    __slots__ = (
+        "_begun", "_dropped", "_table", "_texts", "at", "count", "ends", "key_buffers", "mask", "value_buffers",
+        "windows",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.mask: dict[Any, torch.Tensor] = {}
         self._table: Any = None
 
-    def begin(self, layers: Sequence[Any], at: int, count: int) -> None:
-        """For a pass over `count` tokens at slots `at …` of the buffers, which must be large enough."""
+    def begin(self, layers: Sequence[Any], at: int, count: int, texts: Sequence[TextPlace] = ONE_TEXT) -> None:
+        """For a pass over some tokens, for which the buffers must be large enough.
+
+        Args:
+            layers: of the cache.
+            at: the slot of the first token of each text.
+            count: tokens of each text.
+            texts: where they are in the cache.
+        """
+        self._texts = texts
+        ends = [getattr(layer, "end", 0) for layer in layers]
+        self._dropped = [
+            getattr(layer, "cumulative_length", end) - end for layer, end in zip(layers, ends, strict=True)
+        ]
         self.key_buffers: list[Any] = [getattr(layer, "key_buffer", None) for layer in layers]
         self.value_buffers: list[Any] = [getattr(layer, "value_buffer", None) for layer in layers]
         self.ends = [at] * len(layers)
@@ -38,23 +55,21 @@ class CacheAttention:
         self.move_to(at, count)
 
     def move_to(self, at: int, count: int) -> None:
+        """Go on with so many tokens of each text, the first of them at this slot."""
         self.at, self.count = at, count
         self.mask.clear()
         if self._table is not None:
-            self._table[0], self._table[1] = count, at - self._begun
+            self._table[:3] = self._counts()
+
+    def _counts(self) -> list[int]:
+        """The numbers of the table's header that are of the pass."""
+        return [self.count * len(self._texts), self.at - self._begun, self.count]
 
     def table(self) -> int:
-        """The address of what code made here knows of the cache (`attention_code.CACHE_FIELDS`)."""
+        """The address of what code made here knows of the cache (native/cache_table.py)."""
         if self._table is None:
-            numbers = [self.count, self.at - self._begun]
-            layers = zip(self.key_buffers, self.value_buffers, self.ends, self.windows, strict=True)
-            for keys, values, end, window in layers:
-                if keys is None or values is None:
-                    numbers += [0] * 6
-                else:
-                    addresses = keys.data_ptr(), values.data_ptr()
-                    numbers += [*addresses, keys.stride(1), values.stride(1), end, window or 0]
-            self._table = (ctypes.c_int64 * len(numbers))(*numbers)
+            layers = zip(self.key_buffers, self.value_buffers, self.ends, self.windows, self._dropped, strict=True)
+            self._table = cache_table(self._counts(), [LayerPlace(*layer) for layer in layers], self._texts)
         return ctypes.addressof(self._table)
 
     def let_go(self) -> None:

@@ -18,14 +18,23 @@ from ..structure.linears import is_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ConditionsPart", "does_something", "forbid_capture", "why_not_captured", "why_not_on"]
+__all__ = [
+    "ConditionsPart",
+    "does_something",
+    "forbid_batch_capture",
+    "forbid_capture",
+    "why_no_batch_captured",
+    "why_not_captured",
+    "why_not_on",
+]
 
 
 class ConditionsPart(Part):
-    """Of a model: why none of its passes may be captured, as its check found."""
+    """Of a model: why none of its passes may be captured, or none over several rows, as its checks found."""
 
     def __init__(self) -> None:
         self.capture_refusal: str | None = None
+        self.batch_refusal: str | None = None
 
 
 def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
@@ -36,6 +45,20 @@ def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
         reason: what its captured passes were found to do wrong; `None`: they may be captured again.
     """
     state_of(model).get(ConditionsPart).capture_refusal = reason
+
+
+def forbid_batch_capture(model: PreTrainedModel, reason: str | None) -> None:
+    """Forbid captured passes over several rows from now on, or allow them again; arguments as of `forbid_capture`."""
+    state_of(model).get(ConditionsPart).batch_refusal = reason
+
+
+def why_no_batch_captured(model: PreTrainedModel) -> str | None:
+    """Why passes over several rows are not captured; `None` where they may be.
+
+    Args:
+        model: the target model.
+    """
+    return state_of(model).get(ConditionsPart).batch_refusal or why_not_captured(model)
 
 
 def why_not_captured(

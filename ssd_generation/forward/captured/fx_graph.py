@@ -126,6 +126,11 @@ class Program:
     source: str
     copied_weights: tuple[CopiedWeight, ...] = ()
 
+    @property
+    def attends_by_kernels(self) -> bool:
+        """Whether code made here does all of its attention, of which torch does none."""
+        return ".attend(" not in self.source
+
 
 def compile_pass(captured: CapturedPass) -> Program:
     """The code that `torch.fx` generates for a pass, with its constants."""

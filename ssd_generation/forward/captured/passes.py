@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written
 from ...config import SkipConfig
+from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.codegen.compiler import why_not
 from ...native.ops.kernels import NAMES
 from ...support.model_state import Part, state_of
@@ -34,6 +35,7 @@ from .batch_invariance import (
     LINEARS,
     NATIVE,
     PROMPT_WIDTHS,
+    TEXT_WIDTHS,
     BatchInvariance,
     RowAttention,
     live_layers_of_any_window,
@@ -79,7 +81,7 @@ _BEHIND = 9
 
 
 class CapturedPasses:
-    """Passes of one model, whole or as a draft, over one row of a batch.
+    """Passes of one model, whole or as a draft.
 
     Args:
         model: the target model.
@@ -102,7 +104,8 @@ class CapturedPasses:
     ) -> None:
         self._model = weakref.ref(model)
         self._of_prompts = of_prompts
-        self._longest = PROMPT_WIDTHS[-1] if of_prompts else LONGEST
+        is_wide = of_prompts or (batch_invariance is not None and batch_invariance.linear == NATIVE)
+        self._longest = PROMPT_WIDTHS[-1] if is_wide else LONGEST
         self._cached: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by layer: shapes of keys and values
         self.batch_invariance = batch_invariance
         self._skip_mode = skip_mode
@@ -200,38 +203,39 @@ class CapturedPasses:
         drafted: int = 0,
         ahead: int = 0,
         width: int | None = None,
+        texts: Sequence[TextPlace] = ONE_TEXT,
     ) -> torch.Tensor | None:
         """Run a pass.
 
         Args:
             cache: the target's cache. The whole model's tokens are appended to it; a draft's are written behind it and
                 not counted.
-            ids (`torch.LongTensor` of shape `(1, n)`): the tokens.
-            positions (`torch.LongTensor` of shape `(1, n)`): their positions.
+            ids (`torch.LongTensor` of shape `(B, n)`): the tokens of each text.
+            positions (`torch.LongTensor` of shape `(B, n)`): their positions.
             drafted: tokens of this round's draft that are behind the cache already.
             ahead: tokens that this round's draft will have in all, to reserve cache for them at once.
             width: to fill the pass up to; by default that of `batch_invariance`, where there is one.
+            texts: where each is in the cache, in which all end at the same slot.
 
         Returns:
-            Logits `(1, n, V)`, or `None` where there is no captured pass to run: nothing has happened then.
+            Logits `(B, n, V)`, or `None` where there is no captured pass to run: nothing has happened then.
         """
-        count = ids.shape[1]
-        if self.batch_invariance is not None and count > (widest := self.batch_invariance.widths[-1]):
+        count, total, is_one = ids.shape[1], ids.numel(), len(texts) == 1
+        if is_one and self.batch_invariance is not None and count > (widest := self.batch_invariance.widths[-1]):
             for layer in self._live(cache) or ():
                 layer.reserve(count)  # at once: a window is to be rolled back by all of it
             parts = zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True)
             found = [self.run(cache, *part) for part in parts]
             return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
         if width is None:
-            width = count if self.batch_invariance is None else self.batch_invariance.width(count)
+            width = total
+            if not is_one:
+                width = next((one for one in TEXT_WIDTHS if one >= total), None)
+            elif self.batch_invariance is not None:
+                width = self.batch_invariance.width(total)
         program = None if width is None else self.program(width)
-        if program is None:
+        if program is None or not (is_one or program.attends_by_kernels):
             return None
-        if program.length > count:
-            # What fills a pass up is computed for nobody.
-            fill = (1, program.length - count)
-            ids = torch.cat((ids, ids[:, -1:].expand(fill)), dim=1)
-            positions = torch.cat((positions, positions[:, -1:].expand(fill)), dim=1)
         attention: CacheAttention | None = getattr(self._attention, "value", None)
         if attention is None:
             attention = self._attention.value = self._new_attention()
@@ -243,17 +247,16 @@ class CapturedPasses:
                 return None
             for layer in live:
                 layer.reserve(max(count, ahead))
-            attention.begin(cache.layers, live[0].end, count)
+            attention.begin(cache.layers, live[0].end, count, texts)
         try:
-            with torch.inference_mode():
-                logits = program.run(ids, positions, attention)
+            logits = _run_filled(program, ids, positions, attention)
         except BaseException:
             attention.let_go()
             raise
         if not self.is_draft:
             attention.let_go()
             append_written(cache, count)
-        return logits[:, :count] if program.length > count else logits
+        return logits
 
     def end_round(self) -> None:
         """No further step of this round's draft: what is held of the cache is let go."""
@@ -358,6 +361,28 @@ class CapturedPasses:
             other = _TIMES * _sensitivity(model, ids, positions, own, expected)
             difference, spread = got - expected, expected.std()
             return bool(difference.norm() <= min(other, _MOST * spread * expected.numel() ** 0.5))
+
+
+def _run_filled(
+    program: Program, ids: torch.Tensor, positions: torch.Tensor, attention: CacheAttention
+) -> torch.Tensor:
+    """Logits `(B, n, V)` of the tokens `(B, n)` of several texts, one text after the other in the pass.
+
+    What fills the pass up is computed for nobody.
+    """
+    batch, count = ids.shape
+    if batch > 1:
+        ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
+    total = batch * count
+    if program.length > total:
+        fill = (1, program.length - total)
+        ids = torch.cat((ids, ids[:, -1:].expand(fill)), dim=1)
+        positions = torch.cat((positions, positions[:, -1:].expand(fill)), dim=1)
+    with torch.inference_mode():
+        logits = program.run(ids, positions, attention)
+        if logits.shape[1] > total:
+            logits = logits[:, :total]
+        return logits if batch == 1 else logits.view(batch, count, -1)
 
 
 def _sensitivity(

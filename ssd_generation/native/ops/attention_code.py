@@ -1,4 +1,4 @@
-"""Code for attention of a few tokens over a KV cache, in place.
+"""Code for attention of a few tokens of one or several texts over a KV cache, in place.
 
 Each token attends by itself, head by head, over exactly the keys that it sees: so its bits depend on nothing else in
 the pass. Scores are dot products by 16 lanes, whose sums are added by halves; the softmax goes by pieces of `_PIECE`
@@ -12,13 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..cache_table import FIELDS, HEADER, TEXT_FIELDS
 from ..codegen.builder import ADDRESS, FLOAT, FLOATS, I32, I64, LANES, STORED, Module, Task, integer, least, splat
 
-__all__ = ["CACHE_FIELDS", "attention_module"]
-
-CACHE_FIELDS = ("keys", "values", "key stride", "value stride", "end", "window")
-"""Of each layer in the cache's table, behind its two numbers: tokens of the pass, and tokens before them that the
-layers' ends do not count. Strides are numbers from a head to the next; a window of 0 is none."""
+__all__ = ["attention_module"]
 
 _PIECE = 256
 _SIDE_BY_SIDE = 8
@@ -45,25 +42,39 @@ class _Attention(Module):
         place = self.at(b, address, integer(block), kind)
         return self.floats(b, self.load(b, place, kind, self._left(block)), stored)
 
-    def _layer(self, b: Any, task: Task, at: int) -> tuple[list[Any], Any, Any]:
-        """Of the layer whose number stands in the record: its fields, tokens of the pass, and the first one's slot."""
+    def _layer(self, b: Any, task: Task, at: int) -> tuple[Any, list[Any]]:
+        """The cache's table, and the fields of the layer whose number stands in the record."""
         cache = b.inttoptr(task.entry(b, 2), ADDRESS)
-        place = b.add(b.mul(task.field(b, at), integer(len(CACHE_FIELDS))), integer(2))
+        place = b.add(b.mul(task.field(b, at), integer(len(FIELDS))), integer(len(HEADER)))
         entry = self.at(b, cache, place, I64)
-        fields = [b.load(self.at(b, entry, integer(n), I64), typ=I64) for n in range(len(CACHE_FIELDS))]
-        count, shift = (b.load(self.at(b, cache, integer(n), I64), typ=I64) for n in range(2))
-        return fields, count, b.add(fields[4], shift)
+        return cache, [b.load(self.at(b, entry, integer(n), I64), typ=I64) for n in range(len(FIELDS))]
+
+    def _header(self, b: Any, cache: Any) -> tuple[Any, Any, Any, Any]:
+        """As `HEADER`, with the address of the texts' fields."""
+        count, ahead, each, texts = (
+            b.load(self.at(b, cache, integer(n), I64), typ=I64) for n in range(len(HEADER))
+        )
+        return count, ahead, each, self.at(b, cache, texts, I64)
+
+    def _text(self, b: Any, texts: Any, each: Any, token: Any) -> tuple[Any, Any, Any]:
+        """Of a token of the pass: its text's row and first slot, and its place among the text's tokens."""
+        text = b.sdiv(token, each)
+        place = b.mul(text, integer(len(TEXT_FIELDS)))
+        row, start = (b.load(self.at(b, texts, b.add(place, integer(n)), I64), typ=I64) for n in range(2))
+        return row, start, b.sub(token, b.mul(text, each))
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def append(self) -> None:
         """Write keys and values into the slots of their tokens.
 
-        The record: key, value, number of the layer, heads, and for both the numbers from a row to the next and from a
+        The record: key, value, number of the layer, heads, and for both the numbers from a token to the next and from a
         head to the next.
         """
         b, task = self.kernel()
-        fields, count, slot = self._layer(b, task, 6)
+        cache, fields = self._layer(b, task, 6)
+        count, ahead, each, texts = self._header(b, cache)
+        slot = b.add(fields[4], ahead)
         first, end = task.share(b, task.field(b, 7))
         for which in range(2):
             states, row_stride, head_stride = (
@@ -73,10 +84,12 @@ class _Attention(Module):
             )
             buffer = b.inttoptr(fields[which], ADDRESS)
             with self.loop(b, first, end, integer(1), []) as (head, _):  # noqa: SIM117
-                with self.loop(b, integer(0), count, integer(1), []) as (row, _):
-                    offset = b.add(b.mul(head, head_stride), b.mul(row, row_stride))
+                with self.loop(b, integer(0), count, integer(1), []) as (token, _):
+                    row, _, its = self._text(b, texts, each, token)
+                    offset = b.add(b.mul(head, head_stride), b.mul(token, row_stride))
                     source = self.at(b, states, offset, self._kind)
-                    place = b.add(b.mul(head, fields[2 + which]), b.mul(b.add(slot, row), integer(self.size)))
+                    place = b.add(b.mul(head, fields[2 + which]), b.mul(b.add(slot, its), integer(self.size)))
+                    place = b.add(place, b.mul(row, fields[6 + which]))
                     target = self.at(b, buffer, place, self._cached_kind)
                     for block in self._blocks:
                         values = self._vector(b, source, block, self.activation)
@@ -86,7 +99,7 @@ class _Attention(Module):
         b.ret_void()
 
     def attend(self) -> None:
-        """softmax(q Kᵀ · scale) V of each row and head; rows beyond the pass's tokens become zeros.
+        """softmax(q Kᵀ · scale) V of each row and head; what fills the pass up becomes zeros.
 
         The record: query, result, number of the layer, heads, heads that share a key's, numbers from a row of the query
         to the next and from a head to the next, scale. The result is `(rows, heads, size)`.
@@ -96,32 +109,40 @@ class _Attention(Module):
         query, result = task.operand(b, 2), task.operand(b, 4)
         heads, shared, row_stride, head_stride = (task.field(b, at) for at in (7, 8, 9, 10))
         scale = task.number(b, 11)
-        fields, count, slot = self._layer(b, task, 6)
+        cache, fields = self._layer(b, task, 6)
+        count, ahead, each, texts = self._header(b, cache)
+        slot = b.add(fields[4], ahead)
         rows = task.entry(b, 0)
         together = b.mul(rows, shared)
         first, end = task.share(b, b.mul(rows, heads))
         scores = b.alloca(FLOAT, size=integer(_PIECE))
         sums = b.alloca(FLOAT, size=integer(-(-self.size // LANES) * LANES))
         with self.loop(b, first, end, integer(1), []) as (item, _):
-            # Rows of heads that share keys follow each other.
+            # Tokens of heads that share keys follow each other.
             of_keys, within = b.sdiv(item, together), b.srem(item, together)
             row = b.sdiv(within, shared)
             head = b.add(b.mul(of_keys, shared), b.srem(within, shared))
             its_query = self.at(b, query, b.add(b.mul(row, row_stride), b.mul(head, head_stride)), self._kind)
             place = b.mul(b.add(b.mul(row, heads), head), integer(self.size))
             its_result = self.at(b, result, place, self._kind)
-            last = b.add(slot, b.add(row, integer(1)))
+            # What fills a pass up is of no text.
+            is_token = b.icmp_signed("<", row, count)
+            its_row, start, its = self._text(b, texts, each, b.select(is_token, row, integer(0)))
+            last = b.add(slot, b.add(its, integer(1)))
+            start = b.sub(start, fields[8])
             window = fields[5]
-            has_window = b.icmp_signed(">", window, integer(0))
-            outside = b.sub(last, window)
-            outside = b.select(b.icmp_signed(">", outside, integer(0)), outside, integer(0))
-            begin = b.select(has_window, outside, integer(0))
-            seen = b.select(b.icmp_signed("<", row, count), b.sub(last, begin), integer(0))
+            outside = b.select(b.icmp_signed(">", window, integer(0)), b.sub(last, window), integer(0))
+            begin = b.select(b.icmp_signed(">", outside, start), outside, start)
+            begin = b.select(b.icmp_signed(">", begin, integer(0)), begin, integer(0))
+            seen = b.select(is_token, b.sub(last, begin), integer(0))
             keys, values = (
                 self.at(
                     b,
                     b.inttoptr(fields[which], ADDRESS),
-                    b.add(b.mul(of_keys, fields[2 + which]), b.mul(begin, integer(self.size))),
+                    b.add(
+                        b.add(b.mul(of_keys, fields[2 + which]), b.mul(its_row, fields[6 + which])),
+                        b.mul(begin, integer(self.size)),
+                    ),
                     self._cached_kind,
                 )
                 for which in range(2)
@@ -242,7 +263,7 @@ class _Attention(Module):
 def attention_module(what: str, activation: str, cached: str, size: int) -> str:
     """The text of a module whose kernel appends to a cache or attends to it; records (`builder.Task`) begin at 2.
 
-    The table's number 2 is the address of the cache's own table (`CACHE_FIELDS`), whose tensors are `(…, slots, size)`
+    The table's number 2 is the address of the cache's own table (cache_table.py), whose tensors are `(…, slots, size)`
     for each head without gaps.
 
     Args:
