@@ -16,6 +16,7 @@ from ..forward.eager.module_states import module_states
 from ..forward.eager.prompt_mode import prompt_mode
 from ..forward.forward import Forward
 from ..forward.structure.positions import most_positions
+from ..support.padding import padding_at_left
 from ..support.versions import CACHE, cache_argument
 from .batch_rows import Rows
 from .choice import IMPOSSIBLE, Choice
@@ -24,7 +25,7 @@ from .outputs import StepOutputs
 from .processors import Processors
 from .rotary import RotarySwitch
 
-__all__ = ["is_plain_prompt", "read_prompt"]
+__all__ = ["read_prompt", "starts_of_prompts"]
 
 _PLAIN = frozenset(("attention_mask", "position_ids", "input_ids", "cache_position"))
 """Tensors among a model's arguments that a captured pass can do without, or knows."""
@@ -81,38 +82,42 @@ def _by_captured_passes(
 ) -> CausalLMOutputWithPast | None:
     """What the model says of a prompt, read by the kernels that decode; `None` where these do not read it."""
     cache, positions = model_kwargs.get(cache_argument(forward.model)), model_kwargs.get("position_ids")
-    if (
-        not forward.plan.prompts
-        or not isinstance(cache, Cache)
-        or not is_plain_prompt(input_ids, model_kwargs, request.generation_config)
-        or RotarySwitch(forward.model)
-    ):
+    if not forward.plan.prompts or not isinstance(cache, Cache) or RotarySwitch(forward.model):
         return None
-    past = slots_of(cache)
+    starts, past = starts_of_prompts(input_ids, model_kwargs, request.generation_config), slots_of(cache)
+    is_one = len(input_ids) == 1
+    if starts is None or (any(starts) if is_one else past > 0 or positions is None):
+        return None
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-    logits = forward.read_prompt(cache, input_ids[:, past:], positions[:, past:])
+    logits = forward.read_prompt(cache, input_ids[:, past:], positions[:, past:], starts)
     if logits is None:
         return None
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
-def is_plain_prompt(input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig) -> bool:
-    """Whether a prompt is tokens and nothing else, none of them masked.
+def starts_of_prompts(
+    input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
+) -> list[int] | None:
+    """Where prompts begin that are tokens, padding at their left, and nothing else.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts.
         model_kwargs: the model's keyword arguments.
         config: of the call.
+
+    Returns:
+        By row, the first token that is no padding; `None` where there is more to the prompts.
     """
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     others = [key for key, value in model_kwargs.items() if isinstance(value, torch.Tensor) and key not in _PLAIN]
-    return (
-        not others
-        and config.prefill_chunk_size is None
-        and (mask is None or (mask.shape == input_ids.shape and bool(mask.all())))
-        and (positions is None or positions.shape == input_ids.shape)
-    )
+    if others or config.prefill_chunk_size is not None:
+        return None
+    if positions is not None and positions.shape != input_ids.shape:
+        return None
+    if mask is None:
+        return [0] * len(input_ids)
+    return padding_at_left(mask) if mask.shape == input_ids.shape else None
 
 
 def _context(forward: Forward, model_kwargs: dict[str, Any], answer: Any, prompt_length: int, limit: int) -> Context:

@@ -112,7 +112,7 @@ class Verifier:
         """
         if outputs.keeps_nothing and active[0] and (kept := self._by_graph(rows, draft)) is not None:
             return [kept]
-        verified = self._run_target(rows, draft)
+        verified = self._run_target(rows, draft, active)
         judge = self._at_once if rows.processors.are_pure else self._in_order
         return judge(rows, draft, outputs, active, verified)
 
@@ -166,8 +166,11 @@ class Verifier:
     # ------------------------------------------------------------------------------------------------------------------
     # any rows
 
-    def _run_target(self, rows: Rows, draft: Draft) -> _Verified:
-        """Run the target over the pending token of each row and its draft."""
+    def _run_target(self, rows: Rows, draft: Draft, active: Sequence[bool]) -> _Verified:
+        """Run the target over the pending token of each row and its draft.
+
+        Rows that wait for others, or have ended, take nothing from it.
+        """
         tokens = sent(draft.tokens, rows.device)
         # In lockstep, rows that have ended go along as they do in plain decoding: padding follows padding.
         padded = [row for row in range(rows.batch) if rows.is_padded(row)] if rows.lockstep else []
@@ -175,7 +178,8 @@ class Verifier:
             tokens = tokens.clone()
             tokens[padded] = rows.limits.pad_token_id
         block = torch.cat((rows.pending, tokens), dim=1) if tokens.shape[1] else rows.pending
-        return _Verified(tokens, padded, self._forward.target(block, rows.context, rows.whole_text()))
+        going = None if rows.lockstep else [row for row, goes in enumerate(active) if goes]
+        return _Verified(tokens, padded, self._forward.target(block, rows.context, rows.whole_text(), going))
 
     def _at_once(
         self,

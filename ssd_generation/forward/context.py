@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..cache.recurrent import Checkpoint
 from ..native.cache_table import ONE_TEXT, TextPlace
+from ..support.padding import padding_at_left
 from ..support.versions import CACHE_NAMES
 
 __all__ = ["NOT_FOR_DRAFTS", "Context"]
@@ -76,10 +77,6 @@ class Context:
         self.draft_arguments = {key: value for key, value in self.arguments.items() if key not in NOT_FOR_DRAFTS}
         self._has_tensors = any(isinstance(value, torch.Tensor) for value in self.arguments.values())
         draft_tensors = any(isinstance(value, torch.Tensor) for value in self.draft_arguments.values())
-        # Later rows only move to the right, with more that is masked at their left, or back.
-        self._is_left_padded = (
-            self.mask is None or self.mask.ndim == 2 and bool((self.mask[:, 1:] >= self.mask[:, :-1]).all())
-        )
         self._draft_is_plain = self._is_flat and not draft_tensors
 
     def suits_capture(self, rows: int) -> bool:
@@ -101,10 +98,10 @@ class Context:
         if rows == 1:
             return ONE_TEXT if self.is_plain(1) else None
         has_others = bool(self.columns) or self._has_tensors or self.checkpoint is not None
-        if has_others or not self._is_left_padded or self.positions is None or self.positions.ndim != 2:
+        if has_others or self.positions is None or self.positions.ndim != 2:
             return None
-        starts = [0] * rows if self.mask is None else self.mask.argmax(dim=1).tolist()
-        return [TextPlace(row, start) for row, start in enumerate(starts)]
+        starts = [0] * rows if self.mask is None else padding_at_left(self.mask)
+        return None if starts is None else [TextPlace(row, start) for row, start in enumerate(starts)]
 
     def is_to_be_tried(self, rows: int) -> bool:
         """Whether a pass may turn out to be plain: pictures are a matter of the prompt alone in most models."""

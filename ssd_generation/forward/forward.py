@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,13 @@ class Forward:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def target(self, tokens: torch.Tensor, context: Context, whole: WholeText | None = None) -> Any:
+    def target(
+        self,
+        tokens: torch.Tensor,
+        context: Context,
+        whole: WholeText | None = None,
+        going: Sequence[int] | None = None,
+    ) -> Any:
         """The whole model's pass over the pending token of each row and the drafted ones behind it.
 
         Args:
@@ -100,33 +107,39 @@ class Forward:
                 cache, that one takes its place.
             whole: tokens and positions of the whole text, `(B, text)` each, for a pass in which the model may want to
                 compute its cache anew.
+            going: rows whose logits count; `None`: all. For the others nothing may be computed, and nothing be written
+                into the slots that they are given.
 
         Returns:
             The model's outputs, with `logits` of shape `(B, ≥ n, V)`.
         """
-        passed = None
-        for runner in (self._graph, self._captured):
-            if passed is None and runner is not None:
-                passed = runner.run(tokens, context, whole)
+        passed = self._graph.run(tokens, context, whole) if self._graph is not None else None
+        if passed is None and self._captured is not None:
+            passed = self._captured.run(tokens, context, whole, going)
         if passed is None:
             passed = self._eager.run(tokens, context, whole)
         self.is_bitwise = self.is_bitwise and passed.is_batch_invariant
         return passed.outputs
 
-    def read_prompt(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Read tokens of a single text by the kernels that decode.
+    def read_prompt(
+        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Read tokens of a text, or the prompts of several, by the kernels that decode.
 
         Args:
-            cache: with buffers; it may be empty. The tokens are appended to it.
-            ids (`torch.LongTensor` of shape `(1, n)`): the tokens.
-            positions (`torch.LongTensor` of shape `(1, n)`): theirs.
+            cache: with buffers; it is empty where there are several texts. The tokens are appended to it.
+            ids (`torch.LongTensor` of shape `(B, n)`): the tokens, those of several texts padded at the left.
+            positions (`torch.LongTensor` of shape `(B, n)`): theirs.
+            starts: by row, the first token that is no padding.
 
         Returns:
-            The logits of the last one, `(1, 1, V)`; `None` where the plan has it otherwise, or these passes cannot be
+            The logits of the last ones, `(B, 1, V)`; `None` where the plan has it otherwise, or these passes cannot be
             run: nothing has happened then.
         """
-        passes = prompt_passes(self.model, self.plan.batch_invariance) if self.plan.prompts else None
-        logits = None if passes is None else passes.read(cache, ids, positions)
+        logits = None
+        if self.plan.prompts and (passes := prompt_passes(self.model, self.plan.batch_invariance)) is not None:
+            is_one = len(ids) == 1
+            logits = passes.read(cache, ids, positions) if is_one else passes.read_rows(cache, ids, positions, starts)
         self.has_read_prompt = logits is not None
         return logits
 

@@ -181,13 +181,24 @@ class CapturedRunner:
         is_half = model.dtype in (torch.bfloat16, torch.float16)
         self._shortest = 2 if plan.batch_invariance is None and is_half else 1
 
-    def run(self, tokens: torch.Tensor, context: Context, whole: WholeText | None = None) -> Passed | None:
-        """Run the pass; arguments as of `EagerRunner.run`."""
+    def run(
+        self,
+        tokens: torch.Tensor,
+        context: Context,
+        whole: WholeText | None = None,
+        going: Sequence[int] | None = None,
+    ) -> Passed | None:
+        """Run the pass.
+
+        Args:
+            tokens, context, whole: as of `EagerRunner.run`.
+            going: rows that are computed; the logits of others are zeros. `None`: all.
+        """
         rows, count = tokens.shape
         if whole is not None or self._captured is None or count < self._shortest:
             return None
         if (places := context.places(rows)) is not None:
-            logits = self._logits(tokens, context, places)
+            logits = self._logits(tokens, context, places, going)
             return None if logits is None else Passed(CausalLMOutputWithPast(logits=logits), True)
         return self._try(tokens, context) if context.is_to_be_tried(rows) else None
 
@@ -208,7 +219,11 @@ class CapturedRunner:
         return Passed(outputs, True)
 
     def _logits(
-        self, tokens: torch.Tensor, context: Context, places: Sequence[TextPlace] = ONE_TEXT
+        self,
+        tokens: torch.Tensor,
+        context: Context,
+        places: Sequence[TextPlace] = ONE_TEXT,
+        going: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         """Logits of the captured pass; `None` where it cannot run, and nothing has happened."""
         assert self._captured is not None
@@ -216,7 +231,16 @@ class CapturedRunner:
         if positions is None:
             positions = torch.full((1, 1), context.length, device=tokens.device)
         positions = positions + torch.arange(tokens.shape[1], device=tokens.device)
-        return self._captured.run(context.cache, tokens, positions, texts=places)
+        if going is None or len(going) in (0, len(tokens)):
+            return self._captured.run(context.cache, tokens, positions, texts=places)
+        rows = torch.tensor(going, device=tokens.device)
+        texts = [places[row] for row in going]
+        found = self._captured.run(context.cache, tokens[rows], positions[rows], texts=texts)
+        if found is None:
+            return None
+        logits = found.new_zeros((len(tokens), *found.shape[1:]))
+        logits[rows] = found
+        return logits
 
 
 class GraphRunner:

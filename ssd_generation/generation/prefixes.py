@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..cache.prefix_cache import PrefixCache, whole_text
 from ..cache.recurrent import slots_of
-from ..decoding.prompt import is_plain_prompt
+from ..decoding.prompt import starts_of_prompts
 from ..decoding.rotary import RotarySwitch
 from ..forward.captured.conditions import why_not_on
 from ..support.messages import shown
@@ -140,11 +140,10 @@ class Prefix:
         positions = model_kwargs.get("position_ids")
         return (
             plan.captured  # nothing but tokens is asked
-            and len(self._ids) == 1
             and (plan.prompts or model.dtype == torch.float32)
             and isinstance(cache, Cache)
             and slots_of(cache) == 0
-            and is_plain_prompt(self._ids, model_kwargs, config)
+            and starts_of_prompts(self._ids, model_kwargs, config) == [0]
             and (positions is None or positions[0].tolist() == list(range(self._ids.shape[1])))
             and why_not_on(model, self._forward.device, "it is spread over several devices") is None
             and not RotarySwitch(model)

@@ -56,11 +56,9 @@ def plan_passes(
         elif reason is None:
             reason = "the rows of a batch go through the model's own code together"
         return PassPlan(False, False, None, False, own_kernels, reason)
-    if rows > 1:
-        return PassPlan(True, False, batch_invariance, False, own_kernels, reason)
     if exactness == BITWISE and reason is not None:
         warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
-    return PassPlan(True, True, batch_invariance, reads_prompts(model, batch_invariance), own_kernels, reason)
+    return PassPlan(True, rows == 1, batch_invariance, reads_prompts(model, batch_invariance), own_kernels, reason)
 
 
 def _captures_batches(model: PreTrainedModel, exactness: str | None) -> bool:

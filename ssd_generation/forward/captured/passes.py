@@ -180,14 +180,19 @@ class CapturedPasses:
             return None  # which torch's attention would take
         return live
 
-    def begin_cache(self, cache: Cache) -> None:
-        """Let the layers of a new cache know what they will hold, as a first pass of the model's own would."""
+    def begin_cache(self, cache: Cache, rows: int = 1) -> None:
+        """Let the layers of a new cache know what they will hold, as a first pass of the model's own would.
+
+        Args:
+            cache: with buffers.
+            rows: of it, B.
+        """
         if self.program(1) is None:
             return
         for index, layer in enumerate(cache.layers):
             if not layer.is_initialized and index in self._cached:
                 states = [
-                    torch.empty((1, shape[1], 0, shape[3]), dtype=self._dtype, device="cpu")
+                    torch.empty((rows, shape[1], 0, shape[3]), dtype=self._dtype, device="cpu")
                     for shape in self._cached[index]
                 ]
                 layer.lazy_initialization(*states)
@@ -225,8 +230,10 @@ class CapturedPasses:
             for layer in self._live(cache) or ():
                 layer.reserve(count)  # at once: a window is to be rolled back by all of it
             parts = zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True)
-            found = [self.run(cache, *part) for part in parts]
+            found = [self.run(cache, *part, texts=texts) for part in parts]
             return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
+        if not is_one and total > TEXT_WIDTHS[-1]:
+            return self._run_in_groups(cache, ids, positions, texts)
         if width is None:
             width = total
             if not is_one:
@@ -234,7 +241,7 @@ class CapturedPasses:
             elif self.batch_invariance is not None:
                 width = self.batch_invariance.width(total)
         program = None if width is None else self.program(width)
-        if program is None or not (is_one or program.attends_by_kernels):
+        if program is None or not (program.attends_by_kernels or tuple(texts) == ONE_TEXT):
             return None
         attention: CacheAttention | None = getattr(self._attention, "value", None)
         if attention is None:
@@ -257,6 +264,49 @@ class CapturedPasses:
             attention.let_go()
             append_written(cache, count)
         return logits
+
+    def _run_in_groups(
+        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, texts: Sequence[TextPlace]
+    ) -> torch.Tensor | None:
+        """`run` of the whole model, for more texts than one pass has room for."""
+        count = ids.shape[1]
+        most = max(TEXT_WIDTHS[-1] // count, 1)
+        found = []
+        for first in range(0, len(ids), most):
+            group = slice(first, first + most)
+            logits = self.run(cache, ids[group], positions[group], texts=texts[group])
+            if logits is None:
+                return None
+            append_written(cache, -count)
+            found.append(logits)
+        append_written(cache, count)
+        return torch.cat(found)
+
+    def write(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, text: TextPlace) -> bool:
+        """Read tokens of one text into its row of a cache of several, which must have room; they are not counted.
+
+        Args:
+            cache: with buffers, whose layers hold nothing yet.
+            ids (`torch.LongTensor` of shape `(1, n)`): the tokens, for the slots from the text's first one on.
+            positions (`torch.LongTensor` of shape `(1, n)`): theirs.
+            text: where it is in the cache.
+
+        Returns:
+            Whether they were read; else nothing has happened.
+        """
+        assert self.batch_invariance is not None
+        widest, at = self.batch_invariance.widths[-1], text.start
+        attention = self._new_attention()
+        for part, places in zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True):
+            width = self.batch_invariance.width(part.shape[1])
+            program = None if width is None else self.program(width)
+            if program is None or not program.attends_by_kernels:
+                return False
+            attention.begin(cache.layers, 0, part.shape[1], (text,))
+            attention.move_to(at, part.shape[1])
+            _run_filled(program, part, places, attention)
+            at += part.shape[1]
+        return True
 
     def end_round(self) -> None:
         """No further step of this round's draft: what is held of the cache is let go."""

@@ -7,11 +7,14 @@ behind a cached prefix, and its keys and values are those that decoding it token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
+from ...cache.buffered_layers import append_written
+from ...native.cache_table import TextPlace
 from .batch_invariance import NATIVE, PROMPT_WIDTHS, BatchInvariance
 from .passes import captured_target
 
@@ -55,6 +58,48 @@ class PromptPasses:
             return None
         # The last one as any token is decoded: its logits are the ones that count.
         return decoding.run(cache, ids[:, -1:], positions[:, -1:])
+
+
+    def read_rows(
+        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Read the prompts of a batch, each by itself; of equal ones, one.
+
+        Args:
+            cache: with buffers; it is empty.
+            ids (`torch.LongTensor` of shape `(B, n)`): the prompts, padded at the left; n ≥ 1.
+            positions (`torch.LongTensor` of shape `(B, n)`): of these.
+            starts: by row, the first token that is no padding.
+
+        Returns:
+            The logits of the last tokens, `(B, 1, V)`; `None` where there are no such passes, or the cache is of
+            another kind: it is still empty then.
+        """
+        wide, decoding, (batch, count) = self._wide, self._decoding, ids.shape
+        if wide is None or decoding is None:
+            return None
+        decoding.begin_cache(cache, batch)
+        if not decoding.can_run(cache, 1):
+            return None
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.reserve(count)
+        known: dict[tuple[int, ...], int] = {}
+        for row, start in enumerate(starts):
+            tokens = ids[row : row + 1, start:-1]
+            same = known.setdefault((start, *tokens[0].tolist()), row)
+            if same != row:
+                for layer in layers:
+                    for states in (layer.key_buffer, layer.value_buffer):
+                        states[row, :, start : count - 1] = states[same, :, start : count - 1]
+            elif tokens.shape[1] and not wide.write(
+                cache, tokens, positions[row : row + 1, start:-1], TextPlace(row, start)
+            ):
+                return None
+        append_written(cache, count - 1)
+        # The last ones as any token is decoded: their logits are the ones that count.
+        places = [TextPlace(row, start) for row, start in enumerate(starts)]
+        return decoding.run(cache, ids[:, -1:], positions[:, -1:], texts=places)
 
 
 def prompt_passes(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> PromptPasses | None:
