@@ -45,6 +45,9 @@ LOOKUP = SelfSpeculativeConfig(
 )
 OWN = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[2]), DraftingConfig(policy="fixed", max_draft_length=3))
 INT8 = SelfSpeculativeConfig(precision="int8", drafting=DraftingConfig(policy="fixed", max_draft_length=3))
+MIXED = SelfSpeculativeConfig(
+    SkipConfig(attention=[2]), DraftingConfig(policy="fixed", max_draft_length=3), precision="int8"
+)
 FAMILIES = ["llama", "qwen2", "qwen3", "phi3", "granite", "opt", "mistral", "gemma3"]
 HALVES = [torch.bfloat16, torch.float16]
 LENGTHS = [21, 9, 16]
@@ -61,6 +64,21 @@ def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance: True)
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each captured pass of a draft that ran."""
+    found: list[int] = []
+    run = CapturedPasses.run
+
+    def noted(self: Any, cache: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.is_draft:
+            found.append(len(ids))
+        return run(self, cache, ids, *args, **kwargs)
+
+    monkeypatch.setattr(CapturedPasses, "run", noted)
+    return found
 
 
 @pytest.fixture
@@ -154,6 +172,23 @@ def test_windows_of_rows_that_run_at_their_own_speed(family: str, prompts: bool)
     assert model.last_speculation.exactness == "bitwise"
 
 
+@pytest.mark.parametrize("request_", [OWN, INT8, MIXED], ids=["skip", "int8", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drafts_of_rows_are_captured(dtype: torch.dtype, request_: Any, drafts: list[int], by_kernels: None) -> None:
+    model, batch = model_of("llama", dtype), left_padded(LENGTHS)
+    text = decoded(model, batch, request=NOTHING)
+    assert decoded(model, batch, request=request_).equal(text)
+    together = model.last_speculation
+    assert len(drafts) == together.draft_passes and set(drafts) == {3}
+    # What is drafted for a row is what is drafted for it alone: the draft sees its tokens, too, and no padding.
+    counted = [0, 0]
+    for row in range(3):
+        decoded(model, alone(batch, row), request=request_)
+        counted[0] += model.last_speculation.accepted_tokens
+        counted[1] += model.last_speculation.drafted_tokens
+    assert together.accepted_tokens / together.drafted_tokens == pytest.approx(counted[0] / counted[1], abs=0.15)
+
+
 def test_rows_that_have_ended_or_wait_are_not_computed(passes: list[tuple[int, int]]) -> None:
     model, batch = model_of("llama"), left_padded(LENGTHS)
     text = decoded(model, batch, 16, no_repeat_ngram_size=1)
@@ -229,9 +264,7 @@ def test_a_processor_sees_plain_decodings_calls(passes: list[tuple[int, int]]) -
     assert {rows for rows, _ in passes} >= {3}
 
 
-@pytest.mark.parametrize(
-    "why", ["a gap in the mask", "numeric", "hidden states", "the check"]
-)
+@pytest.mark.parametrize("why", ["a gap in the mask", "numeric", "hidden states", "the check"])
 def test_what_is_left_to_the_models_own_code(
     why: str, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -297,7 +330,9 @@ def test_padding_at_left(padding: list[int], kind: torch.dtype, hole: tuple[int,
 
 
 @settings(max_examples=40)
-@given(texts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), min_size=1, max_size=6), layers=st.integers(0, 3))
+@given(
+    texts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), min_size=1, max_size=6), layers=st.integers(0, 3)
+)
 def test_the_table_says_where_texts_begin(texts: list[tuple[int, int]], layers: int) -> None:
     states = torch.zeros((2, 3, 5, 8))
     of_layers = [LayerPlace(states, states, at, None, 0) for at in range(layers)]

@@ -340,7 +340,11 @@ def test_what_cannot_be_exact_says_why() -> None:
     model = model_of("llama", torch.float32)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "self_speculative": fixed(2)}
     model.generate(**left_padded([7, 9]), **options)
-    assert "rows of a batch" in model.last_speculation.exactness_reason
+    assert model.last_speculation.exactness == "bitwise"
+    other = enable_self_speculative(tiny_model("gemma2", attn_implementation="eager"))
+    with pytest.warns(UserWarning, match="to the bit here: its passes run by the model's own code"):
+        other.generate(**left_padded([7, 9]), **options)
+    assert "not sdpa" in other.last_speculation.exactness_reason
     model.generate(prompt(9), **options, output_hidden_states=True, return_dict_in_generate=True)
     assert "hidden states" in model.last_speculation.exactness_reason
     model.model.layers[0].register_forward_hook(lambda *_: None)

@@ -211,8 +211,8 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
     original = cache._DraftLayer.update
     played_back = CacheAttention.begin
 
-    def watched_playback(self: Any, layers: Any, at: int, count: int) -> None:
-        played_back(self, layers, at, count)
+    def watched_playback(self: Any, layers: Any, *others: Any) -> None:
+        played_back(self, layers, *others)
         storages.extend(
             room is None or room.data_ptr() == layer.keys.data_ptr()
             for room, layer in zip(self.key_buffers, layers, strict=True)

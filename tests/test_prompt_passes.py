@@ -130,8 +130,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     original = Forward.read_prompt
 
-    def watched(self: Forward, cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        logits = original(self, cache, ids, positions)
+    def watched(self: Forward, cache: Any, ids: torch.Tensor, *others: Any) -> Any:
+        logits = original(self, cache, ids, *others)
         if logits is not None:
             found.append(ids.shape[1])
         return logits
@@ -162,9 +162,7 @@ def test_which_prompts_they_read(always_faster: None, reads: list[int]) -> None:
         {"inputs_embeds": model.get_input_embeddings()(ids).detach()},
         {"output_hidden_states": True, "return_dict_in_generate": True},
         {"drafts": SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness="numeric")},
-        left_padded([40, 33]),
-        {**left_padded([33, 40]), "input_ids": left_padded([33, 40])["input_ids"][:1],
-         "attention_mask": left_padded([33, 40])["attention_mask"][:1]},
+        {**left_padded([40, 33]), "attention_mask": torch.ones((2, 40), dtype=torch.long).index_fill(1, torch.tensor([3]), 0)},
     ):  # fmt: skip
         asked = {"input_ids": ids, **options}
         if "inputs_embeds" in asked:
@@ -172,6 +170,10 @@ def test_which_prompts_they_read(always_faster: None, reads: list[int]) -> None:
         with torch.no_grad():
             generate(model, asked.pop("input_ids", None), **asked)
         assert reads == [], options
+    batch = left_padded([33, 40])
+    generate(model, batch["input_ids"], attention_mask=batch["attention_mask"])
+    generate(model, batch["input_ids"][:1], attention_mask=batch["attention_mask"][:1])
+    assert reads == [40, 40]
 
 
 def test_other_models_read_their_own_prompts(always_faster: None, reads: list[int]) -> None:

@@ -85,8 +85,8 @@ def _by_captured_passes(
     if not forward.plan.prompts or not isinstance(cache, Cache) or RotarySwitch(forward.model):
         return None
     starts, past = starts_of_prompts(input_ids, model_kwargs, request.generation_config), slots_of(cache)
-    is_one = len(input_ids) == 1
-    if starts is None or (any(starts) if is_one else past > 0 or positions is None):
+    is_one = starts == [0]
+    if starts is None or not (is_one or (past == 0 and positions is not None)):
         return None
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]

@@ -76,12 +76,8 @@ class Context:
         self._ahead: int | None = None
         self.draft_arguments = {key: value for key, value in self.arguments.items() if key not in NOT_FOR_DRAFTS}
         self._has_tensors = any(isinstance(value, torch.Tensor) for value in self.arguments.values())
-        draft_tensors = any(isinstance(value, torch.Tensor) for value in self.draft_arguments.values())
-        self._draft_is_plain = self._is_flat and not draft_tensors
-
-    def suits_capture(self, rows: int) -> bool:
-        """Whether a captured pass of the draft, which knows one row without a mask, can stand in for the model's."""
-        return rows == 1 and (self._draft_is_plain or self.is_as_flat is True)
+        self._draft_has_tensors = any(isinstance(value, torch.Tensor) for value in self.draft_arguments.values())
+        self._draft_is_plain = self._is_flat and not self._draft_has_tensors
 
     def is_plain(self, rows: int) -> bool:
         """Whether a pass has no arguments but tokens and positions, and one row; or what else there is does nothing."""
@@ -95,10 +91,18 @@ class Context:
         Returns:
             `None` where a pass has other arguments than tokens and a position for each, or more is masked than padding.
         """
-        if rows == 1:
-            return ONE_TEXT if self.is_plain(1) else None
-        has_others = bool(self.columns) or self._has_tensors or self.checkpoint is not None
-        if has_others or self.positions is None or self.positions.ndim != 2:
+        if self.is_plain(rows):
+            return ONE_TEXT
+        return None if self.columns or self._has_tensors else self._places_in_rows(rows)
+
+    def places_for_drafts(self, rows: int) -> Sequence[TextPlace] | None:
+        """As `places`, for a pass of the draft, which some arguments are not given to."""
+        if rows == 1 and (self._draft_is_plain or self.is_as_flat is True):
+            return ONE_TEXT
+        return None if self.columns or self._draft_has_tensors else self._places_in_rows(rows)
+
+    def _places_in_rows(self, rows: int) -> Sequence[TextPlace] | None:
+        if self.checkpoint is not None or self.positions is None or self.positions.ndim != 2:
             return None
         starts = [0] * rows if self.mask is None else padding_at_left(self.mask)
         return None if starts is None else [TextPlace(row, start) for row, start in enumerate(starts)]

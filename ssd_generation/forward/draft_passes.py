@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..cache.buffered_layers import DraftCache, draft_cache
 from ..config import SelfSpeculativeConfig
+from ..native.cache_table import TextPlace
 from ..support.model_state import state_of
 from ..support.versions import cache_argument
 from .captured.passes import CapturedPasses, draft_of
@@ -73,8 +74,15 @@ class DraftPasses:
 
 
 class _CapturedDraftPasses(DraftPasses):
-    def __init__(self, captured: CapturedPasses, cache: Cache, positions: torch.Tensor, length: int) -> None:
-        self._captured, self._cache, self._length = captured, cache, length
+    def __init__(
+        self,
+        captured: CapturedPasses,
+        cache: Cache,
+        positions: torch.Tensor,
+        length: int,
+        texts: Sequence[TextPlace],
+    ) -> None:
+        self._captured, self._cache, self._length, self._texts = captured, cache, length, texts
         self._positions = positions + torch.arange(length, device=positions.device)
 
     def __exit__(self, *_: object) -> None:
@@ -82,7 +90,9 @@ class _CapturedDraftPasses(DraftPasses):
 
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
         positions = self._positions[:, depth : depth + 1]
-        logits = self._captured.run(self._cache, token, positions, drafted=depth, ahead=self._length)
+        logits = self._captured.run(
+            self._cache, token, positions, drafted=depth, ahead=self._length, texts=self._texts
+        )
         assert logits is not None
         return logits
 
@@ -215,10 +225,10 @@ class DraftForward:
         if (
             captured is not None
             and (positions := context.flat_positions) is not None
-            and context.suits_capture(rows)
-            and captured.can_run(context.cache, 1)
+            and (texts := context.places_for_drafts(rows)) is not None
+            and captured.can_run(context.cache, rows, texts)
         ):
-            return _CapturedDraftPasses(captured, context.cache, positions, length)
+            return _CapturedDraftPasses(captured, context.cache, positions, length, texts)
         of_the_model = partial(self._passes_of_the_model, context, length)
         graphs, target = self._graphs, self._target
         if graphs is None or target is None or not target.is_checked or not context.is_plain(rows):

@@ -124,10 +124,10 @@ class Forward:
     def read_prompt(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor | None:
-        """Read tokens of a text, or the prompts of several, by the kernels that decode.
+        """Read tokens of a text, or whole prompts with padding, by the kernels that decode.
 
         Args:
-            cache: with buffers; it is empty where there are several texts. The tokens are appended to it.
+            cache: with buffers; it is empty where there are several texts, or padding. The tokens are appended to it.
             ids (`torch.LongTensor` of shape `(B, n)`): the tokens, those of several texts padded at the left.
             positions (`torch.LongTensor` of shape `(B, n)`): theirs.
             starts: by row, the first token that is no padding.
@@ -138,7 +138,7 @@ class Forward:
         """
         logits = None
         if self.plan.prompts and (passes := prompt_passes(self.model, self.plan.batch_invariance)) is not None:
-            is_one = len(ids) == 1
+            is_one = list(starts) == [0]
             logits = passes.read(cache, ids, positions) if is_one else passes.read_rows(cache, ids, positions, starts)
         self.has_read_prompt = logits is not None
         return logits

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["batch_invariance_of", "batch_invariance_to_check", "plan_passes", "runs_own_code"]
 
 
+_TOGETHER = "the rows of a batch go through the model's own code together"
+
+
 def plan_passes(
     model: PreTrainedModel,
     rows: int = 1,
@@ -41,29 +44,37 @@ def plan_passes(
     Warns:
         Exactness to the bit was asked for and cannot be had, with the reason.
     """
-    captured = not returns_states and (rows == 1 or _captures_batches(model, exactness))
     # With "numeric" in half precision the model's own kernels run, so that the text is plain `generate`'s.
     own_kernels = exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
+    refusal = _why_by_own_code(model, rows, exactness, returns_states)
     if is_check:
-        batch_invariance = batch_invariance_to_check(model, exactness) if captured else None
-        return PassPlan(captured, False, batch_invariance, False, own_kernels, "the model is checked")
-    batch_invariance, reason = batch_invariance_of(model, exactness) if captured else (None, None)
-    if rows > 1 and (batch_invariance is None or batch_invariance.linear != NATIVE):
-        captured = False
-    if not captured:
-        if returns_states:
-            reason = "attentions and hidden states come from the model's own code"
-        elif reason is None:
-            reason = "the rows of a batch go through the model's own code together"
-        return PassPlan(False, False, None, False, own_kernels, reason)
-    if exactness == BITWISE and reason is not None:
+        batch_invariance = batch_invariance_to_check(model, exactness) if refusal is None else None
+        return PassPlan(refusal is None, False, batch_invariance, False, own_kernels, "the model is checked")
+    batch_invariance, reason = (None, refusal) if refusal is not None else batch_invariance_of(model, exactness)
+    if exactness == BITWISE and reason is not None and not returns_states:
         warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
+    if refusal is None and rows > 1 and (batch_invariance is None or batch_invariance.linear != NATIVE):
+        refusal = reason or _TOGETHER
+    if refusal is not None:
+        return PassPlan(False, False, None, False, own_kernels, refusal)
     return PassPlan(True, rows == 1, batch_invariance, reads_prompts(model, batch_invariance), own_kernels, reason)
 
 
-def _captures_batches(model: PreTrainedModel, exactness: str | None) -> bool:
-    """Whether passes over several rows may be captured: those of kernels whose bits do not depend on their width."""
-    return exactness != NUMERIC and why_no_batch_captured(model) is None and is_free(model)
+def _why_by_own_code(model: PreTrainedModel, rows: int, exactness: str | None, returns_states: bool) -> str | None:
+    """Why no pass of a call is captured, whatever is found of the bits of passes; `None` where some may be.
+
+    Passes over several rows are captured where kernels made here, whose bits do not depend on their width, do all of a
+    layer.
+    """
+    if returns_states:
+        return "attentions and hidden states come from the model's own code"
+    if rows == 1:
+        return None
+    if exactness == NUMERIC:
+        return "it was asked for"
+    if (refusal := why_no_batch_captured(model)) is not None:
+        return f"its passes run by the model's own code: {refusal}"
+    return None if is_free(model) else _TOGETHER
 
 
 def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:

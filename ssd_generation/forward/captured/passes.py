@@ -104,8 +104,6 @@ class CapturedPasses:
     ) -> None:
         self._model = weakref.ref(model)
         self._of_prompts = of_prompts
-        is_wide = of_prompts or (batch_invariance is not None and batch_invariance.linear == NATIVE)
-        self._longest = PROMPT_WIDTHS[-1] if is_wide else LONGEST
         self._cached: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by layer: shapes of keys and values
         self.batch_invariance = batch_invariance
         self._skip_mode = skip_mode
@@ -125,6 +123,7 @@ class CapturedPasses:
             else batch_invariance.linear == NATIVE
         )
         self._is_native = may_be and model.dtype in NAMES and why_not() is None
+        self._longest = TEXT_WIDTHS[-1] if self._is_native else LONGEST
         self._dtype = model.dtype
         self.refusal: str | None = None
         self.uneven: str | None = None
@@ -170,9 +169,23 @@ class CapturedPasses:
                 logger.log(level, "Passes of %s are not captured: %s", type(model).__name__, error)
         return self._programs[length]
 
-    def can_run(self, cache: Cache, length: int) -> bool:
-        """Whether `run` can run a captured pass over `length` tokens behind this cache."""
-        return self.program(length) is not None and bool(self._live(cache))
+    def can_run(self, cache: Cache, length: int, texts: Sequence[TextPlace] = ONE_TEXT) -> bool:
+        """Whether `run` can run a captured pass over `length` tokens behind this cache, those of all texts together."""
+        width = self._width(length, texts)
+        return width is not None and self._program_for(width, texts) is not None and bool(self._live(cache))
+
+    def _width(self, total: int, texts: Sequence[TextPlace]) -> int | None:
+        """What a pass over so many tokens is filled up to; `None` where there is none as wide."""
+        if len(texts) > 1:
+            return next((width for width in TEXT_WIDTHS if width >= total), None)
+        return total if self.batch_invariance is None else self.batch_invariance.width(total)
+
+    def _program_for(self, width: int, texts: Sequence[TextPlace]) -> Program | None:
+        """The pass of this width, where it can attend in several rows of a cache or need not."""
+        program = self.program(width)
+        if program is None or not (program.attends_by_kernels or tuple(texts) == ONE_TEXT):
+            return None
+        return program
 
     def _live(self, cache: Cache) -> list[BufferedLayer] | None:
         live = live_layers(cache, self._skipped) if self.batch_invariance is None else live_layers_of_any_window(cache)
@@ -232,16 +245,11 @@ class CapturedPasses:
             parts = zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True)
             found = [self.run(cache, *part, texts=texts) for part in parts]
             return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
-        if not is_one and total > TEXT_WIDTHS[-1]:
+        if not is_one and not self.is_draft and total > TEXT_WIDTHS[-1]:
             return self._run_in_groups(cache, ids, positions, texts)
-        if width is None:
-            width = total
-            if not is_one:
-                width = next((one for one in TEXT_WIDTHS if one >= total), None)
-            elif self.batch_invariance is not None:
-                width = self.batch_invariance.width(total)
-        program = None if width is None else self.program(width)
-        if program is None or not (program.attends_by_kernels or tuple(texts) == ONE_TEXT):
+        width = self._width(total, texts) if width is None else width
+        program = None if width is None else self._program_for(width, texts)
+        if program is None:
             return None
         attention: CacheAttention | None = getattr(self._attention, "value", None)
         if attention is None:

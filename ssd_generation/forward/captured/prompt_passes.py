@@ -59,7 +59,6 @@ class PromptPasses:
         # The last one as any token is decoded: its logits are the ones that count.
         return decoding.run(cache, ids[:, -1:], positions[:, -1:])
 
-
     def read_rows(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor | None:

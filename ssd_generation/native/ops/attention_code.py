@@ -51,9 +51,7 @@ class _Attention(Module):
 
     def _header(self, b: Any, cache: Any) -> tuple[Any, Any, Any, Any]:
         """As `HEADER`, with the address of the texts' fields."""
-        count, ahead, each, texts = (
-            b.load(self.at(b, cache, integer(n), I64), typ=I64) for n in range(len(HEADER))
-        )
+        count, ahead, each, texts = (b.load(self.at(b, cache, integer(n), I64), typ=I64) for n in range(len(HEADER)))
         return count, ahead, each, self.at(b, cache, texts, I64)
 
     def _text(self, b: Any, texts: Any, each: Any, token: Any) -> tuple[Any, Any, Any]:
