@@ -90,9 +90,7 @@ class _CapturedDraftPasses(DraftPasses):
 
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
         positions = self._positions[:, depth : depth + 1]
-        logits = self._captured.run(
-            self._cache, token, positions, drafted=depth, ahead=self._length, texts=self._texts
-        )
+        logits = self._captured.run(self._cache, token, positions, drafted=depth, ahead=self._length, texts=self._texts)
         assert logits is not None
         return logits
 

@@ -34,7 +34,6 @@ from .any_length import LONGEST, PassCapture
 from .batch_invariance import (
     LINEARS,
     NATIVE,
-    PROMPT_WIDTHS,
     TEXT_WIDTHS,
     BatchInvariance,
     RowAttention,
