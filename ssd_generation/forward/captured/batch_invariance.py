@@ -45,10 +45,13 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
 
 NATIVE, REPLAYED = "native", "replayed"
 
-PROMPT_WIDTHS = (16, *range(32, 257, 32))
-"""Tokens of the passes that a prompt is read by: more would not fit into the nearer caches."""
+_WIDE = (*range(32, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+"""Widths of passes that are arithmetic; more tokens would not fit into the nearer caches."""
 
-TEXT_WIDTHS = (*WIDTHS, *range(32, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+PROMPT_WIDTHS = (16, 24, *_WIDE)
+"""Tokens of the passes that a prompt is read by."""
+
+TEXT_WIDTHS = (*WIDTHS, *_WIDE)
 """Tokens of the passes over several texts."""
 
 LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]] = {
