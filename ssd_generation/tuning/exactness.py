@@ -335,7 +335,7 @@ class _Text:
 
 def _described(model: PreTrainedModel, what: str) -> dict[str, Any]:
     """What a measurement of a model's exact passes depends on."""
-    return {"what": what, **describe_model(model), "kernels": _kernels(model), "widths": list(WIDTHS), "format": 2}
+    return {"what": what, **describe_model(model), "kernels": _kernels(model), "widths": list(WIDTHS), "format": 3}
 
 
 def _kernels(model: PreTrainedModel) -> list[str]:

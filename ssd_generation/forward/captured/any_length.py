@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...cache.recurrent import usual_layers
 from ..structure.positions import cut_to_table
 from ..structure.skip_mode import SkipMode
+from ..structure.weights import fingerprint
 from .capture import CannotCapture, capture_pass
 from .fx_graph import CapturedPass, at_length, of_any_length, same_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LONGEST", "PassCapture", "windows_of"]
+__all__ = ["LONGEST", "PassCapture", "Rewrites", "WholeCapture", "windows_of"]
 
 LONGEST = 33
 """The longest pass that is captured; longer ones are rare, and their Python is a small part of them."""
@@ -27,19 +28,60 @@ def windows_of(model: PreTrainedModel) -> list[int | None]:
     return [getattr(layer, "sliding_window", None) for layer in usual_layers(model)]
 
 
+class Rewrites(NamedTuple):
+    """Rewrites of captured passes that do for any length.
+
+    Attributes:
+        alike: made for all passes of a model, whoever runs them.
+        further: made after these.
+    """
+
+    alike: tuple[Callable[[CapturedPass], object], ...] = ()
+    further: tuple[Callable[[CapturedPass], object], ...] = ()
+
+
+class WholeCapture:
+    """The pass of any length of a model of which nothing is left out: captured once for all who run it.
+
+    Args:
+        model: of which it is captured.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._of, self._found = fingerprint(model), dict[tuple[Any, ...], CapturedPass | None]()
+
+    def is_of(self, model: PreTrainedModel) -> bool:
+        """Whether the model is still the one that was captured."""
+        return self._of == fingerprint(model)
+
+    def get(self, rewrites: tuple[Any, ...], make: Callable[[], CapturedPass | None]) -> CapturedPass | None:
+        """The pass with these rewrites, made when it is first asked for; `None` where there is none of any length."""
+        if rewrites not in self._found:
+            self._found[rewrites] = make()
+        return self._found[rewrites]
+
+
 class PassCapture:
     """Captures passes of one model.
 
     Args:
         skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
         knows_windows: whether the attention of the captured passes knows about sliding windows.
-        only_last: whether they give the logits of their last token alone.
+        whole: what others have captured of the whole model; `None` where something is left out.
+        does_one: whether a pass over a single token is one like others. It is a case of its own in many models, which
+            computes the same.
     """
 
-    def __init__(self, skip_mode: SkipMode | None, knows_windows: bool, only_last: bool = False) -> None:
+    def __init__(
+        self,
+        skip_mode: SkipMode | None,
+        knows_windows: bool,
+        whole: WholeCapture | None = None,
+        does_one: bool = False,
+    ) -> None:
         self._skip_mode = skip_mode
         self._knows_windows = knows_windows
-        self._only_last = only_last
+        self._whole, self._does_one = whole, does_one
         self.forget()
 
     def forget(self) -> None:
@@ -47,42 +89,56 @@ class PassCapture:
         self._longer: CapturedPass | None = None
         self._longer_known = False
 
-    def at(
-        self, model: PreTrainedModel, length: int, simplify: Callable[[PreTrainedModel, CapturedPass], None]
-    ) -> CapturedPass:
+    def at(self, model: PreTrainedModel, length: int, rewrites: Rewrites) -> CapturedPass:
         """The pass over `length` tokens.
 
         Args:
             model: the target model.
             length: n ≥ 1.
-            simplify: rewrites that do for any length, done once where a pass of any length is found.
+            rewrites: made once where a pass of any length is found.
 
         Raises:
             CannotCapture: it is not a pure function of ids, positions and cache, or depends on the length of the text.
         """
         windows = windows_of(model) if self._knows_windows else []
         with nullcontext() if self._skip_mode is None else self._skip_mode:
-            if length > 1 and not self._longer_known:
-                self._longer_known = True
-                # A single token is a case of its own in many models; beyond that, one is like another.
-                with contextlib.suppress(Exception):  # such as a context that is shorter
-                    longest = cut_to_table(model, LONGEST, 11)
-                    common = of_any_length(
-                        [
-                            capture_pass(model, n, at, windows, self._only_last)
-                            for n, at in ((2, 7), (3, 19), (longest, 11))
-                        ]
-                    )
-                    if common is not None:
-                        simplify(model, common)
-                        self._longer = common
-            if length > 1 and self._longer is not None:
-                return at_length(self._longer, length)
+            if length > 1 or self._does_one:
+                if not self._longer_known:
+                    self._longer_known = True
+                    self._longer = self._of_any_length(model, windows, rewrites)
+                if self._longer is not None:
+                    return at_length(self._longer, length)
             far = cut_to_table(model, 19, length)
-            one, other = (
-                capture_pass(model, length, behind, windows, self._only_last) for behind in (min(7, far - 1), far)
-            )
+            one, other = (capture_pass(model, length, behind, windows) for behind in (min(7, far - 1), far))
         if not same_pass(one, other):
             raise CannotCapture("the pass depends on the length of the text")
-        simplify(model, one)
+        _rewrite(one, *rewrites.alike, *rewrites.further)
         return one
+
+    def _of_any_length(
+        self, model: PreTrainedModel, windows: list[int | None], rewrites: Rewrites
+    ) -> CapturedPass | None:
+        def made() -> CapturedPass | None:
+            with contextlib.suppress(Exception):  # such as a context that is shorter
+                longest = cut_to_table(model, LONGEST, 11)
+                lengths = ((2, 7), (3, 19), (longest, 11))
+                common = of_any_length([capture_pass(model, n, behind, windows) for n, behind in lengths])
+                if common is not None:
+                    _rewrite(common, *rewrites.alike)
+                return common
+            return None
+
+        if self._whole is None:
+            common = made()
+        else:
+            common = self._whole.get(rewrites.alike, made)
+            if common is not None and rewrites.further:
+                common = common.copy(common.length, lambda leaf: leaf)
+        if common is not None:
+            _rewrite(common, *rewrites.further)
+        return common
+
+
+def _rewrite(captured: CapturedPass, *rewrites: Callable[[CapturedPass], object]) -> None:
+    for rewrite in rewrites:
+        rewrite(captured)

@@ -305,7 +305,6 @@ def capture_pass(
     length: int,
     behind: int,
     windows: Sequence[int | None] = (),
-    only_last: bool = False,
 ) -> CapturedPass:
     """Capture a pass over `length` tokens behind a cache that holds `behind`.
 
@@ -316,7 +315,6 @@ def capture_pass(
         length: n ≥ 1.
         behind: tokens in the cache, ≥ 1. What is captured must not depend on it: see `captured.same_pass`.
         windows: by layer, the sliding window that the attention of the captured pass knows of.
-        only_last: give the logits of the last token alone, as behind a prompt.
 
     Raises:
         CannotCapture: the pass is not a pure function of ids, positions and cache.
@@ -365,8 +363,6 @@ def capture_pass(
         inputs = model.prepare_inputs_for_generation(
             ids, next_sequence_length=length, attention_mask=None, position_ids=positions, **{CACHE: cache}
         )
-        if only_last:
-            inputs["logits_to_keep"] = 1
         extra = {key for key, value in inputs.items() if isinstance(value, torch.Tensor)} - _INPUTS
         if extra or not isinstance(inputs.get("input_ids"), torch.Tensor):
             raise CannotCapture(f"the model wants further tensors: {', '.join(sorted(extra))}")
@@ -378,7 +374,7 @@ def capture_pass(
         with capture:
             logits = model(**inputs, return_dict=True).logits
         made = capture.node_of(logits)
-        if made is None or tuple(logits.shape[:2]) != (1, 1 if only_last else length):
+        if made is None or tuple(logits.shape[:2]) != (1, length):
             raise CannotCapture("the logits are not what a pass of the model gives")
     capture.noted(capture.graph.output(made), None)
     captured = CapturedPass(capture.graph, capture.constants, length)

@@ -30,7 +30,7 @@ from ..structure.positions import cut_to_table
 from ..structure.skip_mode import SkipMode
 from ..structure.sublayers import layout_of
 from ..structure.weights import fingerprint
-from .any_length import LONGEST, PassCapture
+from .any_length import LONGEST, PassCapture, Rewrites, WholeCapture, windows_of
 from .batch_invariance import (
     LINEARS,
     NATIVE,
@@ -89,7 +89,8 @@ class CapturedPasses:
         copies: low-bit copies that the draft computes from, or `None`.
         batch_invariance: of the whole model: how its bits are kept from depending on the width of a pass; `None`: they
             may.
-        of_prompts: whether passes read prompts: they are wider, and give the logits of their last token alone.
+        of_prompts: whether passes read prompts: of these no logits are computed.
+        leaves_out: whether anything of the model is left out, or runs otherwise than in the whole model.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class CapturedPasses:
         copies: LowBitCopies | None = None,
         batch_invariance: BatchInvariance | None = None,
         of_prompts: bool = False,
+        leaves_out: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._of_prompts = of_prompts
@@ -111,7 +113,6 @@ class CapturedPasses:
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
         self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
-        self._capture = PassCapture(skip_mode, batch_invariance is not None, of_prompts)
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
         self._copied: dict[int, tuple[CopiedWeight, torch.Tensor]] = {}
@@ -124,9 +125,17 @@ class CapturedPasses:
         self._is_native = may_be and model.dtype in NAMES and why_not() is None
         self._longest = TEXT_WIDTHS[-1] if self._is_native else LONGEST
         self._dtype = model.dtype
+        self._capture = self._pass_capture(model, leaves_out)
         self.refusal: str | None = None
         self.uneven: str | None = None
         """An operation of the last pass that was captured that keeps its bits from being the same at any width."""
+
+    def _pass_capture(self, model: PreTrainedModel, leaves_out: bool) -> PassCapture:
+        """What captures the passes; by kernels made here, the same for all that leave nothing of the model out."""
+        knows_windows, is_native = self.batch_invariance is not None, self._is_native
+        is_alike = is_native and not leaves_out and (knows_windows or not any(windows_of(model)))
+        whole = state_of(model).get(CapturedPart).whole_of(model) if is_alike else None
+        return PassCapture(self._skip_mode, knows_windows, whole, does_one=is_native)
 
     @property
     def is_draft(self) -> bool:
@@ -152,14 +161,14 @@ class CapturedPasses:
             model = self._model()
             assert model is not None
             try:
-                captured = self._capture.at(model, length, self._simplify)
+                captured = self._capture.at(model, length, self._rewrites(model))
                 self.uneven = None if self.batch_invariance is None else uneven(captured)
                 self._programs[length] = None if self.uneven is not None else self._make(model, captured)
             except Exception as error:
                 if self.is_draft and self._is_native and not isinstance(error, CannotCapture):
                     # What a model computes beside its linear layers may not go with what kernels made here give.
                     self._is_native = False
-                    self._capture.forget()
+                    self._capture = self._pass_capture(model, True)
                     return self.program(length)
                 # Whatever a model's code does that the capture does not know: its passes are then run as they are.
                 self.refusal = f"{type(error).__name__}: {error}"
@@ -235,7 +244,8 @@ class CapturedPasses:
             texts: where each is in the cache, in which all end at the same slot.
 
         Returns:
-            Logits `(B, n, V)`, or `None` where there is no captured pass to run: nothing has happened then.
+            Logits `(B, n, V)`, or `None` where there is no captured pass to run: nothing has happened then. Of passes
+            that read prompts, what the head is given, `(B, n, H)`.
         """
         count, total, is_one = ids.shape[1], ids.numel(), len(texts) == 1
         if is_one and self.batch_invariance is not None and count > (widest := self.batch_invariance.widths[-1]):
@@ -325,6 +335,8 @@ class CapturedPasses:
 
     def _make(self, model: PreTrainedModel, captured: CapturedPass) -> Program:
         length, copies = captured.length, None
+        if self._of_prompts:
+            _leave_out_head(model, captured)
         for node in captured.nodes:
             if node.op == "call_method" and node.target == "attend":
                 _, _, key, value, layer, _ = node.args
@@ -363,13 +375,9 @@ class CapturedPasses:
             self._linears[key] = weight, bias, LINEARS[self.batch_invariance.linear](weight, bias)
         return self._linears[key][2]
 
-    def _simplify(self, model: PreTrainedModel, captured: CapturedPass) -> None:
-        share_results(captured)
-        if self._is_native:
-            use_native_rows(captured)
-        if self.is_draft or model.dtype == torch.float32:
-            fuse_norms(captured)
-            fuse_rotary(captured)
+    def _rewrites(self, model: PreTrainedModel) -> Rewrites:
+        alike = (share_results, use_native_rows) if self._is_native else (share_results,)
+        return Rewrites(alike, (fuse_norms, fuse_rotary) if self.is_draft or model.dtype == torch.float32 else ())
 
     def _compare(self, model: PreTrainedModel, program: Program, length: int) -> None:
         """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
@@ -451,6 +459,24 @@ def _sensitivity(
     return (logits.float() - expected).norm()  # type: ignore[no-any-return]
 
 
+def _leave_out_head(model: PreTrainedModel, captured: CapturedPass) -> None:
+    """Let a pass give what the head is given, which is not computed.
+
+    Raises:
+        CannotCapture: the logits are not the head's, one by one.
+    """
+    output, head = captured.nodes[-1], model.get_output_embeddings()
+    node = output.args[0]
+    while (layer := linear_weight(captured, node)) is None:
+        if len(node.all_input_nodes) == 0 or node.meta.get("shape") != output.args[0].meta.get("shape"):
+            raise CannotCapture("there is no head behind the pass")
+        node = node.all_input_nodes[0]
+    if head is None or layer[0] is not head.weight:
+        raise CannotCapture("the logits come from something else than the head")
+    output.args = (node.args[0],)
+    captured.eliminate_dead_code()
+
+
 def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:
     """Let a draft's linear layers compute from their low-bit copies."""
     copies = held.by_weight
@@ -508,14 +534,22 @@ class CapturedPart(Part):
     Attributes:
         captured_targets: of the whole model, by the kernel that keeps their bits the same; that of prompts behind it.
         captured_drafts: of its drafts, by skip set.
+        whole: captured of the whole model, for all of these that leave nothing out.
     """
 
     def __init__(self) -> None:
         self.captured_targets: dict[str | None, CapturedPasses] = {}
         self.captured_drafts: dict[SkipConfig, CapturedPasses] = {}
+        self.whole: WholeCapture | None = None
+
+    def whole_of(self, model: PreTrainedModel) -> WholeCapture:
+        """`whole`, made anew when the model changed."""
+        if self.whole is None or not self.whole.is_of(model):
+            self.whole = WholeCapture(model)
+        return self.whole
 
     def drop(self) -> None:
-        self.captured_targets, self.captured_drafts = {}, {}
+        self.captured_targets, self.captured_drafts, self.whole = {}, {}, None
 
     drop_captures = drop
 
@@ -534,7 +568,10 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
     passes: CapturedPasses | None = known.pop(skip, None) if copies is None else copies.passes
     if passes is None or not passes.follow(model):
         others = () if copies is None else (*copies.others, *copies.stand_ins())
-        passes = CapturedPasses(model, SkipMode(model, skip, others), frozenset(skip.attention), copies)
+        leaves_out = len(skip) > 0 or len(others) > 0
+        passes = CapturedPasses(
+            model, SkipMode(model, skip, others), frozenset(skip.attention), copies, leaves_out=leaves_out
+        )
     if copies is not None:
         copies.passes = passes
         return passes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...cache.arena import BUCKETS, Arena
-from ..captured.any_length import PassCapture, windows_of
+from ..captured.any_length import PassCapture, Rewrites, windows_of
 from ..captured.fx_graph import CapturedPass, Program, compile_pass
 from ..captured.rewrites import share_results, use_rows
 from ..structure.skip_mode import SkipMode
@@ -148,16 +148,15 @@ class GraphTable:
         return made
 
     def _program(self, model: PreTrainedModel, width: int) -> Program:
-        program = compile_pass(self._capture.at(model, width, _fuse if self._fuses == "rows" else _simplify))
+        program = compile_pass(self._capture.at(model, width, _FUSED if self._fuses == "rows" else _SHARED))
         if self._fuses == "whole":
             return replace(program, run=torch.compile(program.run, dynamic=False, fullgraph=True))
         return program
 
 
-def _simplify(model: PreTrainedModel, captured: CapturedPass) -> None:
-    share_results(captured)
-
-
-def _fuse(model: PreTrainedModel, captured: CapturedPass) -> None:
-    share_results(captured)
+def _fuse(captured: CapturedPass) -> None:
     use_rows(captured, fused_rows())
+
+
+_SHARED = Rewrites((share_results,))
+_FUSED = Rewrites((share_results, _fuse))
