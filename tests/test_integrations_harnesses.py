@@ -98,7 +98,9 @@ def test_lm_eval_with_an_exported_folder(tasks: Path, tmp_path: Path) -> None:
     from ssd_generation.cli import main
 
     folder = save_tiny(tmp_path / "tiny")
-    main(["export", folder, str(tmp_path / "drafting")])
+    with pytest.raises(SystemExit) as left:
+        main(["export", folder, str(tmp_path / "drafting")])
+    assert left.value.code == 0
     plain = run_lm_eval(folder, tasks, tmp_path / "plain")
     assert run_lm_eval(str(tmp_path / "drafting"), tasks, tmp_path / "drafted") == plain
     assert len(plain) == len(QUESTIONS)
