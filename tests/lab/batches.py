@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ssd_generation.harness.texts import encode_prompt, load_prompts
 from ssd_generation.models import load_model
 
 from .program import Program, conditions
-from .side_by_side import compare, drafting_methods, greedy_options, with_range
+from .side_by_side import METHODS, compare, drafting_methods, greedy_options, with_range
 from .tables import as_markdown
 
 __all__ = ["measure_batches"]
@@ -59,7 +59,8 @@ def measure_batches(
 
     Returns:
         For each size: `rows`, `plain_tokens_per_second` (of all rows together, median), and by method `speedup` over
-        plain in the same round (as `spread`), `same_texts` (rows whose text is plain's) and the `acceptance_rate`.
+        plain in the same round (as `spread`), `same_texts` (rows whose text is plain's) and the `acceptance_rate`; and
+        `alone`, rows whose undrafted text is that of their prompt alone.
 
     Raises:
         ValueError: there are not so many short prompts.
@@ -78,8 +79,20 @@ def measure_batches(
                 "same_texts": int((texts[method] == texts["plain"]).all(dim=1).sum()),
                 "acceptance_rate": compared.statistics[method][-1].acceptance_rate,
             }
+        row["alone"] = _texts_alone(model, batch, texts["nothing"], options)
         found.append(row)
     return found
+
+
+def _texts_alone(model: Any, batch: dict[str, torch.Tensor], texts: torch.Tensor, options: Mapping[str, Any]) -> int:
+    """Rows whose undrafted text in the batch is the one of their prompt alone."""
+    same = 0
+    for row, text in enumerate(texts):
+        seen = batch["attention_mask"][row] != 0
+        inputs = {name: value[row : row + 1, seen].to(model.device) for name, value in batch.items()}
+        alone = model.generate(**inputs, **options, self_speculative=METHODS["nothing"])
+        same += torch.equal(alone[0, seen.sum() :], text[len(seen) :])
+    return same
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -112,8 +125,9 @@ def _table(found: Sequence[dict[str, Any]]) -> list[str]:
     for row in found:
         same = ", ".join(str(row[method]["same_texts"]) for method in methods)
         speedups = [with_range(row[method]["speedup"]) for method in methods]
-        lines.append([str(row["rows"]), f"{row['plain_tokens_per_second']:.1f}", *speedups, same])
-    return as_markdown(["rows", "plain, tokens/s", *methods, "texts plain's"], lines)
+        plain = f"{row['plain_tokens_per_second']:.1f}"
+        lines.append([str(row["rows"]), plain, *speedups, same, str(row["alone"])])
+    return as_markdown(["rows", "plain, tokens/s", *methods, "texts plain's", "texts of rows alone"], lines)
 
 
 if __name__ == "__main__":
