@@ -66,8 +66,9 @@ def test_batches_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert row["alone"] == row["rows"]
     batches.main(["--rows", "2", "--new-tokens", "5", "--repeats", "1"])
     assert capsys.readouterr().out.splitlines()[2:4] == [
-        "| rows | plain, tokens/s | nothing | lookup | texts plain's | texts of rows alone |", "|---|---|---|---|---|---|"
-    ]  # fmt: skip
+        "| rows | plain, tokens/s | nothing | lookup | texts plain's | texts of rows alone |",
+        "|---|---|---|---|---|---|",
+    ]
     for wrong, said in ((["--rows", "4"], "from 1 to 3 rows"), (["--repeats", "0"], "--repeats should be at least 1")):
         with pytest.raises(SystemExit, match="2"):
             batches.main(wrong)

@@ -382,8 +382,8 @@ class CapturedPasses:
     def _compare(self, model: PreTrainedModel, program: Program, length: int) -> None:
         """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
 
-        Where the first text disagrees, two others have to agree: in half precision there are tokens whose logits hang on
-        every rounding.
+        Where the first text disagrees, two others have to agree: in half precision there are tokens whose logits
+        change with every rounding.
 
         Raises:
             CannotCapture: the logits differ by more than rounding.
