@@ -296,6 +296,17 @@ def test_what_is_left_to_the_models_own_code(
         assert all(rows == 1 for rows, _ in passes), "but for the check of single texts"
 
 
+@pytest.mark.parametrize("lengths", [[40, 1, 3], [12, 0], [1, 1], [300, 2]], ids=str)
+@pytest.mark.parametrize("request_", [NOTHING, LOOKUP], ids=["nothing", "lookup"])
+def test_rows_of_very_different_length(lengths: list[int], request_: Any, prompts: bool) -> None:
+    model, batch = model_of("llama"), left_padded(lengths)
+    plain = decoded(model, batch, 20)
+    assert decoded(model, batch, 20, request_).equal(plain)
+    assert model.last_speculation.refusal is None
+    options = {"eos_token_id": plain[-1, batch["input_ids"].shape[1]].item()}  # the last row ends at once
+    assert decoded(model, batch, 20, request_, **options).equal(decoded(model, batch, 20, **options))
+
+
 def test_more_rows_than_a_pass_has_go_in_groups(passes: list[tuple[int, int]]) -> None:
     model, batch = model_of("llama"), {"input_ids": prompt(5, rows=150)}
     plain = decoded(model, batch, 8)

@@ -398,9 +398,9 @@ def own_drafts(model: Any) -> dict[str, SelfSpeculativeConfig]:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_model_drafts_for_itself(model: Any, sampled: bool, rows_: int) -> None:
     ids = torch.cat([prompt(21), prompt(21).flip(1)][:rows_])
-    plain = decoded(model, ids, 40, do_sample=sampled)
+    plain = decoded(model, ids, 24, do_sample=sampled)
     for name, config in own_drafts(model).items():
-        drafted = decoded(model, ids, 40, config, do_sample=sampled)
+        drafted = decoded(model, ids, 24, config, do_sample=sampled)
         assert torch.equal(plain, drafted), name
         statistics = model.last_speculation
         assert statistics.refusal is None and statistics.draft_passes > 0, name
@@ -451,9 +451,9 @@ def test_a_draft_goes_on_from_the_states_behind_the_last_token(
 
 def test_the_cache_is_given_back_behind_drafts_of_its_own(model: Any) -> None:
     options = {"return_dict_in_generate": True}
-    plain = decoded(model, prompt(21), 31, **options)
+    plain = decoded(model, prompt(21), 19, **options)
     for config in own_drafts(model).values():
-        drafted = decoded(model, prompt(21), 31, config, **options)
+        drafted = decoded(model, prompt(21), 19, config, **options)
         for one, other in zip(states(plain[CACHE]), states(drafted[CACHE]), strict=True):
             assert one.shape == other.shape
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
