@@ -6,7 +6,6 @@ modules, same weights, no hooks, nothing patched. Where a pass cannot be capture
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import weakref
@@ -15,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
-from ...cache.buffered_layers import BufferedLayer, add_buffers, append_written
+from ...cache.buffered_layers import BufferedLayer, append_written
 from ...config import SkipConfig
 from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.codegen.compiler import why_not
 from ...native.ops.kernels import NAMES
 from ...support.model_state import Part, state_of
-from ...support.versions import CACHE
 from ..copies.low_bit import LowBitCopies, LowBitCopy, copies_of
-from ..rounding import agree, moved_embeddings
-from ..structure.positions import cut_to_table
 from ..structure.skip_mode import SkipMode
 from ..structure.sublayers import layout_of
 from ..structure.weights import fingerprint
@@ -57,6 +53,7 @@ from .rewrites import (
     use_bfloat16,
     use_native_rows,
 )
+from .trial import compare_with_model, try_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,14 +66,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_DRAFTS = 4
 """Skip sets whose captured drafts are kept: each holds code and constants, some a megabyte."""
-
-_TIMES, _MOST = 4, 0.35
-"""Half precision: logits of other kernels may differ by so many times what another rounding of the embeddings changes,
-and by so many standard deviations, as a root mean square."""
-
-
-_BEHIND = 9
-"""Tokens before a pass that is tried out."""
 
 
 class CapturedPasses:
@@ -221,6 +210,16 @@ class CapturedPasses:
     def _new_attention(self) -> CacheAttention:
         return CacheAttention() if self.batch_invariance is None else RowAttention()
 
+    def _attending(self, cache: Cache, count: int) -> CacheAttention | None:
+        """The attention of a pass over so many tokens of one text; `None` where the cache is of another kind."""
+        live, attention = self._live(cache), self._new_attention()
+        if not live:
+            return None
+        for layer in live:
+            layer.reserve(count)
+        attention.begin(cache.layers, live[0].end, count)
+        return attention
+
     def run(
         self,
         cache: Cache,
@@ -354,17 +353,17 @@ class CapturedPasses:
         activation = torch.bfloat16 if copies is not None else model.dtype
         if self._is_native:
             if self.is_draft:
-                _try_out(model, compile_pass(captured))
+                try_out(model, compile_pass(captured))
             use_kernel_lists(captured, activation, model.dtype)
         program = compile_pass(captured)
         for copied in program.copied_weights:  # unlike others, these are not read anew in each pass
             self._copied.setdefault(id(copied.copy), (copied, copied.weight.detach().clone()))
         if self.is_draft:
             if not self._is_native:
-                _try_out(model, program)
+                try_out(model, program)
         elif not any(self._programs.values()) and not self._of_prompts:
             # Those of prompts are held against these (tuning/prompt_kernels.py).
-            self._compare(model, program, length)
+            compare_with_model(model, program, self._attending, self.batch_invariance is not None)
         return program
 
     def _invariant_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
@@ -378,54 +377,6 @@ class CapturedPasses:
     def _rewrites(self, model: PreTrainedModel) -> Rewrites:
         alike = (share_results, use_native_rows) if self._is_native else (share_results,)
         return Rewrites(alike, (fuse_norms, fuse_rotary) if self.is_draft or model.dtype == torch.float32 else ())
-
-    def _compare(self, model: PreTrainedModel, program: Program, length: int) -> None:
-        """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
-
-        Where the first text disagrees, two others have to agree: in half precision there are tokens whose logits
-        change with every rounding.
-
-        Raises:
-            CannotCapture: the logits differ by more than rounding.
-        """
-        if not self._agrees(model, program, length, 0) and not all(
-            self._agrees(model, program, length, seed) for seed in (1, 2)
-        ):
-            raise CannotCapture("the captured pass gives other logits than the model")
-
-    def _agrees(self, model: PreTrainedModel, program: Program, length: int, seed: int) -> bool:
-        """Whether a pass over random tokens gives the model's logits, but for rounding."""
-        with torch.inference_mode():
-            vocabulary = model.get_input_embeddings().weight.shape[0]
-            generator = torch.Generator(device="cpu").manual_seed(seed)
-            behind = cut_to_table(model, _BEHIND, length)
-            text = torch.randint(0, vocabulary, (1, behind + length), generator=generator, device="cpu")
-            prompt, ids = text[:, :behind], text[:, behind:]
-            positions = torch.arange(behind, behind + length, device="cpu")[None]
-            # Layers with a window have none here, unless the attention knows about windows.
-            config = model.config.get_text_config(decoder=True)
-            own = DynamicCache() if self.batch_invariance is None else DynamicCache(config=config)
-            model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: own})
-            buffered = copy.deepcopy(own)
-            add_buffers(buffered)
-            expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits.float()
-            live, attention = self._live(buffered), self._new_attention()
-            if not live:
-                raise CannotCapture("its cache has layers of a kind of their own")
-            for layer in live:
-                layer.reserve(length)
-            attention.begin(buffered.layers, behind, length)
-            got = program.run(ids, positions, attention).float()
-            if got.shape != expected.shape:
-                return False
-            if agree(got, expected, model.dtype):
-                return True
-            if model.dtype == torch.float32:
-                return False
-            own.crop(-length)
-            other = _TIMES * _sensitivity(model, ids, positions, own, expected)
-            difference, spread = got - expected, expected.std()
-            return bool(difference.norm() <= min(other, _MOST * spread * expected.numel() ** 0.5))
 
 
 def _run_filled(
@@ -448,15 +399,6 @@ def _run_filled(
         if logits.shape[1] > total:
             logits = logits[:, :total]
         return logits if batch == 1 else logits.view(batch, count, -1)
-
-
-def _sensitivity(
-    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, expected: torch.Tensor
-) -> torch.Tensor:
-    """How far logits move where the embeddings are rounded otherwise."""
-    moved = moved_embeddings(model, ids)
-    logits = model(inputs_embeds=moved, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
-    return (logits.float() - expected).norm()  # type: ignore[no-any-return]
 
 
 def _leave_out_head(model: PreTrainedModel, captured: CapturedPass) -> None:
@@ -507,25 +449,6 @@ def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any
         return (functional.linear(x, weight, bias) if faster is None else faster(x)).to(torch.bfloat16)
 
     return linear
-
-
-def _try_out(model: PreTrainedModel, program: Program) -> None:
-    """Play a draft back without a cache. What it says is verified later; that it can be run must be known before.
-
-    A model may mix what a draft computes in bfloat16 with weights of its own in a way that torch refuses.
-    """
-
-    class Nothing:
-        def attend(
-            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
-        ) -> torch.Tensor:
-            shape = (1, query.shape[1], program.length, value.shape[3])
-            return query.new_zeros(shape, dtype=model.dtype).transpose(1, 2)
-
-    ids = torch.zeros((1, program.length), dtype=torch.long, device="cpu")
-    with torch.inference_mode():
-        behind = cut_to_table(model, _BEHIND, program.length)
-        program.run(ids, torch.arange(behind, behind + program.length, device="cpu")[None], Nothing())
 
 
 class CapturedPart(Part):

@@ -1,0 +1,118 @@
+"""Captured passes tried out before they are used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from ...cache.buffered_layers import add_buffers
+from ...support.versions import CACHE
+from ..rounding import agree, moved_embeddings
+from ..structure.positions import cut_to_table
+from .cache_attention import CacheAttention
+from .capture import CannotCapture
+from .fx_graph import Program
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["compare_with_model", "try_out"]
+
+_TIMES, _MOST = 4, 0.35
+"""Half precision: logits of other kernels may differ by so many times what another rounding of the embeddings changes,
+and by so many standard deviations, as a root mean square."""
+
+_BEHIND = 9
+"""Tokens before a pass that is tried out."""
+
+Attending = Callable[[Cache, int], CacheAttention | None]
+"""`(cache, tokens)` → the attention of a pass over so many tokens; `None` where the cache is of another kind."""
+
+
+def compare_with_model(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool) -> None:
+    """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
+
+    Where the first text disagrees, two others have to agree: in half precision there are tokens whose logits change
+    with every rounding.
+
+    Args:
+        model: the target model.
+        program: the pass.
+        attending: begins its attention.
+        knows_windows: whether this knows about sliding windows.
+
+    Raises:
+        CannotCapture: the logits differ by more than rounding.
+    """
+    if not _agrees(model, program, attending, knows_windows, 0) and not all(
+        _agrees(model, program, attending, knows_windows, seed) for seed in (1, 2)
+    ):
+        raise CannotCapture("the captured pass gives other logits than the model")
+
+
+def _agrees(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool, seed: int) -> bool:
+    """Whether a pass over random tokens gives the model's logits, but for rounding."""
+    length = program.length
+    with torch.inference_mode():
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        behind = cut_to_table(model, _BEHIND, length)
+        text = torch.randint(0, vocabulary, (1, behind + length), generator=generator, device="cpu")
+        prompt, ids = text[:, :behind], text[:, behind:]
+        positions = torch.arange(behind, behind + length, device="cpu")[None]
+        # Layers with a window have none here, unless the attention knows about windows.
+        own = DynamicCache(config=model.config.get_text_config(decoder=True)) if knows_windows else DynamicCache()
+        model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: own})
+        buffered = copy.deepcopy(own)
+        add_buffers(buffered)
+        expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits.float()
+        attention = attending(buffered, length)
+        if attention is None:
+            raise CannotCapture("its cache has layers of a kind of their own")
+        got = program.run(ids, positions, attention).float()
+        if got.shape != expected.shape:
+            return False
+        if agree(got, expected, model.dtype):
+            return True
+        if model.dtype == torch.float32:
+            return False
+        own.crop(-length)
+        other = _TIMES * _sensitivity(model, ids, positions, own, expected)
+        difference, spread = got - expected, expected.std()
+        return bool(difference.norm() <= min(other, _MOST * spread * expected.numel() ** 0.5))
+
+
+def _sensitivity(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, expected: torch.Tensor
+) -> torch.Tensor:
+    """How far logits move where the embeddings are rounded otherwise."""
+    moved = moved_embeddings(model, ids)
+    logits = model(inputs_embeds=moved, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
+    return (logits.float() - expected).norm()  # type: ignore[no-any-return]
+
+
+def try_out(model: PreTrainedModel, program: Program) -> None:
+    """Play a draft back without a cache. What it says is verified later; that it can be run must be known before.
+
+    A model may mix what a draft computes in bfloat16 with weights of its own in a way that torch refuses.
+
+    Args:
+        model: the target model.
+        program: the draft's pass.
+    """
+
+    class Nothing:
+        def attend(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
+        ) -> torch.Tensor:
+            shape = (1, query.shape[1], program.length, value.shape[3])
+            return query.new_zeros(shape, dtype=model.dtype).transpose(1, 2)
+
+    ids = torch.zeros((1, program.length), dtype=torch.long, device="cpu")
+    with torch.inference_mode():
+        behind = cut_to_table(model, _BEHIND, program.length)
+        program.run(ids, torch.arange(behind, behind + program.length, device="cpu")[None], Nothing())
