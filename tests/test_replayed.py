@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, PreTrainedModel, StaticCache, TemperatureLogitsWarper
@@ -127,6 +129,8 @@ def texts(model: Any, request: Any, new: int = 40, **options: Any) -> tuple[torc
 
 # Not captured on the CPU either, for the same reasons (tests/test_capture.py): sliding windows apart.
 NOT_REPLAYED = {family for family, reason in REFUSALS.items() if reason is not None and "sliding" not in reason}
+if Version(transformers.__version__) < Version("5.24"):
+    NOT_REPLAYED.add("gptj")  # whose code of that time makes a batched product of shapes of its own
 REPLAYED = [family for family in FAMILIES if family not in NOT_REPLAYED]
 
 
