@@ -36,8 +36,7 @@ Attending = Callable[[Cache, int], CacheAttention | None]
 def compare_with_model(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool) -> None:
     """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
 
-    Where the first text disagrees, two others have to agree: in half precision there are tokens whose logits change
-    with every rounding.
+    Two of three texts have to agree: in half precision there are tokens whose logits change with every rounding.
 
     Args:
         model: the target model.
@@ -48,9 +47,10 @@ def compare_with_model(model: PreTrainedModel, program: Program, attending: Atte
     Raises:
         CannotCapture: the logits differ by more than rounding.
     """
-    if not _agrees(model, program, attending, knows_windows, 0) and not all(
-        _agrees(model, program, attending, knows_windows, seed) for seed in (1, 2)
-    ):
+    agreeing = [_agrees(model, program, attending, knows_windows, seed) for seed in range(2)]
+    if agreeing[0] != agreeing[1]:
+        agreeing.append(_agrees(model, program, attending, knows_windows, 2))
+    if sum(agreeing) < 2:
         raise CannotCapture("the captured pass gives other logits than the model")
 
 
