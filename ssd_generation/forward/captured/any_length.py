@@ -82,10 +82,6 @@ class PassCapture:
         self._skip_mode = skip_mode
         self._knows_windows = knows_windows
         self._whole, self._does_one = whole, does_one
-        self.forget()
-
-    def forget(self) -> None:
-        """Capture anew, for other rewrites."""
         self._longer: CapturedPass | None = None
         self._longer_known = False
 

@@ -210,15 +210,22 @@ class CapturedPasses:
     def _new_attention(self) -> CacheAttention:
         return CacheAttention() if self.batch_invariance is None else RowAttention()
 
-    def _attending(self, cache: Cache, count: int) -> CacheAttention | None:
-        """The attention of a pass over so many tokens of one text; `None` where the cache is of another kind."""
-        live, attention = self._live(cache), self._new_attention()
+    def _begin(
+        self, attention: CacheAttention, cache: Cache, count: int, ahead: int, texts: Sequence[TextPlace]
+    ) -> bool:
+        """Begin the attention of a pass; `False` where the cache is of another kind. Arguments as of `run`."""
+        live = self._live(cache)
         if not live:
-            return None
+            return False
         for layer in live:
-            layer.reserve(count)
-        attention.begin(cache.layers, live[0].end, count)
-        return attention
+            layer.reserve(max(count, ahead))
+        attention.begin(cache.layers, live[0].end, count, texts)
+        return True
+
+    def _attending(self, cache: Cache, count: int) -> CacheAttention | None:
+        """The attention of a pass that is tried out, over so many tokens; `None` as `_begin`."""
+        attention = self._new_attention()
+        return attention if self._begin(attention, cache, count, 0, ONE_TEXT) else None
 
     def run(
         self,
@@ -264,13 +271,8 @@ class CapturedPasses:
             attention = self._attention.value = self._new_attention()
         if self.is_draft and drafted:
             attention.move_to(attention.at + attention.count, count)
-        else:
-            live = self._live(cache)
-            if not live:
-                return None
-            for layer in live:
-                layer.reserve(max(count, ahead))
-            attention.begin(cache.layers, live[0].end, count, texts)
+        elif not self._begin(attention, cache, count, ahead, texts):
+            return None
         try:
             logits = _run_filled(program, ids, positions, attention)
         except BaseException:
@@ -411,7 +413,7 @@ def _leave_out_head(model: PreTrainedModel, captured: CapturedPass) -> None:
     node = output.args[0]
     while (layer := linear_weight(captured, node)) is None:
         if len(node.all_input_nodes) == 0 or node.meta.get("shape") != output.args[0].meta.get("shape"):
-            raise CannotCapture("there is no head behind the pass")
+            raise CannotCapture("the pass does not end with the head")
         node = node.all_input_nodes[0]
     if head is None or layer[0] is not head.weight:
         raise CannotCapture("the logits come from something else than the head")
