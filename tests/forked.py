@@ -7,8 +7,11 @@ nothing of what they have patched. Its children are processes like any others, t
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import re
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,24 +28,47 @@ SECONDS = 240
 """After which a process hangs."""
 
 
+class Died(AssertionError):
+    """The process was ended by a signal.
+
+    Attributes:
+        calls: the call stack of the thread that received it, innermost first, as `faulthandler` writes it.
+    """
+
+    def __init__(self, report: str) -> None:
+        super().__init__(report or "it died without a report")
+        _, _, current = report.partition("Current thread ")
+        self.calls = re.findall(r'^  File "(.*)", line', current.partition("\n\n")[0], re.MULTILINE)
+
+
 @dataclass
 class Forked:
     process: BaseProcess
     pipe: Connection
+    report: Path
+
+    def _receive(self) -> tuple[str, Any]:
+        try:
+            kind, content = self.pipe.recv()
+        except EOFError:
+            raise Died(self.report.read_text()) from None
+        assert kind != "failed", content
+        return kind, content
 
     def hear(self) -> Any:
         """What it says next; an error of its own, should it fail."""
         assert self.pipe.poll(SECONDS), "it says nothing"
-        kind, content = self.pipe.recv()
-        assert kind != "failed", content
-        return content
+        return self._receive()[1]
 
     def ends_well(self) -> Any:
-        """What its work returned."""
+        """What its work returned.
+
+        Raises:
+            Died: if a signal ended it.
+        """
         while True:
             assert self.pipe.poll(SECONDS), "it does not end"
-            kind, content = self.pipe.recv()
-            assert kind != "failed", content
+            kind, content = self._receive()
             if kind == "returned":
                 self.process.join(SECONDS)
                 assert self.process.exitcode == 0
@@ -63,12 +89,16 @@ class Saying:
         self._pipe.recv()
 
 
-def _run(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        pipe.send(("returned", work(Saying(pipe), *arguments)))
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-        raise
+def _run(pipe: Connection, report: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    with open(report, "w") as file:
+        faulthandler.enable(file)
+        try:
+            pipe.send(("returned", work(Saying(pipe), *arguments)))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))
+            raise
+        finally:
+            faulthandler.disable()
 
 
 @contextlib.contextmanager
@@ -84,16 +114,20 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Iterator[Forked]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs, work, arguments))
+    handle, name = tempfile.mkstemp(suffix=".fault")
+    os.close(handle)
+    report = Path(name)
+    process = context.Process(target=_run, args=(theirs, name, work, arguments))
     with pytest.MonkeyPatch.context() as patch:
         # The first call starts the server, which looks for its modules here.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
         process.start()
     theirs.close()
     try:
-        yield Forked(process, ours)
+        yield Forked(process, ours, report)
     finally:
         process.kill()
         process.join()
         process.close()
         ours.close()
+        report.unlink()

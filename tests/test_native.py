@@ -199,12 +199,16 @@ def test_weights_changed_in_place_are_seen() -> None:
     assert torch.allclose(layer(x), functional.linear(x, weight, bias), atol=1e-5)
 
 
-def test_a_layer_holds_what_it_reads() -> None:
+@pytest.mark.parametrize("goes", ["the tensors", "their memory"])
+def test_a_layer_holds_what_it_reads(goes: str) -> None:
     weight, bias = random_layer(300, 64, torch.float32)
     x = torch.randn(1, 64)
     expected = functional.linear(x, weight, bias)
     layer = made(weight, bias)
-    del weight, bias
+    if goes == "the tensors":
+        del weight, bias
+    else:
+        weight.data, bias.data = weight * 2, bias * 2
     rubbish = [torch.full((300, 64), 7.0) for _ in range(20)]
     assert torch.allclose(layer(x), expected, atol=1e-4)
     assert len(rubbish) == 20

@@ -350,6 +350,26 @@ def test_lists_change_no_bit(family: str, dtype: torch.dtype, monkeypatch: pytes
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_reads_the_memory_that_it_was_captured_with(family: str) -> None:
+    # Another thread may replace a weight while a pass reads it: its memory must live until the pass is dropped.
+    model = enable_self_speculative(even_model(family))
+    found = captured_target(model, BatchInvariance("native", WIDTHS))
+    if found is None or found.program(3) is None:
+        pytest.skip("its passes are not captured")
+
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with torch.inference_mode():
+        for cache in caches:
+            model(prompt(9), **{CACHE: cache})
+            add_buffers(cache)
+        before = found.run(caches[0], prompt(3, seed=1), torch.arange(9, 12)[None], width=3)
+        for weight in (*model.parameters(), *model.buffers()):
+            weight.data = torch.full_like(weight, 7)
+        after = found.run(caches[1], prompt(3, seed=1), torch.arange(9, 12)[None], width=3)
+    assert before is not None and after is not None and torch.equal(before, after)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "phi3"])
 def test_drafts_of_a_wider_cache(family: str) -> None:
     # Activations are bfloat16, the cache is float32; mixtral's experts keep what they are, and are not mixed with it.

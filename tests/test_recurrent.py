@@ -405,8 +405,8 @@ def test_a_model_drafts_for_itself(model: Any, sampled: bool, rows_: int) -> Non
         statistics = model.last_speculation
         assert statistics.refusal is None and statistics.draft_passes > 0, name
         if name == "int8":
-            # (What a gate of recurrent_gemma makes of a rounded weight is a little more.)
-            assert statistics.acceptance_rate > (0.7 if model.config.model_type == "recurrent_gemma" else 0.75)
+            # One rejection in 24 tokens lowers it by up to a seventh.
+            assert statistics.acceptance_rate > 0.6
 
 
 @pytest.mark.parametrize("rows_", [1, 2])

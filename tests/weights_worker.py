@@ -214,14 +214,20 @@ def with_change(model: Any, request: Any, seed: int, name: str, when: str, rows:
     return first, decoded(model, request, rows, sampled)
 
 
+def drawn(seed: int) -> dict[str, Any]:
+    """Which change a seed stands for, and when it is made."""
+    chance = random.Random(seed)
+    name, when, draft = chance.choice(list(CHANGES)), chance.choice(WHEN), chance.choice(list(DRAFTS))
+    sampled, rows = chance.random() < 0.3, 1 if when == "streamer" else chance.choice([1, 1, 3])
+    return {"seed": seed, "change": name, "when": when, "draft": draft, "sampled": sampled, "rows": rows}
+
+
 def change(saying: Any, seed: int) -> dict[str, Any]:
     """One random change, to a model that drafts and to one that does not."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    chance = random.Random(seed)
-    name, when, draft = chance.choice(list(CHANGES)), chance.choice(WHEN), chance.choice(list(DRAFTS))
-    sampled, rows = chance.random() < 0.3, 1 if when == "streamer" else chance.choice([1, 1, 3])
-    about = {"seed": seed, "change": name, "when": when, "draft": draft, "sampled": sampled, "rows": rows}
+    about = drawn(seed)
+    _, name, when, draft, sampled, rows = about.values()
     ours = enable_self_speculative(new_model())
     plain = copy.deepcopy(ours)
     if when == "thread":

@@ -132,6 +132,11 @@ class Program:
         return ".attend(" not in self.source
 
 
+def _alias(constant: Any) -> Any:
+    """A tensor of the same memory: a parameter itself lets its own go when a thread replaces it, even as it is read."""
+    return constant.detach() if isinstance(constant, torch.Tensor) else constant
+
+
 def compile_pass(captured: CapturedPass) -> Program:
     """The code that `torch.fx` generates for a pass, with its constants."""
     code = captured.graph.python_code("self")
@@ -140,7 +145,7 @@ def compile_pass(captured: CapturedPass) -> Program:
     # A `GraphModule` of the same graph takes 4 % (its `forward`) to 7 % (called) more time for one token through two
     # small layers, 2 % through SmolLM2-135M: `nn.Module.__getattr__` looks up each constant. Here they are attributes.
     names = [node.target for node in captured.nodes if node.op == "get_attr"]
-    constants = SimpleNamespace(**{name: captured.constants[name] for name in names})
+    constants = SimpleNamespace(**{name: _alias(captured.constants[name]) for name in names})
     run = MethodType(namespace.pop("forward"), constants)  # not to be held by its own globals
     return Program(run, captured.length, code.src, tuple(captured.copied_weights))
 

@@ -108,6 +108,7 @@ class _List:
             weight = captured.constant(args[1])
             if weight is None or weight.dtype is not self.dtype or not weight.is_contiguous():
                 raise _No
+            weight = weight.detach()  # an alias, as `NativeLinear` holds
             x, columns = self._value(args[0]), int(weight.shape[0])
             of_all = x.like.numel() // columns
             if of_all % self.rows:

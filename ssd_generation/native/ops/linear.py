@@ -78,7 +78,8 @@ class NativeLinear:
         self.activation = activation
         self.rows, columns = weight.shape
         self.columns = columns * 2 if group else columns
-        tensors = weight, bias, scales
+        # Aliases: a parameter itself lets its memory go when a thread replaces it, even as a kernel reads it.
+        tensors = tuple(None if tensor is None else tensor.detach() for tensor in (weight, bias, scales))
         fields = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.columns, self.rows)
         self._layer = (ctypes.c_int64 * len(fields))(*fields)
         self.held: tuple[Any, ...] = (*tensors, self._layer)  # as long as their addresses are used
