@@ -69,7 +69,7 @@ class _List:
     dtype: torch.dtype
     cached: torch.dtype
     written: set[Any]
-    nodes: list[Any] = field(default_factory=list)
+    nodes: dict[Any, None] = field(default_factory=dict)  # in order
     values: dict[Any, Any] = field(default_factory=dict)
     inputs: dict[Any, _Value] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -141,7 +141,7 @@ class _List:
             self._step(node, "add", operands, shape, [one.like.numel() // self.rows])
         else:
             raise _No
-        self.nodes.append(node)
+        self.nodes[node] = None
 
     def _value(self, node: Any) -> _Value:
         """The tensor of an argument: one of the list's own, or given to it."""
@@ -250,7 +250,7 @@ class _List:
         wanted = [node for node in self.nodes if self._is_read_outside(node)]
         blocks = [self._block_of(node) for node in wanted]
         made = make_list(self.steps, blocks, len(self.inputs), self.rows, self.dtype)
-        graph, last = captured.graph, self.nodes[-1]
+        graph, last = captured.graph, next(reversed(self.nodes))
         with graph.inserting_after(last):
             call = last = graph.call_function(made, (self.attention, *self.inputs))
         call.meta = {"shape": None, "dtype": None, "writes": self.attention is not None, "is_view": False}

@@ -21,6 +21,7 @@ from ...config import SkipConfig
 from ...native.cache_table import ONE_TEXT, TextPlace
 from ...native.codegen.compiler import why_not
 from ...native.ops.kernels import NAMES
+from ...support.garbage import no_collections
 from ...support.model_state import Part, state_of
 from ..copies.low_bit import LowBitCopies, LowBitCopy, copies_of
 from ..structure.skip_mode import SkipMode
@@ -150,9 +151,10 @@ class CapturedPasses:
             model = self._model()
             assert model is not None
             try:
-                captured = self._capture.at(model, length, self._rewrites(model))
-                self.uneven = None if self.batch_invariance is None else uneven(captured)
-                self._programs[length] = None if self.uneven is not None else self._make(model, captured)
+                with no_collections():
+                    captured = self._capture.at(model, length, self._rewrites(model))
+                    self.uneven = None if self.batch_invariance is None else uneven(captured)
+                    self._programs[length] = None if self.uneven is not None else self._make(model, captured)
             except Exception as error:
                 if self.is_draft and self._is_native and not isinstance(error, CannotCapture):
                     # What a model computes beside its linear layers may not go with what kernels made here give.

@@ -102,11 +102,29 @@ def _found(captured: CapturedPass, patterns: Sequence[Graph]) -> Iterator[tuple[
     What comes between is read by nobody else, and nothing is written into any of it.
     """
     written = written_nodes(captured)
+    results: dict[Any, list[Any]] = {}
+    for node in captured.nodes:
+        results.setdefault(node.target, []).append(node)
     for pattern in patterns:
+        (wanted,) = next(iter(reversed(pattern.nodes))).args
+        # The matcher goes through the whole graph for each pattern, most of which are in none.
+        if not any(_computes(node, wanted) for node in results.get(wanted.target, ())):
+            continue
         for match in SubgraphMatcher(pattern).match(captured.graph):
             if written.isdisjoint(value for value in match.nodes_map.values() if isinstance(value, Node)):
                 (result,) = match.returning_nodes
                 yield result, {node.name: value for node, value in match.nodes_map.items() if node.op == "placeholder"}
+
+
+def _computes(value: Any, wanted: Any) -> bool:
+    """Whether a value is computed by the operations of a pattern, whatever they are applied to."""
+    if not isinstance(wanted, Node) or wanted.op == "placeholder":
+        return True
+    return (
+        isinstance(value, Node)
+        and (value.op, value.target, len(value.args)) == (wanted.op, wanted.target, len(wanted.args))
+        and all(map(_computes, value.args, wanted.args))
+    )
 
 
 def _both(operation: Callable[[Any, Any], Any], turned: bool) -> Callable[[Any, Any], Any]:
