@@ -4,7 +4,7 @@
 from ssd_generation import SkipConfig, enable_self_speculative
 
 model = enable_self_speculative(model)
-model.generate(**inputs, self_speculative="auto")  # by whatever pays: low bits, skipping, lookup, or nothing
+model.generate(**inputs, self_speculative="auto")  # the fastest way to draft here: low bits, skipping, lookup, or none
 model.generate(**inputs, self_speculative=SkipConfig(attention=[5, 7], mlp=[9]))
 ```
 """
@@ -87,7 +87,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are loaded on first use: `ssd --help` need not wait for torch and transformers."""
+    """Load public names on first use: `ssd --help` need not wait for torch and transformers."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)

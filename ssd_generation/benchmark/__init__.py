@@ -1,1 +1,1 @@
-"""Measurements of this library beside its peers."""
+"""Measurements of this library compared with its peers."""

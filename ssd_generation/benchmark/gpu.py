@@ -1,14 +1,14 @@
-"""What passes cost on a GPU and what replaying them brings, in one process and a given time.
+"""Costs of passes on a GPU and the gain of replaying them, in one process and a given time.
 
     python -m ssd_generation.benchmark.gpu [--model demo | --shape 1.5b] [--seconds 400] [--new-tokens 128]
         [--fused none|rows|whole] [--methods plain,lookup]
 
-Milliseconds of a pass by width and bucket, by the model's own code and replayed as it was recorded (CUDA graphs), of a
-draft step with half of the sub-layers left out; whether a token's bits depend on its place; bytes of the arena and of
-what was recorded. With a model (not a shape, whose weights are random) also whole calls, in turns: plain `generate`,
-with a static cache that transformers compiles, with nothing drafted, by lookup, and "auto", once all that is compiled
-beside decoding is in use; whether drafted texts are undrafted ones; the first call of all; and the host's own time in a
-round. What did not fit into the time, or failed, is said.
+Reports milliseconds of a pass by width and bucket, by the model's own code and replayed (CUDA graphs), also of a draft
+step with half of the sub-layers skipped; whether a token's bits depend on its place; bytes of the arena and of device
+memory in use. With a model (not a shape, whose weights are random) it also times whole calls, interleaved: plain
+`generate`, with a static cache that transformers compiles, undrafted, by lookup, and "auto", once everything compiled
+in the background is in use; and reports whether drafted texts equal undrafted ones, the first calls, and the host time
+of a round. It lists the measurements that did not fit into the time, or failed.
 `ssd benchmark --device cuda --methods auto,lookup,plain-loop,static` makes the long version of that table.
 """
 
@@ -73,22 +73,22 @@ SHAPES: dict[str, Any] = {
         max_position_embeddings=8192,
     ),
 }
-"""Shapes of models whose weights are random: for what passes cost."""
+"""Shapes of models with random weights, for timing passes."""
 
 _WIDTHS = (1, 4, 8, 16)
 _BEHIND = (128, 1500)
-"""Tokens that passes stand behind: in the first bucket and in the fourth."""
+"""Cached tokens that passes follow: in the first bucket and in the fourth."""
 _REPEATS = 20
 _METHODS = (PLAIN, "static", UNDRAFTED, "lookup", "auto")
 
 
 @dataclass
 class Clock:
-    """The time that a run may take.
+    """Time limit of a run.
 
     Attributes:
-        seconds: in all.
-        missing: what there was no time for, or what failed, and why.
+        seconds: the limit.
+        missing: measurements that failed or that there was no time for, with the reason.
     """
 
     seconds: float
@@ -97,11 +97,11 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Remaining seconds."""
         return self.seconds - (time.perf_counter() - self._began)
 
     def attempt(self, what: str, call: Callable[[], Any]) -> Any:
-        """A part of the run; `None` where there is no time for it, or it fails."""
+        """Run one part and return its result; `None` if no time is left, or it fails."""
         if self.left <= 0:
             self.missing.append(f"{what}: no time was left")
             return None
@@ -113,17 +113,17 @@ class Clock:
 
 
 def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[dict[str, Any]]:
-    """Seconds of passes by the model's own code and replayed, by width and tokens in the cache.
+    """Time passes by the model's own code and replayed, by width and tokens in the cache.
 
     Args:
         model: a transformers model, enabled.
-        clock: the time that there is.
-        fuses: what is compiled of them, as `forward.cuda_graph.graph_passes.FUSES`.
+        clock: time limit.
+        fuses: parts of passes to compile, as in `forward.cuda_graph.graph_passes.FUSES`.
 
     Returns:
-        For each width and place a dictionary: `width`, `behind`, `eager` and `replayed` in seconds (`None` where it
-        could not be measured), and `recording`, what it took to record. A draft step with a random half of the
-        sub-layers left out has `what="half"`.
+        For each width and number of cached tokens a dictionary: `width`, `behind` (tokens in the cache), `eager` and
+        `replayed` in seconds (`None` where not measured), and `recording`, the seconds of the capture. A draft step
+        with a random half of the sub-layers skipped has `what="half"`.
     """
     device = model.get_input_embeddings().weight.device
     backend = graph_backend_on(device)
@@ -166,7 +166,7 @@ def _row(model: Any, passes: GraphPasses | None, width: int, behind: int, half: 
             model(input_ids=ids[:, behind:], use_cache=True, **{CACHE: cache}).logits[0].argmax(-1).tolist()
             cache.crop(-width)
 
-        if half is None:  # a draft's own code has another cache
+        if half is None:  # an eager draft has another cache
             row["eager"] = _median(eager)
         if passes is not None:
             began = time.perf_counter()
@@ -185,7 +185,7 @@ def _row(model: Any, passes: GraphPasses | None, width: int, behind: int, half: 
 
 
 def _median(call: Callable[[], None], repeats: int = _REPEATS) -> float:
-    """Seconds on the host's clock; each call waits for the device at its end."""
+    """Return the median seconds on the host's clock; each call waits for the device at its end."""
     call()
     times = []
     for _ in range(repeats):
@@ -198,18 +198,18 @@ def _median(call: Callable[[], None], repeats: int = _REPEATS) -> float:
 def measure_calls(
     model: Any, tokenizer: Any, clock: Clock, new_tokens: int, methods_wanted: Sequence[str] = _METHODS
 ) -> dict[str, Any]:
-    """Whole calls of `generate` in turns, over the package's prompts, as far as the time goes.
+    """Time whole calls of `generate`, interleaved, over the package's prompts, until the time is up.
 
     Args:
         model: a transformers model, enabled.
         tokenizer: its tokenizer.
-        clock: the time that there is.
-        new_tokens: of each call; end of sequence is off.
-        methods_wanted: names, of `make_methods`.
+        clock: time limit.
+        new_tokens: number of new tokens in each call; end of sequence is off.
+        methods_wanted: names of methods, as in `make_methods`.
 
     Returns:
-        `first`: seconds of a process's first calls, by method; `calls`: for each prompt its category and by method
-        seconds, tokens a pass and whether the text is the undrafted one; `host`: seconds of the host's own in a round.
+        `first`: seconds of a process's first two calls, by method; `calls`: for each prompt its category and by method
+        seconds, tokens per pass and whether the text equals the undrafted one; `host`: host seconds in a round.
     """
     prompts = [prompt for at in range(8) for prompt in _each_category(at)]
     methods = {method.name: dict(method.request) for method in make_methods(methods_wanted, model)}
@@ -278,7 +278,7 @@ def measure_calls(
 
 
 def _wait_until_compiled(model: Any, call: Callable[[], Any], clock: Clock) -> None:
-    """Decode until what is compiled beside decoding is in use, or is found not to pay: texts may change with it."""
+    """Decode until what is compiled in the background is in use, or found not to pay off: texts may change with it."""
     state = state_of(model).get(GraphPart)
     while clock.left > 0 and (passes := state.passes.get(None)) is not None:
         fusing = state.fusing
@@ -300,7 +300,7 @@ def _each_category(at: int) -> Iterator[Any]:
 
 
 def _host_seconds(call: Callable[[], Any]) -> float:
-    """Median seconds of a round without what its pass, and the wait for it, take."""
+    """Return the median seconds of a round without its pass and the wait for it."""
     seconds: list[float] = []
     waiting = [0.0]
     round_of, replay_of = DecodingLoop._round, GraphPasses.run
@@ -392,7 +392,7 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """The command of the module's docstring."""
+    """Run the command of the module's docstring."""
     parser = argparse.ArgumentParser(
         prog="python -m ssd_generation.benchmark.gpu",
         description=__doc__,

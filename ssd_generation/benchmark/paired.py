@@ -1,4 +1,4 @@
-"""Two checkouts of this library side by side: the same calls by each, in turns.
+"""Comparison of two checkouts of this library: the same calls by each, interleaved.
 
 Two versions of a package cannot be imported in one process. So each has its own worker process, which loads the model
 and waits for requests; only one of them computes at a time.
@@ -35,10 +35,10 @@ HERE, THERE = "here", "there"
 
 
 def check_checkout(path: str | os.PathLike[str]) -> Path:
-    """The root of another checkout.
+    """Return the root of another checkout.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: `path` is not the root of a checkout.
     """
     root = Path(os.path.expanduser(path)).resolve()
     if not (root / "ssd_generation" / "__init__.py").is_file():
@@ -49,12 +49,12 @@ def check_checkout(path: str | os.PathLike[str]) -> Path:
 
 
 def own_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
-    """The default methods for comparing two checkouts: this library's own modes."""
+    """Return the default methods for comparing two checkouts: this library's own modes."""
     return (PLAIN, "auto", *(("config",) if config is not None else ()), "plain-loop")
 
 
 class _Worker(Child):
-    """A worker, see `calls.py`.
+    """Worker process of one checkout, see `calls.py`.
 
     Args:
         name: "here" or "there".
@@ -67,10 +67,10 @@ class _Worker(Child):
         super().__init__(name, Path(calls.__file__).resolve(), {"PYTHONPATH": paths})
 
     def require(self, do: str, **message: Any) -> dict[str, Any]:
-        """As `request`, but raises if the worker answers with an error.
+        """Send a request as `request` does, but raise if the worker answers with an error.
 
         Raises:
-            ValueError: with the worker's message.
+            ValueError: the worker answered with an error; the message includes its own.
         """
         answer = self.request(do, **message)
         if "error" in answer:
@@ -91,18 +91,18 @@ def run_paired(
     config: Mapping[str, Any] | None = None,
     observe: Observer | None = None,
 ) -> dict[str, Any]:
-    """Run the same calls by this checkout and by another, in turns, and continue an earlier run in this folder.
+    """Run the same calls by this checkout and another, interleaved, and continue an earlier run in this folder.
 
-    The checkout that goes first changes from call to call. Plain decoding is a method like the others: its ratio shows
-    how noisy the machine is.
+    The checkout that runs first alternates from call to call. Plain decoding is a method like the others: its ratio
+    shows how noisy the machine is.
 
     Args:
-        prompts: at least one.
-        folder: of the results, entered (`with`).
-        settings: of the run; memory is not measured.
+        prompts: prompts to run, at least one.
+        folder: results folder, entered (`with`).
+        settings: settings of the run; memory is not measured.
         other: the other checkout's root, see `check_checkout`.
         load: the worker's arguments: `model`, `dtype`, `device`, and `device_map`, `assistant`, `threads`.
-        config: of the methods that need one, as a dictionary.
+        config: config of the methods that need one, as a dictionary.
         observe: callback with the progress, before each pair of calls.
 
     Returns:
@@ -185,7 +185,7 @@ class _PairedRun:
         self.options = self.settings.options(loaded["pad_token_id"])
 
     def everything(self) -> None:
-        """Warm up, then all pairs of calls."""
+        """Warm up, then run all pairs of calls."""
         names = list(dict.fromkeys(name for _, _, name in self.wanted))
         self.total += len(names) * self.settings.warm_up
         for name in names * self.settings.warm_up:

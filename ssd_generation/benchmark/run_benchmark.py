@@ -1,4 +1,4 @@
-"""The benchmark: all methods on all prompts, with a fixed number of new tokens."""
+"""Benchmark: all methods on all prompts, with a fixed number of new tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ __all__ = ["BenchmarkSettings", "benchmark_arguments", "run_benchmark"]
 
 @dataclass(frozen=True)
 class BenchmarkSettings(RunSettings):
-    """How the methods are run, see `RunSettings`.
+    """Settings of a benchmark, see `RunSettings`.
 
     Args:
-        new_tokens: of every call; end of sequence is off. ≥ 2, so that there is a step after the prompt's pass.
+        new_tokens: new tokens of every call; end of sequence is off. ≥ 2, so that there is a step after the prompt's
+            pass.
         chat_template: whether prompts go through the tokenizer's chat template, where it has one.
 
     Raises:
@@ -48,13 +49,13 @@ class BenchmarkSettings(RunSettings):
 def benchmark_arguments(
     settings: BenchmarkSettings, prompts: Sequence[Prompt], config: SelfSpeculativeConfig | None, **about: Any
 ) -> dict[str, Any]:
-    """What defines a run, for `RunFolder`.
+    """Return the arguments that identify a run, for `RunFolder`.
 
     Args:
-        settings: of the run.
-        prompts: of the run.
-        config: of the methods that need one.
-        **about: the model and whatever else the results depend on.
+        settings: settings of the run.
+        prompts: prompts of the run.
+        config: config of the methods that need one.
+        **about: the model and everything else that the results depend on.
     """
     return {
         "format_version": 1,
@@ -83,10 +84,10 @@ def run_benchmark(
     Args:
         model: the target model; it is enabled.
         tokenizer: its tokenizer.
-        prompts: at least one.
-        folder: of the results, entered (`with`).
-        settings: of the run.
-        config: of the methods that need one.
+        prompts: prompts to run, at least one.
+        folder: results folder, entered (`with`).
+        settings: settings of the run.
+        config: config of the methods that need one.
         assistant: model of the method "assistant".
         observe: callback with the progress, before each call.
         peers: the models of other runtimes' methods, by the method's name, see `gguf_models` and `openvino_models`.
@@ -96,7 +97,7 @@ def run_benchmark(
 
     Raises:
         ValueError: no prompts, or a config that does not fit.
-        KeyboardInterrupt: passed on; finished calls are kept, with a summary of them.
+        KeyboardInterrupt: re-raised; finished calls are stored, with a summary of them.
     """
     if not prompts:
         raise ValueError("There are no prompts to run.")
@@ -111,16 +112,16 @@ def run_benchmark(
 
 
 class Benchmark(SideBySide):
-    """A benchmark, see `SideBySide`.
+    """Benchmark run, see `SideBySide`.
 
-    A later turn follows plain decoding's answer to the one before, the same for all methods. Without a chat template
-    there are no turns, and only the first is asked.
+    A later turn follows plain decoding's answers to the earlier ones, the same for all methods. Without a chat template
+    there are no turns, and only the first question is asked.
 
     Args:
-        tokenizer: of the model.
-        prompts: at least one.
-        caller, methods: as of `SideBySide`.
-        folder, settings, observe: as of `SideBySide`.
+        tokenizer: the model's tokenizer.
+        prompts: prompts to run, at least one.
+        caller, methods: as in `SideBySide`.
+        folder, settings, observe: as in `SideBySide`.
     """
 
     settings: BenchmarkSettings
@@ -161,7 +162,7 @@ class Benchmark(SideBySide):
         }
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Return an answer up to its end, which is not the end of the call."""
+        """Return an answer up to its end token, where the call did not end."""
         ends = stored_end_tokens(self.model.generation_config)
         length = next((number for number, token in enumerate(ids) if token in ends), len(ids))
         return str(self.tokenizer.decode(ids[:length], skip_special_tokens=True))
@@ -172,6 +173,6 @@ class Benchmark(SideBySide):
 
 
 def _runtimes(methods: Sequence[Method], dtype: torch.dtype) -> dict[str, Peer]:
-    """Return the other runtimes that methods need, by name, for a model of that dtype."""
+    """Return the other runtimes that the methods need, by name, for a model of this dtype."""
     needed = {method.request["peer"].peer for method in methods if "peer" in method.request}
     return {name: kind(dtype) for name, kind in PEERS.items() if name in needed}

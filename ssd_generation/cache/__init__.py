@@ -1,1 +1,1 @@
-"""KV cache layers that a draft can write behind."""
+"""KV caches that drafts share with the target, recurrent states, and prefixes stored between calls."""

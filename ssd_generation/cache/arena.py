@@ -1,6 +1,6 @@
-"""Keys and values of one text at fixed addresses, for passes that are replayed as they were recorded.
+"""Keys and values of one text at fixed addresses, for passes that are replayed as CUDA graphs.
 
-A cache is lent the arena for a call: what it holds is copied in, and its layers' buffers are the arena's from then on.
+A cache is lent the arena for a call: its contents are copied in, and its layers' buffers are the arena's from then on.
 They append, crop and give views as they always do, so that any other pass works on them too. A layer with a sliding
 window has slots for the whole text here, each at the number of its token.
 """
@@ -20,11 +20,11 @@ from .buffered_layers import BufferedLayer, BufferedSlidingLayer
 __all__ = ["BUCKETS", "Arena", "bucket_of"]
 
 BUCKETS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Slots that a pass reads: the next of these, so that there are few kinds of passes and none reads much for nothing."""
+"""Numbers of slots that passes read, rounded up to: there are few kinds of passes, and none reads many unused slots."""
 
 
 def bucket_of(slots: int) -> int | None:
-    """The bucket for a text of so many slots; `None` where it is longer than any."""
+    """Return the bucket for a text of `slots` slots; `None` where it is longer than any."""
     return next((bucket for bucket in BUCKETS if bucket >= slots), None)
 
 
@@ -32,9 +32,9 @@ class Arena:
     """Buffers for the layers of one cache at a time.
 
     Attributes:
-        keys, values: by layer, `(1, heads, capacity, size)`.
-        capacity: slots of each.
-        version: another one where the addresses are others.
+        keys, values: buffers by layer, `(1, heads, capacity, size)`.
+        capacity: number of slots of each buffer.
+        version: number that changes with the addresses.
     """
 
     def __init__(self) -> None:
@@ -47,29 +47,29 @@ class Arena:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Size of the buffers in bytes."""
         return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
     def holds(self, cache: Cache) -> bool:
-        """Whether the buffers of this cache are the arena's."""
+        """Tell whether the buffers of this cache are the arena's."""
         layers: list[Any] = cache.layers
         if self._borrower is None or self._borrower() is not cache or len(layers) != len(self.keys):
             return False
-        # A layer that had to grow has left for a buffer of its own.
+        # A layer that had to grow has moved to a separate buffer.
         return all(getattr(layer, "key_buffer", None) is mine for layer, mine in zip(layers, self.keys, strict=True))
 
     def lend(self, cache: Cache, slots: int, expected: int = 0) -> bool:
-        """Let a cache of a single text have these buffers, with room for so many slots.
+        """Back a single-row cache by these buffers, at least `slots` long.
 
         Args:
-            cache: with buffers (`add_buffers`), and something in each of its layers.
-            slots: at the least. Where there is less room, buffers are made anew, the next bucket's: what was recorded
-                with the old ones is then of no use.
-            expected: slots that the text will come to, for buffers that are made now.
+            cache: cache with buffers (`add_buffers`), and something in each of its layers.
+            slots: smallest number of slots. Where there is less room, new buffers of the next bucket are made: graphs
+                captured with the old ones are then of no use.
+            expected: number of slots that the text will reach, for new buffers.
 
         Returns:
-            Whether it has them: not while another cache has, nor where it has layers of a kind of their own, or is
-            longer than any bucket.
+            Whether the cache has the buffers: not while another cache has them, nor where its layers are of another
+            kind, or it is longer than any bucket.
         """
         if slots <= self.capacity and self.holds(cache):
             return True
@@ -87,7 +87,7 @@ class Arena:
                 except torch.OutOfMemoryError:
                     self._make(like, bucket_of(slots) or BUCKETS[-1])
             elif borrower is None:
-                # What another text left behind is multiplied by 0 where it is masked, and must be a number.
+                # Leftovers of another text are multiplied by 0 where they are masked, and must be numbers.
                 for buffer in (*self.keys, *self.values):
                     buffer.zero_()
             for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
@@ -97,7 +97,7 @@ class Arena:
             return True
 
     def alike(self, capacity: int) -> Arena:
-        """Another one, with buffers of the same kind for so many slots, which nobody has borrowed."""
+        """Return another arena, with buffers of the same kind for `capacity` slots, which is not lent."""
         made = Arena()
         made._make(list(zip(self.keys, self.values, strict=True)), capacity)
         return made
@@ -117,17 +117,17 @@ class Arena:
             shape = (1, buffer.shape[1], capacity, buffer.shape[3])
             return torch.zeros(shape, dtype=buffer.dtype, device=buffer.device)
 
-        with torch.inference_mode(False):  # written in any mode
+        with torch.inference_mode(False):  # buffers that can be written in any mode
             self.keys, self.values = [made(keys) for keys, _ in like], [made(values) for _, values in like]
         self.capacity = capacity
         self.version += 1
 
     def take_back(self, cache: Cache, keeps: bool = True) -> None:
-        """A call is over: a cache that has these buffers gets its own again.
+        """Give a cache that has these buffers separate ones again, at the end of a call.
 
         Args:
-            cache: any.
-            keeps: whether anybody will look at what it holds.
+            cache: any cache.
+            keeps: whether its contents are still needed.
         """
         layers: list[Any] = cache.layers
         if self._borrower is None or self._borrower() is not cache:
@@ -141,7 +141,7 @@ class Arena:
         self._borrower = None
 
     def free(self) -> None:
-        """Hold nothing any more, unless a cache has it just now."""
+        """Free the buffers, unless they are lent to a cache."""
         with self._guard:
             if self._borrower is None or self._borrower() is None:
                 self.keys, self.values, self.capacity = [], [], 0
@@ -149,7 +149,7 @@ class Arena:
 
 
 def _move(layer: Any, keys: torch.Tensor, values: torch.Tensor, at: int) -> None:
-    """Have a layer's slots in other buffers, from slot `at` on."""
+    """Move a layer's slots into other buffers, from slot `at` on."""
     length = layer.end - layer.start
     for buffer, mine in ((layer.key_buffer, keys), (layer.value_buffer, values)):
         mine[:, :, at : at + length] = buffer[:, :, layer.start : layer.end]

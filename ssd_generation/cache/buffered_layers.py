@@ -2,8 +2,8 @@
 
 Shapes: keys and values are `(batch_size, num_heads, sequence_length, head_dim)`; *slots* are positions along
 `sequence_length`, the same for all rows. transformers' own `DynamicLayer` copies all slots for each new token. The
-layers here keep a *buffer*, a tensor with spare slots behind the valid ones: a pass writes its keys and values into the
-spare slots and attends to a view, `crop` moves a counter. A draft writes behind the valid slots of the same buffer, so
+layers here have a *buffer*, a tensor with spare slots after the valid ones: a pass writes its keys and values into the
+spare slots and attends to a view, `crop` moves a counter. A draft writes after the valid slots of the same buffer, so
 nothing of the prefix is copied to draft, and nothing of the target's cache changes.
 """
 
@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _MIN_SPARE = 32
-"""Slots added at the least when a buffer grows."""
+"""Smallest number of slots added when a buffer grows."""
 
 
 def spare_slots(length: int) -> int:
-    """Spare slots that a buffer over so many tokens gets."""
-    # A thirty-second of the context: a copy of the buffer every so many tokens, and at most 3 % more memory than the
-    # keys and values themselves.
+    """Return the number of spare slots of a buffer over `length` tokens."""
+    # A thirty-second of the context: the buffer is copied once in that many tokens, and takes at most 3 % more memory
+    # than the keys and values themselves.
     return max(_MIN_SPARE, length // 32)
 
 
@@ -55,8 +55,8 @@ class BufferedLayer(DynamicLayer):
     """A `DynamicLayer` that appends in place.
 
     The valid slots are `start … end` of two tensors, `key_buffer` and `value_buffer`; a full-attention layer starts at
-    0. `keys` and `values` are views of them, made when asked for; assigning to them, as transformers' own methods do,
-    takes the tensor over.
+    0. `keys` and `values` are views of them, made on access; assigning to them, as transformers' own methods do, adopts
+    the tensor.
     """
 
     key_buffer: torch.Tensor | None
@@ -68,12 +68,12 @@ class BufferedLayer(DynamicLayer):
         super().__init__(**kwargs)
 
     def _first(self) -> int:
-        """The first slot that the next token sees."""
+        """Return the first slot that the next token sees."""
         return self.start
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """`(batch_size, num_heads, sequence_length, head_dim)`, a view."""
+        """View of the visible keys, `(batch_size, num_heads, sequence_length, head_dim)`."""
         return None if self.key_buffer is None else self.key_buffer[:, :, self._first() : self.end]
 
     @keys.setter
@@ -82,7 +82,7 @@ class BufferedLayer(DynamicLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """`(batch_size, num_heads, sequence_length, head_dim)`, a view."""
+        """View of the visible values, `(batch_size, num_heads, sequence_length, head_dim)`."""
         return None if self.value_buffer is None else self.value_buffer[:, :, self._first() : self.end]
 
     @values.setter
@@ -105,9 +105,9 @@ class BufferedLayer(DynamicLayer):
         self.adopt(_new_buffer(key_states, 0), _new_buffer(value_states, 0))
 
     def reserve(self, slots: int, drafted: int = 0) -> None:
-        """Make sure that `slots` slots fit behind the valid ones. What the layer holds does not change.
+        """Make sure that `slots` slots fit after the valid ones, without changing the layer's contents.
 
-        The first `drafted` of those slots hold a draft already, which is kept.
+        The first `drafted` of those slots hold a draft already, which is retained.
         """
         assert self.key_buffer is not None and self.value_buffer is not None
         if self.end + slots <= self.key_buffer.shape[2]:
@@ -158,11 +158,11 @@ class BufferedLayer(DynamicLayer):
         return self.end if self.is_initialized else 0
 
     def holds_all(self, slots: int) -> bool:
-        """Whether so many slots are all there are, and the next token sees every one of them."""
+        """Tell whether the layer holds exactly `slots` slots, and the next token sees every one of them."""
         return self.is_initialized and self.start == self._first() == 0 and self.end == slots
 
     def move_rows(self, moves: Sequence[int], slots: int) -> None:
-        """See `move_rows`."""
+        """Move the rows of this layer; arguments as in the function `move_rows`."""
         if not self.is_initialized:
             return
         assert self.key_buffer is not None and self.value_buffer is not None
@@ -178,19 +178,19 @@ class BufferedLayer(DynamicLayer):
 
 
 class FixedLayer(BufferedLayer):
-    """Keys and values of what is not text, such as a picture that is looked at across: no pass adds to them."""
+    """Keys and values of input other than text, such as an image in cross-attention: no pass adds to them."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to crop: no token of the text is in it."""
+        """Do nothing: no token of the text is in this layer."""
 
     def move_rows(self, moves: Sequence[int], slots: int) -> None:
-        """Nothing to move: its slots are not the text's."""
+        """Do nothing: the slots of this layer are not the text's."""
 
 
 class BufferedSlidingLayer(BufferedLayer):
-    """A `DynamicSlidingWindowLayer` that appends in place and can always be rolled back by what it was last given.
+    """A `DynamicSlidingWindowLayer` that appends in place and can always be rolled back by its last tokens.
 
-    The buffer keeps the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the
+    The buffer holds the last `sliding_window - 1` slots and a few older ones; the older ones are dropped when the
     buffer is full.
     """
 
@@ -200,7 +200,7 @@ class BufferedSlidingLayer(BufferedLayer):
         self.sliding_window = int(sliding_window)
         self.cumulative_length = 0
         self.history = history
-        """Slots before the window that are kept as well, for rows of a batch that run ahead of the others."""
+        """Number of slots before the window that are retained as well, for rows of a batch that lead the others."""
         self.record_past = True
         super().__init__(**kwargs)
 
@@ -209,7 +209,7 @@ class BufferedSlidingLayer(BufferedLayer):
         return torch.tensor(self.sliding_window, dtype=torch.long, device=getattr(self, "device", None))
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: the past needed to roll one pass back is always kept."""
+        """Do nothing: the past needed to roll one pass back is always retained."""
 
     def _first(self) -> int:
         return max(self.start, self.end - self.sliding_window + 1)
@@ -224,7 +224,7 @@ class BufferedSlidingLayer(BufferedLayer):
         return super().update(key_states, value_states)
 
     def trim(self) -> None:
-        """Give the memory of slots back that no pass will see (after a long prompt)."""
+        """Free the memory of slots that no pass will see (after a long prompt)."""
         if (
             self.key_buffer is not None
             and self.key_buffer.shape[2] > 2 * (self.sliding_window + self.history) + _MIN_SPARE
@@ -251,7 +251,7 @@ class BufferedSlidingLayer(BufferedLayer):
 
 
 def _sliding_mask_sizes(seen: int, window: int, query_length: int) -> tuple[int, int]:
-    """`(kv_length, kv_offset)` of a sliding layer that has seen `seen` tokens, as in `DynamicSlidingWindowLayer`."""
+    """Return `(kv_length, kv_offset)` of a sliding layer after `seen` tokens, as in `DynamicSlidingWindowLayer`."""
     return min(seen, window - 1) + query_length, max(seen - window + 1, 0)
 
 
@@ -260,28 +260,28 @@ def _sliding_mask_sizes(seen: int, window: int, query_length: int) -> tuple[int,
 
 
 class _DraftLayer(CacheLayerMixin):
-    """What a draft sees of a layer with a buffer: the valid slots, and behind them its own."""
+    """View that a draft has of a layer with a buffer: the valid slots, followed by the draft's own."""
 
     is_sliding = False
 
     def __init__(self, base: BufferedLayer) -> None:
         super().__init__()
         self.base = base
-        self.is_initialized = base.is_initialized  # not where a model leaves a layer out (mllama, without an image)
+        self.is_initialized = base.is_initialized  # false where a model skips a layer (mllama, without an image)
         self.drafted = 0
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """What the next pass of the draft sees: mllama looks whether there is something."""
+        """Keys that the next pass of the draft sees; mllama checks whether there are any."""
         return self._seen(self.base.key_buffer)
 
     @keys.setter
     def keys(self, keys: torch.Tensor | None) -> None:
-        pass  # transformers' class begins with none
+        pass  # transformers' class assigns `None` at first
 
     @property
     def values(self) -> torch.Tensor | None:
-        """As `keys`."""
+        """Values that the next pass of the draft sees."""
         return self._seen(self.base.value_buffer)
 
     @values.setter
@@ -320,7 +320,7 @@ class _DraftLayer(CacheLayerMixin):
 
 
 class _SlidingDraftLayer(_DraftLayer):
-    """The same for a sliding layer."""
+    """View that a draft has of a sliding layer with a buffer."""
 
     is_sliding = True
     base: BufferedSlidingLayer
@@ -336,9 +336,9 @@ class _SlidingDraftLayer(_DraftLayer):
 
 
 class GhostLayer(CacheLayerMixin):
-    """Stands for the cache layer of a skipped attention: it holds nothing and knows its length from a live layer.
+    """Placeholder for the cache layer of a skipped attention: it holds nothing and has the length of a live layer.
 
-    Masks and positions are read off the first cache layer of each kind, which may be a skipped one.
+    Masks and positions are derived from the first cache layer of each kind, which may be a skipped one.
     """
 
     is_croppable = True
@@ -379,34 +379,34 @@ class GhostLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to crop: the length is the live layer's."""
+        """Do nothing: the length is the live layer's."""
 
     def reset(self) -> None:
-        """Nothing to reset: the length is the live layer's."""
+        """Do nothing: the length is the live layer's."""
 
 
 class DraftCache(Cache):
-    """What a drafting pass is given: the target's prefix, read in place, and the draft's own tokens behind it.
+    """Cache of drafting passes: the target's prefix, read in place, followed by the draft's own tokens.
 
-    A layer whose attention is skipped is never written to; in its place stands a live layer of the same kind, so that
-    masks and positions, which transformers reads off the first layer of each kind, are right.
+    A layer whose attention is skipped is never written to; a live layer of the same kind replaces it, so that masks and
+    positions, which transformers derives from the first layer of each kind, are right.
 
     Args:
         target: the target's cache, holding the verified prefix. It is never written to.
-        skipped: indices of the layers whose attention the draft leaves out.
+        skipped: indices of the layers whose attention the draft skips.
     """
 
     def __init__(self, target: Cache, skipped: frozenset[int]) -> None:
         self.target = target
         self.skipped = skipped
-        Cache.__init__(self, layers=self._views())  # whatever other class there is (`draft_cache`)
+        Cache.__init__(self, layers=self._views())  # not `super()`: there may be another base class (`draft_cache`)
 
     def _views(self) -> list[Any]:
         layers = self.target.layers
         self._sources = list(layers)
         views: list[Any] = []
         for index, layer in enumerate(layers):
-            if index in self.skipped:  # what has no length holds states, which a skipped mixer leaves alone
+            if index in self.skipped:  # a layer without a length holds states, which a skipped mixer does not touch
                 views.append(None if isinstance(layer, CacheLayerMixin) else layer)
             elif keeps_states(layer):
                 views.append(fork_states(layer))
@@ -427,7 +427,7 @@ class DraftCache(Cache):
         return views
 
     def rewind(self) -> None:
-        """Forget the drafted tokens and follow the target's cache as it is now."""
+        """Drop the drafted tokens and follow the target's cache as it is now."""
         if any(a is not b for a, b in zip(self._sources, self.target.layers, strict=True)):
             self.layers = self._views()
             return
@@ -435,19 +435,19 @@ class DraftCache(Cache):
             if isinstance(view, _DraftLayer):
                 view.drafted = 0
             elif index not in self.skipped and (isinstance(view, CacheLayerMixin) or keeps_states(view)):
-                # A fork holds tensors of its own from the first drafted token on.
+                # A fork holds separate tensors from the first drafted token on.
                 self.layers = self._views()
                 return
 
     def resume_at(self, drafted: int) -> None:
-        """Behind `rewind`: so many drafted tokens are behind the target's in its buffers, by somebody else's passes."""
+        """Count `drafted` tokens after the target's that other passes wrote to its buffers; call after `rewind`."""
         for view in self.layers:
             if isinstance(view, _DraftLayer):
                 view.drafted = drafted
 
 
 def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
-    """A shallow copy of a layer without a buffer: it aliases the tensors, and `cat` leaves those untouched."""
+    """Return a shallow copy of a layer without a buffer: it aliases the tensors, which `cat` leaves untouched."""
     fork = copy.copy(layer)
     if getattr(fork, "record_past", False):
         fork.record_past = False
@@ -459,11 +459,11 @@ def _fork(layer: CacheLayerMixin) -> CacheLayerMixin:
 
 
 def draft_cache(target: Cache, skipped: frozenset[int]) -> DraftCache:
-    """A `DraftCache`, of the target's class as well where that is a model's own, and holds its states in lists.
+    """Create a `DraftCache`, of the target's class as well where that is a model's own and holds states in lists.
 
     Args:
-        target: as of `DraftCache`.
-        skipped: as of `DraftCache`.
+        target: as in `DraftCache`.
+        skipped: as in `DraftCache`.
     """
     lists = lists_of(target)
     if not lists:
@@ -475,9 +475,9 @@ def draft_cache(target: Cache, skipped: frozenset[int]) -> DraftCache:
 
 
 def add_buffers(cache: Cache, history: int = 0) -> None:
-    """Exchange the plain dynamic layers of a cache for layers with a buffer, in place; what it holds stays.
+    """Replace the plain dynamic layers of a cache by layers with a buffer, in place, retaining their contents.
 
-    `history` slots before the window of a sliding layer are kept too: as many as one row of a batch may have to be
+    `history` slots before the window of a sliding layer are retained too: as many as one row of a batch may have to be
     rolled back. Layers of other classes stay as they are: a draft then reads them through a fork, which copies the
     prefix once per token as plain decoding does.
     """
@@ -496,11 +496,11 @@ def add_buffers(cache: Cache, history: int = 0) -> None:
 
 
 def append_written(cache: Cache, tokens: int) -> None:
-    """Let the keys and values count that a pass wrote right behind those of a cache.
+    """Count the keys and values that a pass wrote right after those of a cache.
 
     Args:
-        cache: of layers with buffers (`add_buffers`).
-        tokens: of the pass.
+        cache: cache of layers with buffers (`add_buffers`).
+        tokens: number of tokens of the pass.
     """
     layers: list[Any] = cache.layers
     for layer in layers:
@@ -512,11 +512,11 @@ def append_written(cache: Cache, tokens: int) -> None:
 
 
 def fix_unwritten(cache: Cache, before: Sequence[int]) -> None:
-    """Let the layers that a pass did not write to be neither cropped nor moved from now on, in place.
+    """Exclude the layers that a pass did not write to from cropping and moving from now on, in place.
 
     Args:
-        cache: behind a pass over tokens of the text.
-        before: the length of each of its layers before that pass.
+        cache: cache after a pass over tokens of the text.
+        before: length of each of its layers before that pass.
     """
     for index, (layer, length) in enumerate(zip(cache.layers, before, strict=False)):
         if type(layer) is not BufferedLayer or not layer.is_initialized or layer.end != length or not length:
@@ -528,7 +528,7 @@ def fix_unwritten(cache: Cache, before: Sequence[int]) -> None:
 
 
 def drop_buffers(cache: Cache) -> None:
-    """The reverse of `add_buffers`: plain dynamic layers again, holding views (nothing is copied)."""
+    """Undo `add_buffers`: restore plain dynamic layers, which hold views (nothing is copied)."""
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, BufferedLayer):
             continue
@@ -545,7 +545,7 @@ def drop_buffers(cache: Cache) -> None:
 
 
 def trim_windows(cache: Cache) -> None:
-    """After the prompt: sliding layers give back what lies before their window."""
+    """Free the slots before the window of sliding layers, after the prompt."""
     for layer in cache.layers:
         if isinstance(layer, BufferedSlidingLayer):
             layer.trim()
@@ -554,20 +554,20 @@ def trim_windows(cache: Cache) -> None:
 def move_rows(cache: Cache, moves: Sequence[int], slots: int) -> None:
     """Move each row of a cache along its slots, and make the cache end at slot `slots`.
 
-    What a row no longer covers at its left holds rubbish: the caller masks it, as any left padding.
+    Slots that a row no longer covers at its left hold garbage: the caller masks them, like any left padding.
 
     Args:
         cache: the cache, of `len(moves)` rows.
-        moves: slots to move each row by: to the right where positive, to the left where negative. A row that moves to
-            the left brings in what lay behind slot `slots`.
-        slots: the new length, at most the present one.
+        moves: number of slots to move each row by: to the right where positive, to the left where negative. A row that
+            moves to the left brings in slots after slot `slots`.
+        slots: the new length, at most the current one.
 
     Raises:
-        ValueError: rows move, and a layer is of a class that this library does not know how to move rows in.
+        ValueError: rows move, and a layer is of a class in which this library cannot move rows.
     """
     if not any(moves):
         if any(map(keeps_states, cache.layers)):
-            crop_attention(cache, slots)  # the states are put back before the next pass
+            crop_attention(cache, slots)  # the states are restored before the next pass
             return
         # The caller counts in slots; a layer of a KV-sharing cache may have no length of its own.
         cache.crop(slots - int(cache.get_seq_length()))
@@ -583,7 +583,7 @@ def move_rows(cache: Cache, moves: Sequence[int], slots: int) -> None:
 
 
 def reaches_back(cache: Cache, tokens: int) -> bool:
-    """Whether a cache, cropped by so many tokens, still holds all that the next token sees."""
+    """Tell whether a cache, cropped by `tokens` tokens, still holds all that the next token sees."""
     for layer in cache.layers:
         if isinstance(layer, BufferedSlidingLayer):
             if layer.end - layer.start - tokens < min(layer.sliding_window - 1, layer.get_seq_length() - tokens):
@@ -594,7 +594,7 @@ def reaches_back(cache: Cache, tokens: int) -> bool:
 
 
 def keep_length(cache: Any, skipped: frozenset[int], num_layers: int) -> None:
-    """Put ghosts in place of the cache layers of skipped attentions, for a cache that is filled in draft mode."""
+    """Replace the cache layers of skipped attentions by ghosts, in a cache that is filled in draft mode."""
     layers = getattr(cache, "layers", None)
     if layers is None or isinstance(cache, DraftCache):
         return

@@ -1,8 +1,8 @@
-"""Caches of a model's own class that keep states in a list beside their layers (minimax).
+"""Caches of a model's own class that hold states in a list alongside their layers (minimax).
 
 While this library decodes with one, its layers are those that any cache of such a model would have, with places for
-states, and the list shows what stands in these. So states are copied, put back and drafted behind like any others.
-Afterwards the cache is as the model's own code leaves it.
+states, and the list is a view of these. So states are copied, restored and drafted from like any others. Afterwards the
+cache is as the model's own code leaves it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["ListedStates", "class_of", "hold_lists", "lists_of", "new_cache", "r
 
 
 def class_of(model: PreTrainedModel) -> type[DynamicCache] | None:
-    """The kind of cache that a model's passes want, where that is one of its own whose states can be kept in layers.
+    """Return the cache class that a model's passes require, where it is its own and layers can hold the states.
 
-    `None` where any cache will do, or where this transformers has no such layers.
+    `None` where any cache will do, or where this version of transformers has no such layers.
     """
     kind = _wanted_by(type(model.base_model).forward)
     return None if kind is None or not layers_of_states(model) else kind
@@ -47,7 +47,7 @@ def _wanted_by(forward: Callable[..., Any]) -> type[DynamicCache] | None:
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
-    """An empty cache for passes of a model, which this library can take tokens out of."""
+    """Create an empty cache for passes of a model, from which this library can remove tokens."""
     kind = class_of(model)
     if kind is None:
         return DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -57,7 +57,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 
 
 class ListedStates(list[Any]):
-    """A list that shows the states of a cache's layers, and writes to them; nothing, where a layer keeps none.
+    """List view of the states of a cache's layers, for reading and writing; `None` where a layer holds none.
 
     Args:
         cache: the cache.
@@ -82,16 +82,16 @@ def _states(layer: Any) -> dict[Any, Any]:
 
 
 def lists_of(cache: Cache) -> list[str]:
-    """Names of the lists of a cache that is held."""
+    """Return the names of a cache's lists that `hold_lists` has replaced by views."""
     return [name for name, value in vars(cache).items() if isinstance(value, ListedStates)]
 
 
 def hold_lists(model: PreTrainedModel, cache: Cache) -> None:
-    """Keep in its layers what a cache holds in lists of its own.
+    """Move into its layers what a cache holds in lists of its own, and replace the lists by views.
 
     Args:
-        model: whose cache it is.
-        cache: any; one that is not of the model's own class stays as it is, and so does one that is held.
+        model: model of the cache.
+        cache: any cache; one that is not of the model's own class, or has such views already, stays as it is.
     """
     kind = class_of(model)
     if kind is None or not isinstance(cache, kind) or lists_of(cache):
@@ -111,7 +111,7 @@ def hold_lists(model: PreTrainedModel, cache: Cache) -> None:
 
 
 def release_lists(cache: Cache) -> None:
-    """Give a cache that was held its lists back, as the model's own code fills them."""
+    """Undo `hold_lists`: restore the lists of a cache, as the model's own code fills them."""
     for name in lists_of(cache):
         layers: list[Any] = cache.layers
         states = [_states(layer).get(0) for layer in layers]

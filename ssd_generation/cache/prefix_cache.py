@@ -1,9 +1,9 @@
 """Keys and values of texts that were read or decoded before, for texts that begin with the same tokens.
 
-A tree over tokens: each node holds the keys and values of a run of them, and what stands before a node is what its
-ancestors hold (a radix tree, as in RadixAttention, SGLang, arXiv 2312.07104). What a call takes is copied into the
-cache of the call, and what is new in it is copied back afterwards: so calls side by side, and calls that are broken
-off, leave the tree right. Runs that were not used for the longest time are dropped first.
+They form a tree over tokens: each node holds the keys and values of a run of tokens, which follows those of its
+ancestors (a radix tree, as in RadixAttention, SGLang, arXiv 2312.07104). What a call takes is copied into the cache of
+the call, and what is new in that is copied back afterwards: so concurrent calls, and calls that are interrupted, leave
+the tree consistent. The least recently used runs are dropped first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..support.forks import ForkSafeRLock
 __all__ = ["PrefixCache", "whole_text"]
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
-"""By layer, keys and values, `(1, heads, tokens, size)`."""
+"""Keys and values by layer, each `(1, heads, tokens, size)`."""
 
 
 @dataclass(eq=False)
 class _Run:
-    """A run of tokens that follow those of the nodes above, with their keys and values."""
+    """Run of tokens that follow those of the nodes above, with their keys and values."""
 
     tokens: torch.Tensor
     states: States
@@ -37,7 +37,7 @@ class _Run:
         return sum(keys.nbytes + values.nbytes for keys, values in self.states) + self.tokens.nbytes
 
     def split(self, at: int) -> int:
-        """Leave the first tokens to this node, and let the others follow; returns bytes added."""
+        """Leave the first tokens to this node and the others to a new child; return the number of bytes added."""
         before = self.bytes()
         rest = _Run(self.tokens[at:].clone(), _part(self.states, at, len(self.tokens)), self, self.below, self.used)
         for run in rest.below.values():
@@ -48,14 +48,14 @@ class _Run:
 
 
 class PrefixCache:
-    """Keys and values by the tokens that they stand for.
+    """Store of keys and values, by the tokens that they belong to.
 
     Args:
-        most_bytes: that are held at the most.
+        most_bytes: largest number of bytes stored.
 
     Attributes:
-        most_bytes: as given.
-        bytes: that are held now.
+        most_bytes: the given limit.
+        bytes: number of bytes stored now.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -66,24 +66,24 @@ class PrefixCache:
         self._guard = ForkSafeRLock()
 
     def match(self, key: Hashable, tokens: torch.Tensor) -> int:
-        """Return with how many of a text's tokens another begins.
+        """Return the number of a text's first tokens that are stored.
 
         Args:
-            key: all that keys and values hang on, tokens apart.
-            tokens (`torch.LongTensor` of shape `(n,)`): of the text, on the CPU.
+            key: everything that keys and values depend on, except tokens.
+            tokens (`torch.LongTensor` of shape `(n,)`): tokens of the text, on the CPU.
         """
         with self._guard:
             return sum(count for _, count in self._path(key, tokens))
 
     def take(self, key: Hashable, tokens: torch.Tensor, most: int) -> States:
-        """Return the keys and values of the first tokens of a text, as far as they are known: copies.
+        """Return copies of the keys and values of the first tokens of a text, as far as they are stored.
 
         Args:
             key, tokens: as in `match`.
-            most: tokens at the most.
+            most: largest number of tokens.
 
         Returns:
-            By layer; empty where nothing is known.
+            Keys and values by layer; empty where nothing is stored.
         """
         with self._guard:
             self._clock += 1
@@ -99,11 +99,11 @@ class PrefixCache:
             ]
 
     def keep(self, key: Hashable, tokens: torch.Tensor, states: States) -> None:
-        """Keep the keys and values of a text: those of the tokens that are not known yet, copied.
+        """Store copies of the keys and values of a text, for the tokens that are not stored yet.
 
         Args:
             key, tokens: as in `match`.
-            states: of all these tokens.
+            states: keys and values of all these tokens.
         """
         with self._guard:
             self._clock += 1
@@ -120,20 +120,20 @@ class PrefixCache:
             self._drop_oldest()
 
     def limit(self, most_bytes: int) -> None:
-        """Hold so many bytes at the most from now on."""
+        """Store at most `most_bytes` bytes from now on."""
         with self._guard:
             self.most_bytes = most_bytes
             self._drop_oldest()
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Drop everything."""
         with self._guard:
             self._roots, self.bytes = {}, 0
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _path(self, key: Hashable, tokens: torch.Tensor) -> list[tuple[_Run, int]]:
-        """The runs that a text begins with, each with the number of its tokens that are the text's."""
+        """Return the runs that a text begins with, each with the number of its tokens that are the text's."""
         found, at, run = [], 0, self._roots.get(key)
         while run is not None and at < len(tokens):
             run = run.below.get(int(tokens[at]))
@@ -168,17 +168,17 @@ class PrefixCache:
 
 
 def _part(states: States, first: int, end: int, copies: bool = True) -> States:
-    """Of some tokens; a view would keep the memory of all."""
+    """Cut keys and values to tokens `first … end`, in copies unless views will do: these retain the memory of all."""
     parts = [(keys[:, :, first:end], values[:, :, first:end]) for keys, values in states]
     return [(keys.clone(), values.clone()) for keys, values in parts] if copies else parts
 
 
 def whole_text(cache: Cache, tokens: int) -> States | None:
-    """Return what a cache of a single text holds of its first tokens, as views; `None` where a layer has let some go.
+    """Return views of a single text's first keys and values in its cache; `None` where a layer has dropped some.
 
     Args:
-        cache: with buffers.
-        tokens: how many, n.
+        cache: cache with buffers.
+        tokens: number of tokens, n.
     """
     found: States = []
     for layer in cache.layers:

@@ -1,9 +1,9 @@
-"""Recurrent states, out of which no token can be taken again: they are put back as they were at a checkpoint.
+"""Recurrent states, from which no token can be removed: they are restored from a checkpoint.
 
-The states of a hybrid model's linear attention, state space or convolution layers stand behind the last token of a
-pass, rejected ones and all. So a copy is kept of how they stood at a checkpoint. Where tokens of a pass are rejected,
-the copy is put back, keys and values are cropped to the checkpoint as well, and the tokens committed since go through
-the next pass again, in front of what is to be verified: a few more rows, not another pass over the weights.
+The states of a hybrid model's linear attention, state space or convolution layers include all tokens of a pass, the
+rejected ones as well. So a copy of the states at a checkpoint is stored. Where tokens of a pass are rejected, the copy
+is restored, keys and values are cropped to the checkpoint as well, and the tokens committed since then go through the
+next pass again, before those to be verified: a few more rows, not another pass over the weights.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 MOST_OWED = 48
-"""Tokens that go through passes again and again: beyond so many, a round without a draft makes an end of it. (Passes
-over several tokens compute states in chunks of 64 and more: below that, they are hardly dearer.)"""
+"""Limit on the committed tokens that each pass repeats: a round without a draft then ends the repetition. (Passes over
+several tokens compute states in chunks of 64 and more: up to that size, more tokens hardly cost more.)"""
 
 REACH = 256
-"""Slots by which a sliding window has to reach back further, so that it can be cropped to the checkpoint."""
+"""Number of slots retained before a sliding window, so that it can be cropped to the checkpoint."""
 
 _KNOWN = tuple(
     getattr(cache_utils, name)
@@ -55,42 +55,42 @@ _KNOWN = tuple(
 )
 
 _WINDOW = ("keys", "values", "cumulative_length")
-"""What a layer with a sliding window beside its states holds: it cannot be cropped, and is put back with them."""
+"""Attributes of a layer with a sliding window alongside its states: these cannot be cropped, and are restored too."""
 
 
 def keeps_states(layer: Any) -> bool:
-    """Whether a layer of a cache keeps recurrent or convolution states, alone or beside keys and values."""
+    """Tell whether a layer of a cache holds recurrent or convolution states, alone or alongside keys and values."""
     return hasattr(layer, "recurrent_states")
 
 
 def is_known(layer: Any) -> bool:
-    """Whether it is one whose states can be copied and put back here."""
+    """Tell whether the states of a layer can be copied and restored here."""
     return type(layer) in _KNOWN and isinstance(layer.recurrent_states, dict) and isinstance(layer.conv_states, dict)
 
 
 def usual_layers(model: PreTrainedModel) -> list[Any]:
-    """The empty layers of the cache that transformers makes for a model, or would make."""
+    """Return the empty layers of the cache that transformers makes for a model, or would make."""
     layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return layers
 
 
 @looked_at_once
 def has_states(model: PreTrainedModel) -> bool:
-    """Whether a model keeps such states in its cache."""
+    """Tell whether a model holds recurrent or convolution states in its cache."""
     return any(map(keeps_states, usual_layers(model)))
 
 
 def knows_its_length(cache: Cache) -> bool:
-    """Whether a cache can say how many tokens it holds: not one of states alone."""
+    """Tell whether a cache knows how many tokens it holds; one of states alone does not."""
     return not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
 
 def slots_of(cache: Cache | None, otherwise: int = 0) -> int:
-    """Tokens that a cache holds.
+    """Return the number of tokens that a cache holds.
 
     Args:
-        cache: of which they are asked; `None` holds none.
-        otherwise: what a cache of states alone is taken to hold, which does not know.
+        cache: the cache; `None` holds no tokens.
+        otherwise: number assumed for a cache of states alone, which does not know its length.
     """
     if cache is None:
         return 0
@@ -98,18 +98,18 @@ def slots_of(cache: Cache | None, otherwise: int = 0) -> int:
 
 
 def layers_without_keys(model: PreTrainedModel) -> frozenset[int]:
-    """Layers of which the cache holds states alone, or nothing."""
+    """Return the indices of the layers of which the cache holds states alone, or nothing."""
     return frozenset(index for index, layer in enumerate(usual_layers(model)) if not isinstance(layer, CacheLayerMixin))
 
 
 def layers_of_states(model: PreTrainedModel) -> frozenset[int]:
-    """Layers of which the cache holds states alone, which can be copied and put back here."""
+    """Return the indices of the layers of which the cache holds states alone that can be copied and restored here."""
     layers = usual_layers(model)
     return frozenset(index for index in layers_without_keys(model) if is_known(layers[index]))
 
 
 class NoRoomForStates(MemoryError):
-    """There is no memory for a copy of the states, so that no token can be taken back; nothing has happened yet."""
+    """Error for lack of memory for a copy of the states, so that no token can be rolled back; nothing has changed."""
 
 
 def _copy(state: torch.Tensor) -> torch.Tensor:
@@ -122,10 +122,10 @@ def _copy(state: torch.Tensor) -> torch.Tensor:
 
 
 def fork_states(layer: Any) -> Any:
-    """A layer of the same kind with states of its own, which stand where these do; keys and values are those of both.
+    """Return a layer of the same kind with copies of the states; both layers share keys and values.
 
     Args:
-        layer: one that keeps states (`keeps_states`).
+        layer: layer that holds states (`keeps_states`).
     """
     fork = copy.copy(layer)
     for name, kept in vars(layer).items():
@@ -137,10 +137,10 @@ def fork_states(layer: Any) -> Any:
 
 
 def crop_attention(cache: Cache, slots: int) -> None:
-    """Make the keys and values of a cache end at a slot, if they go on behind it; states stay as they are.
+    """Crop the keys and values of a cache to `slots` slots, where they are longer; states stay as they are.
 
     Args:
-        cache: of a model with recurrent states.
+        cache: cache of a model with recurrent states.
         slots: the new length.
     """
     layers: list[Any] = cache.layers
@@ -155,54 +155,54 @@ def crop_attention(cache: Cache, slots: int) -> None:
 
 
 class Checkpoint:
-    """The states of a cache as they stood behind some slot, and the tokens that have gone through a pass since.
+    """States of a cache at a checkpoint, and the tokens that have gone through a pass since.
 
     Args:
-        length: slots in a cache whose states stand behind the last of them, in each of its rows.
+        length: number of slots of a cache, all of which its states cover, in each of its rows.
 
     Attributes:
-        length: slots up to the checkpoint.
-        has_no_room: there was no memory for a copy of the states; `begin` is not to be told that tokens may fail.
+        length: number of slots up to the checkpoint.
+        has_no_room: whether there was no memory for a copy of the states; then `may_fail` of `begin` must be false.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.has_no_room = False
-        self._since: torch.Tensor | None = None  # tokens of the last pass, all of which came behind the checkpoint
-        self._stands = 0  # of these, so many are in the states: all or none
+        self._since: torch.Tensor | None = None  # tokens of the last pass, all of them after the checkpoint
+        self._stands = 0  # number of these that the states cover: all or none
         self._saved: list[_Saved] | None = None
 
     @classmethod
     def of(cls, cache: Cache, length: int) -> Checkpoint | None:
-        """That of a cache that keeps states; `None` of any other."""
+        """Create the checkpoint of a cache that holds states; return `None` for any other."""
         return cls(length) if any(map(keeps_states, cache.layers)) else None
 
     def begin(self, cache: Cache, length: int, may_fail: bool) -> torch.Tensor | None:
-        """Make a cache ready for a pass.
+        """Prepare a cache for a pass.
 
         Args:
             cache: the cache.
-            length: slots that are committed, no fewer than at the last call.
+            length: number of committed slots, no fewer than at the last call.
             may_fail: whether tokens of the pass may be rejected.
 
         Returns:
-            Tokens `(B, n)` that were committed behind the checkpoint and have to be in the pass again, in front of its
-            own; `None` where there are none.
+            Tokens `(B, n)` that were committed after the checkpoint and have to be in the pass again, before its own;
+            `None` where there are none.
         """
         return self.save(cache, length) if may_fail else self.rewind(cache, length)
 
     def save(self, cache: Cache, length: int) -> torch.Tensor | None:
-        """Copy the states that tokens of the next pass may have to be taken out of.
+        """Copy the states, so that tokens of the next pass can be rejected.
 
         Args:
             cache: the cache.
             length: as in `begin`.
 
         Returns:
-            As `begin`.
+            As in `begin`.
 
         Raises:
-            NoRoomForStates: there is no memory for them.
+            NoRoomForStates: there is no memory for the copy.
         """
         again = self.rewind(cache, length)
         if self._saved is None:
@@ -210,17 +210,17 @@ class Checkpoint:
         return again
 
     def rewind(self, cache: Cache, length: int) -> torch.Tensor | None:
-        """Let the states stand behind tokens that are committed, all of them or those up to the checkpoint.
+        """Bring the states to the committed tokens, all of them or those up to the checkpoint.
 
         Args:
             cache: the cache.
-            length: slots that are committed, no fewer than at the last call.
+            length: number of committed slots, no fewer than at the last call.
 
         Returns:
-            As `begin`.
+            As in `begin`.
         """
         if not self.owed(length):
-            # All of the last pass was accepted: the states are those behind it.
+            # All of the last pass was accepted: the states are those after it.
             if length > self.length:
                 self.length, self._since, self._stands, self._saved = length, None, 0, None
             return None
@@ -230,25 +230,25 @@ class Checkpoint:
         return self._since[:, : length - self.length]
 
     def owed(self, length: int) -> int:
-        """Tokens that the next pass has to take again.
+        """Return the number of tokens that the next pass has to repeat.
 
         Args:
-            length: slots that are committed.
+            length: number of committed slots.
         """
         return 0 if length == self.length + self._stands else length - self.length
 
     def passed(self, tokens: torch.Tensor) -> None:
-        """A pass has gone over tokens `(B, n)` that begin at the checkpoint."""
+        """Note that a pass has gone over tokens `(B, n)` that begin at the checkpoint."""
         self._since, self._stands = tokens, tokens.shape[1]
 
     def end(self, cache: Cache, length: int) -> None:
-        """Leave a cache, after an exception, with no token that was not committed.
+        """Remove all uncommitted tokens from a cache, after an exception.
 
-        That may be fewer than were: to go on from the checkpoint takes a pass, which is not made here.
+        Committed ones may be missing then: to continue from the checkpoint takes a pass, which is not run here.
 
         Args:
             cache: the cache.
-            length: slots that are committed.
+            length: number of committed slots.
         """
         if not self.owed(length) or self._saved is None:
             crop_attention(cache, length)
@@ -256,7 +256,7 @@ class Checkpoint:
             self.restore(cache)
 
     def restore(self, cache: Cache) -> None:
-        """Take everything behind the checkpoint out of a cache."""
+        """Remove everything after the checkpoint from a cache."""
         self._stands = 0
         crop_attention(cache, self.length)
         layers: list[Any] = cache.layers
@@ -265,12 +265,12 @@ class Checkpoint:
 
 
 def _has_window(layer: Any) -> bool:
-    """Whether a layer keeps states and, beside them, the keys and values of a sliding window alone."""
+    """Tell whether a layer holds states and, alongside them, the keys and values of a sliding window alone."""
     return keeps_states(layer) and isinstance(layer, DynamicSlidingWindowLayer)
 
 
 class _Saved:
-    """What of a layer cannot be cropped, as it stands now."""
+    """Copy of what cannot be cropped in a layer, in its current state."""
 
     def __init__(self, layer: Any) -> None:
         names = ("conv_states", "recurrent_states") if keeps_states(layer) else ()
@@ -278,7 +278,7 @@ class _Saved:
             name: {index: _copy(state) for index, state in getattr(layer, name).items() if state is not None}
             for name in names
         }
-        # Appending to keys and values makes new tensors: these stay as they are.
+        # Appending to keys and values makes new tensors: the stored ones stay as they are.
         self._window = {name: getattr(layer, name) for name in _WINDOW} if _has_window(layer) else {}
 
     def restore(self, layer: Any) -> None:

@@ -1,4 +1,4 @@
-"""A text's keys and values as transformers' static cache, for whoever asked for one."""
+"""Conversion of a text's keys and values to transformers' static cache, where a caller requested one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["fill_static"]
 
 
 def fill_static(static: StaticCache, cache: Cache) -> StaticCache:
-    """Put what a dynamic cache holds into a static one, as if its tokens had been decoded with that.
+    """Copy the contents of a dynamic cache into a static one, as if its tokens had been decoded with that.
 
     Args:
-        static: new, with room for all of it.
-        cache: of plain dynamic layers (`drop_buffers`).
+        static: new static cache, with room for all of it.
+        cache: cache of plain dynamic layers (`drop_buffers`).
 
     Returns:
         The same static cache.
@@ -28,7 +28,7 @@ def fill_static(static: StaticCache, cache: Cache) -> StaticCache:
         if seen == held:
             target.update(source.keys, source.values)
             continue
-        # A window holds a token more here, which no later one sees.
+        # A window of a static cache holds one more token, which no later one sees.
         target.lazy_initialization(source.keys, source.values)
         for mine, theirs in ((target.keys, source.keys), (target.values, source.values)):
             mine[:, :, mine.shape[2] - held :] = theirs

@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, and the cache that its turns share."""
+"""Conversation with a model: its messages, and the cache that its turns share."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer.
+    """Question and answer.
 
     Attributes:
-        question: what the user said.
-        answer: what the model answered, without special tokens.
-        token_ids: tokens of the answer, the one that ends it included.
+        question: text of the user.
+        answer: text of the model, without special tokens.
+        token_ids: tokens of the answer, its end token included.
         prompt_tokens: tokens of the conversation before the answer.
-        cached_tokens: how many of these the cache held already.
-        seconds: that the answer took, reading the new tokens included.
+        cached_tokens: number of these that the cache held already.
+        seconds: time of the answer, reading the new tokens included.
         ended_by: "end" of the answer, "length", or "stop" where the user stopped it.
-        statistics: of the call; `None` where it was cut off in the middle of a pass.
+        statistics: statistics of the call; `None` where it was interrupted in the middle of a pass.
     """
 
     question: str
@@ -63,7 +63,7 @@ class Turn:
         return len(self.token_ids) / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures of the turn, as plain JSON types; its texts are messages of the conversation."""
+        """Return the figures of the turn as JSON types, without its texts, which are messages of the conversation."""
         statistics = self.statistics
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -78,21 +78,21 @@ class Turn:
 
 
 class Conversation:
-    """Ask a model one question after the other.
+    """Conversation of several turns with one model.
 
-    Each prompt is the whole conversation in the model's chat template. Of its tokens those are read that the cache of
-    the turn before does not hold; so a template that rewrites earlier turns changes what is read, and never the text.
+    Each prompt is the whole conversation in the model's chat template. Only tokens that the previous turn's cache does
+    not hold are read; so a template that rewrites earlier turns changes what is read, and never the text.
 
     Args:
         model: the target model, after `enable_self_speculative`.
-        tokenizer: of the model, with a chat template.
-        config: what to draft with.
-        arguments: of `generate`, with `max_new_tokens`.
-        system: message that the template says first.
-        seed: of the sampling; each turn adds its number.
+        tokenizer: the model's tokenizer, with a chat template.
+        config: config to draft with.
+        arguments: arguments of `generate`, with `max_new_tokens`.
+        system: system message, at the beginning of each prompt.
+        seed: seed of the sampling; each turn adds its number.
 
     Attributes:
-        turns: so far.
+        turns: turns so far.
         tokenizer: …
         config: …
 
@@ -117,7 +117,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation as chat templates take it."""
+        """Messages of the conversation, in the form that chat templates take."""
         messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         for turn in self.turns:
             messages += [
@@ -127,7 +127,7 @@ class Conversation:
         return messages
 
     def reset(self) -> None:
-        """Begin anew; the system message stays."""
+        """Start over; the system message stays."""
         self.turns.clear()
         self._kept.drop()
 
@@ -135,13 +135,13 @@ class Conversation:
         """Answer a question.
 
         Args:
-            question: what the user says.
-            streamer: gets the answer; a new one.
-            stop: ends the answer after the next token, once it is asked; a new one.
+            question: text of the user.
+            streamer: new streamer, which receives the answer.
+            stop: new stop request; once asked, it ends the answer after the next token.
 
         Returns:
-            The turn, which is part of the conversation from now on; `None` where it was cut off before the first token
-            (`KeyboardInterrupt`), and is no part of it.
+            The turn, now part of the conversation; `None` where it was interrupted before the first token
+            (`KeyboardInterrupt`) and is not part of it.
 
         Raises:
             ValueError: the template refuses the messages, or the conversation is too long for the model.
@@ -162,7 +162,7 @@ class Conversation:
             return None
         turn = Turn(
             question=question,
-            # Exactly as it was decoded: so the next prompt begins with the same tokens wherever the template lets it.
+            # Decoded without clean-up, so that the next prompt begins with the same tokens if the template allows it.
             answer=str(self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)),
             token_ids=new,
             prompt_tokens=len(ids),
@@ -177,7 +177,7 @@ class Conversation:
     def _answer(
         self, inputs: Mapping[str, torch.Tensor], arguments: dict[str, Any], streamer: PieceStreamer, stop: StopRequest
     ) -> tuple[list[int], SpeculationStatistics | None]:
-        """Return the new tokens and the statistics of the call; keep its cache."""
+        """Return the new tokens and the statistics of the call; store its cache."""
         model = self._model
         try:
             output = model.generate(
@@ -189,7 +189,7 @@ class Conversation:
                 return_dict_in_generate=True,
             )
         except KeyboardInterrupt:
-            # In the middle of a pass: nobody knows what the cache holds, and nothing is kept of it.
+            # Interrupted in the middle of a pass: the cache's content is unknown, so it is not stored.
             streamer.end()
             return list(streamer.token_ids), None
         ids: list[int] = output.sequences[0].tolist()
@@ -197,7 +197,7 @@ class Conversation:
         return ids[inputs["input_ids"].shape[1] :], model.last_speculation
 
     def _room_for(self, tokens: int) -> int:
-        """Return how long an answer to a prompt of so many tokens may be."""
+        """Return the maximum length of an answer to a prompt of `tokens` tokens."""
         longest = int(self._arguments["max_new_tokens"])
         most = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if type(most) is not int or most < 1:

@@ -1,4 +1,4 @@
-"""The KV cache of a conversation between its turns."""
+"""KV cache of a conversation, retained between its turns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["KeptCache"]
 
 
 class KeptCache:
-    """Keep the cache of one call for the next, as far as both texts begin with the same tokens.
+    """KV cache of one call, stored for the next as far as both texts begin with the same tokens.
 
     A cache that cannot be continued is dropped, so that the next call reads its whole text: one with recurrent states,
-    one of a class of the model's own, and a sliding window that has let go of tokens where some have to be taken out.
+    one of a model-specific class, and one whose sliding window has discarded tokens where some have to be cropped.
 
     Args:
-        model: the model whose calls these are.
+        model: the model that is called.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,11 +38,11 @@ class KeptCache:
         self._ids: Sequence[int] = ()
 
     def keep(self, cache: Any, ids: Sequence[int]) -> None:
-        """Keep a cache.
+        """Store a cache.
 
         Args:
-            cache: that a call returned; `None` for none.
-            ids: the text of that call, of which the cache holds the first tokens.
+            cache: cache that a call returned; `None` for none.
+            ids: tokens of that call's text, the first of which the cache holds.
         """
         self.drop()
         if not self._is_usable or type(cache) is not DynamicCache or not all(map(_is_usual, cache.layers)):
@@ -52,13 +52,13 @@ class KeptCache:
             self._cache, self._ids = cache, tuple(ids[:length])
 
     def take(self, ids: Sequence[int]) -> tuple[Any, int]:
-        """Hand over the cache for a text; it is no longer kept here, since a call that fails may leave it half filled.
+        """Return the cache for a text; it is no longer stored here, since a call that fails may leave it half filled.
 
         Args:
             ids: tokens of the text.
 
         Returns:
-            The cache, and how many tokens of the text it holds: all but one at the most; `(None, 0)` for none.
+            The cache and the number of tokens of the text that it holds, at most all but one; `(None, 0)` for none.
         """
         cache, kept = self._cache, self._ids
         self.drop()
@@ -73,15 +73,15 @@ class KeptCache:
         return cache, shared
 
     def drop(self) -> None:
-        """Keep nothing, and give its memory back."""
+        """Drop the cache and free its memory."""
         self._cache, self._ids = None, ()
 
 
 def _is_usual(layer: Any) -> bool:
-    """True for a layer of keys and values alone, and for one that holds nothing."""
+    """Tell whether a layer holds keys and values alone, or nothing."""
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or type(layer).__name__ == "DummyLayer"
 
 
 def _can_be_cut(layer: Any, tokens: int) -> bool:
-    """True where a layer, without its last tokens, still holds all that the next token sees."""
+    """Tell whether a layer, cropped by `tokens`, still holds all that the next token attends to."""
     return tokens == 0 or not layer.is_sliding or layer.get_seq_length() < layer.sliding_window

@@ -1,4 +1,4 @@
-"""Stream an answer in pieces that know where they came from."""
+"""Streaming of an answer in pieces that carry the origin of their tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ORIGINS = {"drafted": DRAFTED, "looked up": LOOKED_UP}
 
 
 class PieceStreamer(BaseStreamer):
-    """Hand each piece of an answer on once its characters are whole; special tokens are left out.
+    """Streamer that passes each piece of an answer on once its characters are complete; special tokens are left out.
 
     Args:
-        tokenizer: of the model.
-        write: called with a piece's text, and where its last token came from.
+        tokenizer: the model's tokenizer.
+        write: callback with a piece's text and the origin of its last token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, str], None]) -> None:
@@ -40,11 +40,11 @@ class PieceStreamer(BaseStreamer):
         return self._reader.ids
 
     def on_statistics(self, statistics: SpeculationStatistics) -> None:
-        """Follow the statistics of a call that drafts, from which origins are read."""
+        """Read the origins of tokens from the statistics of a call that drafts."""
         self._statistics = statistics
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, and then each committed token."""
+        """Receive the prompt, and then each committed token."""
         if not self._has_prompt:
             self._has_prompt = True
             return
@@ -53,7 +53,7 @@ class PieceStreamer(BaseStreamer):
             self._hand_on(self._reader.add(token))
 
     def end(self) -> None:
-        """Hand on what is left of the answer."""
+        """Pass on the rest of the answer."""
         self._hand_on(self._reader.end())
 
     def _origin(self, number: int) -> str:

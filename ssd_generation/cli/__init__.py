@@ -1,4 +1,4 @@
-"""The command line `ssd`. Thin: each sub-command imports what it needs when it runs."""
+"""Command line `ssd`. Each sub-command imports its dependencies only when it runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run `ssd` and leave the process.
+    """Run `ssd` and exit the process.
 
-    Exit status: 0 for success, 1 for a fault of this library (with its traceback), 2 for a mistake in what was asked
-    for (one line on stderr; its traceback too with `SSD_DEBUG=1`), 130 after Ctrl-C.
+    Exit status: 0 for success, 1 for a bug in this library (with its traceback) or a closed stdout, 2 for an error of
+    the user or the machine (one line on stderr; with `SSD_DEBUG=1` its traceback too), 130 after Ctrl-C.
 
     Args:
-        arguments: instead of the process's own.
+        arguments: command-line arguments; `None`: those of the process.
     """
     sys.exit(_run(arguments))
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _run(arguments: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            # A terminal of another encoding shows a question mark, rather than ending the program.
+            # Print a question mark for a character that the terminal's encoding lacks, instead of failing.
             stream.reconfigure(errors="replace")
     try:
         import rich  # noqa: F401
@@ -48,7 +48,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Nobody reads on (`ssd generate | head`). Python would complain once more when it flushes at the end.
+        # The reader has closed the pipe (`ssd generate | head`). Python's flush at exit must not fail once more.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

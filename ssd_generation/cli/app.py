@@ -1,4 +1,4 @@
-"""The sub-commands, put together."""
+"""Typer app with all sub-commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from . import benchmark, chat, evaluate, export, generate, inspect, presets, profile, search, serve
 
-# Typer joins the lines of the first paragraph only; the others are kept as they are.
+# Typer joins the lines of the first paragraph only; the other paragraphs keep their line breaks.
 HELP = """Self-speculative decoding: a language model drafts for itself.
 
 It drafts a few tokens cheaply (from low-bit copies of its own weights, with sub-layers left out, or copied from the \
@@ -34,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     invoke_without_command=True,
     rich_markup_mode="rich",
-    # Errors are told in one line (see `main`); a traceback, where there is one, is Python's own.
+    # Errors are printed in one line (see `main`); a traceback, where there is one, is Python's own.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -45,7 +45,7 @@ def ssd(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
 ) -> None:
-    """Say the version, or how to go on where no sub-command was named."""
+    """Print the version, or the help where no sub-command is named."""
     if version:
         from importlib.metadata import version as version_of
 

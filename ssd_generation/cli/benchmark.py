@@ -1,4 +1,4 @@
-"""`ssd benchmark`: all methods side by side, measured into a folder."""
+"""`ssd benchmark`: all methods measured side by side, with the results in a folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Results go to a folder as they are made; the same command with the same folder g
 
 @dataclass(frozen=True)
 class ComparisonOptions(MethodOptions):
-    """The methods, the prompts that they decode, and another checkout to compare with."""
+    """Methods, the prompts that they decode, and another checkout to compare with."""
 
     prompts: Annotated[
         list[str] | None,
@@ -102,7 +102,7 @@ class ComparisonOptions(MethodOptions):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How every method is called."""
+    """Settings of every method's calls."""
 
     panel: ClassVar[str] = "How to run"
 
@@ -134,7 +134,7 @@ def benchmark(
     from .console import at_work
 
     with at_work(results.as_json):
-        # What can be refused is refused before anything slow begins.
+        # Invalid options are rejected before anything slow begins.
         request = parse(model, compared, draft, calls)
         summary, path = _run(request, model, results)
     _print_summary(summary, path, results.as_json)
@@ -142,15 +142,15 @@ def benchmark(
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, checked as far as that goes without the model.
+    """Parsed request, checked as far as possible without the model.
 
     Attributes:
-        settings: the methods, and how they are called.
-        prompts: that they decode.
-        config: for the methods that need one.
-        about: the model and where it runs, as the run's config.json says it.
+        settings: the methods, and the settings of their calls.
+        prompts: prompts that the methods decode.
+        config: config of the methods that need one.
+        about: the model and its placement, as recorded in the run's config.json.
         other: root of the other checkout, where two are compared.
-        peers: the models of other runtimes' methods, by the method's name.
+        peers: models of other runtimes, by method name.
     """
 
     settings: BenchmarkSettings
@@ -164,11 +164,11 @@ class Request:
 def parse(
     model: MeasuredModelOptions, compared: ComparisonOptions, draft: ComparedConfigOptions, calls: CallOptions
 ) -> Request:
-    """What the options ask for.
+    """Build the request from the options.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
-        ImportError: another runtime is to be run and not installed.
+        ValueError, TypeError, FileNotFoundError: the options contradict one another, or name something missing.
+        ImportError: another runtime is requested but not installed.
     """
     from ..benchmark.paired import check_checkout, own_methods
     from ..benchmark.run_benchmark import BenchmarkSettings
@@ -202,13 +202,13 @@ def parse(
     }
     prompts = load_prompts(compared.prompts or (), compared.category or (), compared.limit_per_category)
     other = None if compared.paired is None else check_checkout(compared.paired)
-    # Last, since a large file takes seconds.
+    # Last, since hashing a large file takes seconds.
     about |= described_models(peers)
     return Request(settings=settings, prompts=prompts, config=config, about=about, other=other, peers=peers)
 
 
 def _run(request: Request, model: MeasuredModelOptions, results: ResultOptions) -> tuple[dict[str, Any], Path]:
-    """The summary of the run, and its folder."""
+    """Run the benchmark, and return its summary and its folder."""
     from ..benchmark.run_benchmark import benchmark_arguments
     from ..harness.results import RunFolder
     from .console import resumable
@@ -263,7 +263,7 @@ def _run_paired(request: Request, folder: RunFolder, other: Path, announced: str
 
     about = request.about
     if about["model"] == DEMO:
-        fetch_demo()  # shows its own progress, and once is enough
+        fetch_demo()  # here, so that its progress is shown once, not by each checkout's process
     load = {
         **{key: about[key] for key in ("model", "assistant", "dtype", "device_map", "threads")},
         "device": about["device"] or ("cuda" if torch.cuda.is_available() else "cpu"),

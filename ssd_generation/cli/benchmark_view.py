@@ -1,4 +1,4 @@
-"""What `ssd benchmark`, `ssd evaluate` and `ssd report` show: how far a run is, and the tables at the end."""
+"""Output of `ssd benchmark`, `ssd evaluate` and `ssd report`: progress of a run, and the tables at its end."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def live_progress(announced: str | None = None) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar with the time left and the ratios so far; where stderr is no terminal, a line now and then.
+    """Show a progress bar with the time left and the ratios so far; where stderr is no terminal, print progress lines.
 
     Args:
-        announced: printed when the run begins.
+        announced: line printed when the run begins.
 
     Yields:
-        The observer to hand to a run.
+        The observer to pass to a run.
     """
     from .console import Announcement, LogLines, description, err
 
@@ -54,7 +54,7 @@ def live_progress(announced: str | None = None) -> Iterator[Callable[[Progress],
         TimeRemainingColumn(),
         description("dim"),
         console=console,
-        # The time left is taken from more calls than the few of the last half minute.
+        # Estimate the time left from the calls of ten minutes; rich's default of 30 s covers only a few.
         speed_estimate_period=600,
     )
     task = bar.add_task("", total=None)
@@ -86,13 +86,13 @@ def print_summary(
     written: str,
     as_json: bool,
 ) -> None:
-    """The end of a command that measures: the tables and where they are kept, or one JSON document.
+    """Print the tables of a run and the folder that stores them, or the summary as one JSON document.
 
     Args:
-        summary: as in summary.json.
-        view: makes the tables, for a console so many columns wide.
-        written: the folder, and the plots in it.
-        as_json: print the summary instead.
+        summary: contents of summary.json.
+        view: function of the summary and the console's width that builds the tables.
+        written: description of the folder and the plots in it.
+        as_json: whether to print the JSON document instead.
     """
     from .console import err, out, print_json
 
@@ -105,11 +105,11 @@ def print_summary(
 
 
 def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
-    """The tables of a finished run, with the conditions below.
+    """Build the tables of a finished run, with the conditions below them.
 
     Args:
-        summary: of the run.
-        width: of the terminal; a table by category that is wider is cut into several.
+        summary: summary of the run.
+        width: terminal width in columns; a wider table by category is split into several.
     """
     from ..harness.results import conditions, problems, sampling_notes
 
@@ -125,11 +125,11 @@ def benchmark_view(summary: Mapping[str, Any], width: int) -> RenderableType:
 
 
 def evaluation_view(summary: Mapping[str, Any], width: int) -> RenderableType:
-    """The tables of a finished evaluation: what the answers are worth, then speed as in a benchmark.
+    """Build the tables of a finished evaluation: quality of the answers, then speed as in a benchmark.
 
     Args:
-        summary: of the run.
-        width: of the terminal.
+        summary: summary of the run.
+        width: terminal width in columns.
     """
     from ..evaluation.report import quality_notes, quality_table
 
@@ -146,10 +146,10 @@ def evaluation_view(summary: Mapping[str, Any], width: int) -> RenderableType:
 
 
 def runs_view(summaries: Mapping[str, Mapping[str, Any]]) -> RenderableType:
-    """The table of several runs.
+    """Build the table of several runs.
 
     Args:
-        summaries: by name of the run.
+        summaries: summaries by run name.
     """
     from ..evaluation.report import runs_table
 
@@ -171,17 +171,17 @@ def _overview(summary: Mapping[str, Any]) -> Table:
     header, lines = overview(summary)
     table = _table([_HEADERS.get(title, title) for title in header])
     for line in lines:
-        # "0.93 (code)", "12 of 12", "3.1 MB (0.5%)": two lines save the width of one.
+        # "0.93 (code)", "12 of 12", "3.1 MB (0.5%)": narrower in two lines than in one.
         cells = (cell.replace(" (", "\n").replace(")", "").replace(" of ", "/") for cell in line[1:])
         table.add_row(_method_cell(line[0]), *cells)
     return table
 
 
-_LONGEST_NAME = 18  # characters in a line of a method's name: that of a file may be of any length
+_LONGEST_NAME = 18  # characters per line of a method's name, which may contain a file name of any length
 
 
 def _name_lines(name: str) -> list[str]:
-    """A method's name in lines, cut behind hyphens and the like where there are some."""
+    """Split a method's name into lines, after hyphens and similar separators where there are any."""
     lines = [""]
     for part in re.findall(rf"[^-_. ]{{1,{_LONGEST_NAME - 1}}}[-_. ]?|[-_. ]", visible(name)):
         if len(lines[-1]) + len(part) > _LONGEST_NAME:
@@ -214,7 +214,7 @@ def _category_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
 
 
 def _length_tables(summary: Mapping[str, Any], width: int) -> list[RenderableType]:
-    """The tables of acceptance lengths, where a method has some."""
+    """Build the tables of acceptance lengths, where any method has them."""
     from ..harness.results import length_cells, length_table
 
     if summary["kind"] != "methods":
@@ -234,7 +234,7 @@ def _length_tables(summary: Mapping[str, Any], width: int) -> list[RenderableTyp
 
 
 def _chunks(summary: Mapping[str, Any], categories: list[str], width: int) -> list[list[str]]:
-    """The columns of each table, as many as fit into the width."""
+    """Group the categories into tables, each with as many columns as fit into the width."""
     first = max([len("method"), *(len(line) for name in summary["methods"] for line in _name_lines(name))]) + 1
     chunks: list[list[str]] = []
     taken = width

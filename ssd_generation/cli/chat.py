@@ -1,6 +1,6 @@
 """`ssd chat`: a conversation of several turns over one KV cache.
 
-`chat_options` has the options, `chat_run` reads the turns and answers them, `chat_view` shows the answers.
+`chat_options` defines the options, `chat_run` reads the turns and answers them, `chat_view` shows the answers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def chat(
     decoding: ChatAnswerOptions,
     show: ChatShowOptions,
 ) -> None:
-    """Answer turn after turn."""
-    # What can be refused is refused before anything slow begins.
+    """Hold a conversation, turn by turn."""
+    # Invalid options are rejected before anything slow begins.
     request = parse(model, draft, length, decoding, show)
 
     from .chat_run import run
@@ -63,10 +63,10 @@ def parse(
     decoding: ChatAnswerOptions,
     show: ChatShowOptions,
 ) -> ChatRequest:
-    """What the options ask for.
+    """Build the request from the options.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
+        ValueError, TypeError, FileNotFoundError: the options contradict one another, or name something missing.
     """
     from ..support.reading import DATA, read_text
     from .chat_run import ChatRequest

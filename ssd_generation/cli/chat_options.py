@@ -1,4 +1,4 @@
-"""The options of `ssd chat`, in groups; the others are those of `ssd generate`."""
+"""Option groups of `ssd chat`; the others are those of `ssd generate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ChatAnswerOptions", "ChatShowOptions"]
 
 @dataclass(frozen=True)
 class ChatAnswerOptions(AnswerOptions):
-    """How answers are decoded; they may be longer than a single one."""
+    """Decoding of the answers, which may be longer than those of `ssd generate` by default."""
 
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 1024
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the conversation.")] = None
@@ -32,7 +32,7 @@ class ChatAnswerOptions(AnswerOptions):
 
 @dataclass(frozen=True)
 class ChatShowOptions:
-    """What is shown of an answer."""
+    """Display of an answer."""
 
     panel: ClassVar[str] = "What to show"
 

@@ -1,4 +1,4 @@
-"""What `ssd chat` does: load, choose a draft, then read, answer and obey, turn by turn."""
+"""Control flow of `ssd chat`: load, choose a draft, then read and answer turns or run commands."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["ChatRequest", "run"]
 
 _FIRST = 8
-"""New tokens of the call that prepares the others."""
+"""New tokens of the warm-up call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(AnswerRequest):
-    """What was asked for, checked as far as that goes without the model.
+    """Parsed request, checked as far as possible without the model.
 
     Attributes:
-        show: the options' group.
-        template: a chat template in the place of the tokenizer's; `None`: that one.
-        threads: CPU threads; `None`: torch's.
+        show: display options.
+        template: chat template that replaces the tokenizer's; `None`: the tokenizer's.
+        threads: number of CPU threads; `None`: torch's.
     """
 
     show: ChatShowOptions
@@ -40,10 +40,10 @@ class ChatRequest(AnswerRequest):
 
 
 def run(request: ChatRequest) -> dict[str, Any]:
-    """Talk until the user leaves.
+    """Run the conversation until the user leaves.
 
     Returns:
-        The conversation, as `/save` writes it.
+        The conversation as the document that `/save` writes.
     """
     from ..chat.conversation import Conversation, check_template
     from ..generation import enable_self_speculative
@@ -56,7 +56,7 @@ def run(request: ChatRequest) -> dict[str, Any]:
         tokenizer.chat_template = request.template
     check_template(tokenizer)
     target = enable_self_speculative(target)
-    # Measured before the first turn, on any text: nobody waits for it while a question is open.
+    # Costs are measured before the first turn, on an example, so that no question waits for them.
     example = encode(tokenizer, DEFAULT_PROMPT, request.decoding.system, True)["input_ids"].to(target.device)
     config, choice = choose_draft(request, target, example)
     conversation = Conversation(
@@ -66,7 +66,7 @@ def run(request: ChatRequest) -> dict[str, Any]:
     view = ChatView(is_interactive, request.show.show_draft, request.show.as_json)
     if is_interactive:
         with progress("Preparing"):
-            # What a first call makes and checks, no answer has to wait for.
+            # A first call sets up and checks what later calls reuse; no answer should wait for that.
             target.generate(example, max_new_tokens=_FIRST, do_sample=False, self_speculative=config)
     dialogue = Dialogue(request, conversation, view, is_interactive)
     dialogue.run(draft_of(target, config, choice))
@@ -78,13 +78,13 @@ def _somebody_types() -> bool:
 
 
 class Dialogue:
-    """Read what the user says, and do it.
+    """Loop that reads the user's lines and answers them or runs their commands.
 
     Args:
-        request: what was asked for.
-        conversation: with the model.
-        view: shows it.
-        is_interactive: somebody types: an error or a Ctrl-C does not end the dialogue.
+        request: request of the command.
+        conversation: conversation with the model.
+        view: display of the conversation.
+        is_interactive: whether a user types: then an error or a Ctrl-C does not end the dialogue.
     """
 
     def __init__(self, request: ChatRequest, conversation: Conversation, view: ChatView, is_interactive: bool) -> None:
@@ -97,13 +97,13 @@ class Dialogue:
         }
 
     def run(self, draft: Draft) -> None:
-        """Go on until the user leaves.
+        """Read and answer until the user leaves.
 
         Args:
-            draft: what the model drafts with.
+            draft: draft that the model uses.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C twice where the user was to say something; in a pipe once, anywhere.
+            KeyboardInterrupt: Ctrl-C twice at the prompt; in a pipe once, anywhere.
         """
         self._view.begin(self._request.model.model, draft)
         has_interrupted = False
@@ -122,7 +122,7 @@ class Dialogue:
                 self._view.say("\nCtrl-C once more, /exit or Ctrl-D leaves.")
 
     def _obey(self, said: str) -> None:
-        """Run a command or answer; where somebody types, a mistake is shown and the dialogue goes on."""
+        """Run a command or answer; in an interactive dialogue, print a user's error and continue."""
         try:
             if said.startswith("/"):
                 self._command(said)
@@ -175,7 +175,7 @@ class Dialogue:
         self._view.say(f"Written to {path}")
 
     def document(self) -> dict[str, Any]:
-        """The conversation and how it was decoded, as plain JSON types."""
+        """Return the conversation and its decoding arguments as plain JSON types."""
         request, conversation = self._request, self._conversation
         return {
             "model": request.model.model,

@@ -1,4 +1,4 @@
-"""What `ssd chat` shows: its first lines, answers as they come, and what each took."""
+"""Output of `ssd chat`: its first lines, answers as they arrive, and the figures of each."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _HINTS = (
 
 
 class ChatView:
-    """A conversation on a screen, in a pipe, or nowhere.
+    """Display of a conversation in a terminal or a pipe.
 
     Args:
-        is_interactive: somebody types: prompts and hints are shown.
-        shows_origins: colour each token by where it came from, where the terminal can.
-        is_silent: show no answers.
+        is_interactive: whether a user types: then prompts and hints are shown.
+        shows_origins: whether to colour each token by its origin, where the terminal has colours.
+        is_silent: whether to show no answers.
     """
 
     def __init__(self, is_interactive: bool, shows_origins: bool, is_silent: bool) -> None:
@@ -47,7 +47,7 @@ class ChatView:
         self._shows_origins = shows_origins and self._is_terminal and self._out.color_system is not None
 
     def begin(self, model: str, draft: Draft) -> None:
-        """Say who answers, and what the colours mean."""
+        """Print the model, its draft, and the legend of the colours."""
         if not self._is_interactive:
             return
         self._err.print(styled((short_name(model), "bold"), (f": {_lowered(drafts_from(draft))}", "dim")))
@@ -59,7 +59,7 @@ class ChatView:
         self.say("/help lists the commands, Ctrl-D leaves.")
 
     def read(self) -> str | None:
-        """The next thing that the user says; `None` at the end."""
+        """Return the user's next message; `None` at the end of the input."""
         if not self._is_interactive:
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
@@ -71,8 +71,8 @@ class ChatView:
         return said
 
     def _typed(self, prompt: str) -> str | None:
-        with contextlib.suppress(ImportError):  # on Windows, whose terminal does that itself
-            import readline  # noqa: F401 - `input` then has a history and can be edited
+        with contextlib.suppress(ImportError):  # on Windows, whose terminal provides it
+            import readline  # noqa: F401 - gives `input` a history and line editing
         if not self._is_terminal:
             self._err.print(prompt, end="")
             prompt = ""
@@ -83,7 +83,7 @@ class ChatView:
             return None
 
     def write(self, text: str, origin: str) -> None:
-        """Show a piece of an answer, as it is in a pipe."""
+        """Print a piece of an answer; to a pipe, unchanged."""
         if self._is_silent:
             return
         if not self._is_terminal:
@@ -95,11 +95,11 @@ class ChatView:
             from ..harness.results import STYLES
 
             style = STYLES[origin]
-        # `styled` first: rich would leave some control characters out, so that nobody saw them.
+        # `styled` first, to make control characters visible: rich drops some of them.
         self._out.print(Text(styled(text).plain, style=style), end="", soft_wrap=True)
 
     def end(self, turn: Turn | None) -> None:
-        """Say what an answer took; `None`: it was stopped before it began."""
+        """Print the figures of an answer; `None`: it was stopped before it began."""
         if turn is None:
             self.say("Stopped before the first token: this turn is no part of the conversation.")
             return
@@ -117,11 +117,11 @@ class ChatView:
         self._err.print(line, style="dim", soft_wrap=not self._err.is_terminal)
 
     def say(self, line: str) -> None:
-        """A line about the conversation, not of it."""
+        """Print a line about the conversation that is not part of it."""
         self._err.print(line, style="dim")
 
     def help(self) -> None:
-        """The commands."""
+        """Print the commands."""
         for name, meaning in _COMMANDS:
             self._err.print(styled((f"{name:<12}", "bold"), meaning))
         self.say(_HINTS)

@@ -1,4 +1,4 @@
-"""The table of `ssd generate --compare`, and what it means in words."""
+"""Table of `ssd generate --compare`, and its interpretation in words."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from .generate_run import Answer, Draft
 
 _NONE = "–"
-_VERIFY_LENGTHS = (2, 4, 8)  # tokens of the verify passes whose costs are shown
+_VERIFY_LENGTHS = (2, 4, 8)  # tokens of the verification passes whose costs are shown
 _MOST_NAMES = 3
 _SMALL = 3e9  # parameters
-_MORE_THAN_ROUNDING = 1.0  # a few steps of bfloat16 at the size that logits have
+_MORE_THAN_ROUNDING = 1.0  # a few steps of bfloat16 at the magnitude of logits
 _MORE_THAN_CHANCE = 4.0  # standard deviations
 
 
 def comparison_view(answer: Answer) -> RenderableType:
-    """Everything that is printed below an answer that was compared.
+    """Build everything that is printed below a compared answer.
 
     Raises:
-        ValueError: it was not.
+        ValueError: the answer was not compared.
     """
     comparison, draft = answer.comparison, answer.draft
     if comparison is None:
@@ -47,7 +47,7 @@ def comparison_view(answer: Answer) -> RenderableType:
 
 
 def _table(comparison: Comparison) -> Table:
-    # The box has a space between columns: the table fits into 80.
+    # This box separates columns by one space, so that the table fits into 80 characters.
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("method", no_wrap=True)
     for header in (
@@ -113,7 +113,7 @@ def _sameness(difference: Difference | None) -> str:
 
 
 def _verdict(comparison: Comparison, draft: Draft) -> list[str]:
-    """What the figures mean, a short paragraph each."""
+    """Interpret the figures, in a short paragraph each."""
     config, result = draft.config, comparison.self_speculative
     lines = _text_verdict(comparison) + _exactness_verdict(comparison) + _sampling_verdict(comparison)
     if config.drafts_itself and not config.skip and not config.precision:
@@ -126,7 +126,7 @@ def _verdict(comparison: Comparison, draft: Draft) -> list[str]:
 
 
 def _text_verdict(comparison: Comparison) -> list[str]:
-    """Whether the text is plain decoding's, and if not, why."""
+    """Explain why the text differs from plain decoding's; empty where it does not."""
     result = comparison.self_speculative
     difference = result.difference
     if difference is None:
@@ -154,7 +154,7 @@ def _text_verdict(comparison: Comparison) -> list[str]:
 
 
 def _exactness_verdict(comparison: Comparison) -> list[str]:
-    """Whether the logits depend on what was drafted."""
+    """State whether the logits depend on the draft."""
     from ..config.values import BITWISE
     from ..tuning.exactness import HOW_TO_ASK
 
@@ -166,7 +166,7 @@ def _exactness_verdict(comparison: Comparison) -> list[str]:
 
 
 def _sampling_verdict(comparison: Comparison) -> list[str]:
-    """Whether sampled tokens follow the model's distribution."""
+    """State whether sampled tokens follow the model's distribution."""
     lines = []
     draws = comparison.self_speculative.draws
     if draws is not None:
@@ -185,7 +185,7 @@ def _sampling_verdict(comparison: Comparison) -> list[str]:
 
 
 def _speed_verdict(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
-    """How much faster it is, and what that comes from."""
+    """State the speed-up, and the costs and acceptance that explain it."""
     result = comparison.self_speculative
     if min(result.ratios) > 1:
         line = f"Self-speculative decoding is {result.ratio:.2f} times as fast as plain decoding here."
@@ -209,7 +209,7 @@ def _speed_verdict(comparison: Comparison, config: SelfSpeculativeConfig) -> str
 
 
 def _why_slower(comparison: Comparison, draft: Draft) -> str:
-    """The likely cause of a slowdown, and what to try."""
+    """Name the likely cause of a slowdown, and what to try."""
     config = draft.config
     if draft.choice is not None:
         return (
@@ -227,7 +227,7 @@ def _why_slower(comparison: Comparison, draft: Draft) -> str:
 
 
 def _reasons(draft: Draft, costs: Costs | None) -> list[str]:
-    """Why it drafts as it does: what `auto` chose and why, or the measured costs alone."""
+    """Explain the choice of draft: what `auto` chose and why, or the measured costs alone."""
     config, choice = draft.config, draft.choice
     measured = "" if costs is None else _measured(costs, config.drafts_itself)
     if choice is None:
@@ -250,7 +250,7 @@ def _reasons(draft: Draft, costs: Costs | None) -> list[str]:
     if choice.draft_memory == 0:
         line += " Copies in low bits were not allowed (draft_memory 0)."
     elif choice.ruled_out:
-        # One reason for all is said once.
+        # A reason that several precisions share is printed once.
         reasons: dict[str, list[str]] = {}
         for name, reason in choice.ruled_out.items():
             reasons.setdefault(reason, []).append(_named(name))
@@ -259,7 +259,7 @@ def _reasons(draft: Draft, costs: Costs | None) -> list[str]:
 
 
 def _measured(costs: Costs, drafts_itself: bool) -> str:
-    """Costs in plain steps, such as "a draft step 0.45 of a plain one, a check of 2, 4, 8 tokens 1.02, 1.10, 1.31"."""
+    """Format costs: "a draft step costs 0.45 of a plain one, a check of 2, 4, 8 tokens 1.02, 1.10, 1.31"."""
     lengths = [n for n, _ in costs.verify if n in _VERIFY_LENGTHS] or [costs.verify[-1][0]]
     checks = ", ".join(f"{costs.verify_seconds(n) / costs.plain_step:.2f}" for n in lengths)
     draft = f"a draft step costs {costs.draft_step / costs.plain_step:.2f} of a plain one, " if drafts_itself else ""
@@ -267,7 +267,7 @@ def _measured(costs: Costs, drafts_itself: bool) -> str:
 
 
 def _conditions(comparison: Comparison, answer: Answer) -> list[str]:
-    """What was measured, and on what."""
+    """Describe the measurement, and the machine and versions."""
     config, environment = answer.draft.config, answer.environment
     repeats = len(comparison.plain.seconds)
     count = "one run" if repeats == 1 else f"median of {repeats} interleaved runs"
@@ -292,7 +292,7 @@ def _conditions(comparison: Comparison, answer: Answer) -> list[str]:
 
 
 def _draft(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
-    """What makes the draft cheap."""
+    """Describe what makes the draft cheap."""
     if not config.drafts_itself:
         return ""
     parts = []
@@ -314,12 +314,12 @@ def _bits(config: SelfSpeculativeConfig) -> str:
 
 
 def _named(precision: str) -> str:
-    """A precision that `auto` tried."""
+    """Format the name of a precision that `auto` tried."""
     return precision.replace(", head int4", " (head too)")
 
 
 def _length(config: SelfSpeculativeConfig) -> str:
-    """How many tokens a round drafts."""
+    """Describe how many tokens a round drafts."""
     drafting = config.drafting
     if drafting.policy == "none":
         return "Nothing is drafted: every step is a plain one."
@@ -360,7 +360,7 @@ def _memory(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
 
 
 def drafts_from(draft: Draft) -> str:
-    """What a call drafts from, and its memory, in one line."""
+    """Describe what a call drafts from, and its memory, in one line."""
     config = draft.config
     if config.drafting.policy == "none":
         return "Nothing drafted."

@@ -1,4 +1,4 @@
-"""From options to what to draft with: configs and methods."""
+"""Configs and methods that the options name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def requested_config(
     options: ConfigOptions, precision: str | None = None, lookup: bool | None = None
 ) -> SelfSpeculativeConfig | None:
-    """The config that the options name; `None` where they name none (`--no-lookup` alone names none).
+    """Return the config that the options name; `None` where they name none (`--no-lookup` alone names none).
 
     Args:
-        options: a config, or a skip set.
-        precision: added to it, or in the place of its own.
-        lookup: with prompt lookup, or without; `None`: as it says.
+        options: options that name a config or a skip set.
+        precision: precision of the copies, which replaces the config's own; `None`: the config's.
+        lookup: whether to use prompt lookup; `None`: as the config says.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: the options contradict one another, or the config cannot be read.
@@ -53,14 +53,14 @@ def requested_config(
 
 
 def requested_draft(draft: DraftOptions, length: DraftLengthOptions) -> SelfSpeculativeConfig | None:
-    """The config that the options of a command name that drafts, before `length`; `None` where they name none.
+    """Return the config that a drafting command's options name; `None` where they name none.
 
     Args:
-        draft: a config or its parts; `auto` names none.
-        length: how far to draft.
+        draft: options that name a config or its parts; `auto` names none.
+        length: options of the draft length; checked here, not applied.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: as `requested_config`; no such drafting is possible.
+        ValueError, TypeError, FileNotFoundError: as `requested_config`; an invalid `length`.
     """
     is_auto = draft.config == AUTO
     named = dataclasses.replace(draft, config=None) if is_auto else draft
@@ -70,12 +70,12 @@ def requested_draft(draft: DraftOptions, length: DraftLengthOptions) -> SelfSpec
             "--config auto finds out what to draft with, but --precision, --lookup, --skip-attention and --skip-mlp "
             "say it. Leave one or the other out."
         )
-    with_drafting(config, length.policy, length.draft_length)  # raises where no such drafting is possible
+    with_drafting(config, length.policy, length.draft_length)  # raises where policy or length is invalid
     return config
 
 
 def config_to_compare(options: ConfigOptions, model: str) -> SelfSpeculativeConfig | None:
-    """The config that the options name, or the one that comes with the model's name; see `requested_config`."""
+    """Return the config that the options name, or else the default of the model's name; see `requested_config`."""
     chosen = requested_config(options)
     return default_config(model, None) if chosen is None else chosen
 
@@ -86,16 +86,16 @@ def requested_methods(
     default: Callable[[SelfSpeculativeConfig | None, bool], tuple[str, ...]],
     peers: Mapping[str, PeerModel] | None = None,
 ) -> tuple[str, ...]:
-    """The methods of `--methods`, plain decoding among them; where it is not given, those of `default`.
+    """Return the methods of `--methods`, plain decoding among them; where it is not given, those of `default`.
 
     Args:
-        options: the methods' names, and the assistant.
-        config: for the methods that need one.
-        default: the methods by a config and whether there is an assistant.
-        peers: the models of other runtimes' methods, by the method's name; by default they come after the others.
+        options: options that name the methods and the assistant.
+        config: config of the methods that need one.
+        default: function of a config and whether there is an assistant that returns the default methods.
+        peers: models of other runtimes, by method name; by default their methods follow the others.
 
     Raises:
-        ValueError: a name that is none, or a method that needs a config, an assistant or a file where there is none.
+        ValueError: an unknown name, or a method that lacks the config, assistant or file that it needs.
     """
     from ..harness.methods import check_methods
 
@@ -107,7 +107,7 @@ def requested_methods(
 
 
 def with_lookup(config: SelfSpeculativeConfig, lookup: bool) -> SelfSpeculativeConfig:
-    """A config with prompt lookup (its own, where it has one), or without.
+    """Return a config with prompt lookup (its own settings, where it has them), or without.
 
     Raises:
         ValueError: without prompt lookup the config has nothing to draft with.
@@ -123,7 +123,7 @@ def with_lookup(config: SelfSpeculativeConfig, lookup: bool) -> SelfSpeculativeC
 
 
 def default_config(model_name: str, generation_config: Any) -> SelfSpeculativeConfig | None:
-    """The skip set that goes with a model, if there is one: the demo model's, or what is stored with the model."""
+    """Return the default config of a model, if there is one: the demo model's, or the one stored with the model."""
     from ..config import SelfSpeculativeConfig
 
     if model_name == DEMO:
@@ -132,7 +132,7 @@ def default_config(model_name: str, generation_config: Any) -> SelfSpeculativeCo
 
 
 def stored_config(generation_config: Any) -> SelfSpeculativeConfig | None:
-    """The config stored with a model (`enable_self_speculative(model, default=…)`); `None` for none and for "auto"."""
+    """Return the config stored by `enable_self_speculative(model, default=…)`; `None` for none and for "auto"."""
     from ..config import SelfSpeculativeConfig
 
     stored = getattr(generation_config, "self_speculative", None)
@@ -146,10 +146,10 @@ def stored_config(generation_config: Any) -> SelfSpeculativeConfig | None:
 def with_drafting(
     config: SelfSpeculativeConfig | None, policy: str | None, draft_length: int | None
 ) -> SelfSpeculativeConfig:
-    """A config (by default an empty one) with another draft-length policy or draft length, where one is given.
+    """Set the draft-length policy and the draft length of a config (by default an empty one), where given.
 
     Raises:
-        ValueError: an unknown policy, or no such length.
+        ValueError: an unknown policy, or an invalid length.
     """
     from ..config import SelfSpeculativeConfig
 
@@ -162,5 +162,5 @@ def with_drafting(
     if not changes:
         return config
     drafting = dataclasses.replace(config.drafting, **changes)
-    # What never drafts has nothing to improve.
+    # Without drafts there is nothing to adapt.
     return dataclasses.replace(config, drafting=drafting, adapt=config.adapt and drafting.policy != "none")

@@ -1,4 +1,4 @@
-"""What all sub-commands share: the two consoles, errors in one line, progress, JSON, and quiet libraries."""
+"""Helpers that all sub-commands share: the two consoles, errors in one line, progress, JSON, and quiet libraries."""
 
 from __future__ import annotations
 
@@ -26,76 +26,76 @@ from ..support.display import for_json, visible
 if TYPE_CHECKING:
     from rich.progress import TextColumn
 
-# Faults of what was asked for, or of the machine; anything else is a fault of this library and keeps its traceback.
+# Errors of the user or the machine; anything else is a bug in this library and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError)
-_LONGEST_LINE = 1_500  # characters of an error
-_PATIENCE = 2.0  # seconds without a word
+_LONGEST_LINE = 1_500  # characters of an error message
+_PATIENCE = 2.0  # seconds without output
 _BETWEEN_LINES = 10.0  # seconds between two lines in a log file
-_LINES = "\n\t"  # of a text of several lines
+_LINES = "\n\t"  # control characters that a text of several lines may contain
 
 
 class Screen(Console):
-    """A console to which strings are data: nothing in them is markup, and nothing in them acts on the terminal.
+    """Console that treats strings as data: no markup in them, and no control characters that act on the terminal.
 
-    What has a style is a `styled` text, or is printed with `style=`.
+    Styles come from a `styled` text, or from `style=` when printing.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A string as rich shows it, before it is laid out: in a table, a cell is as wide as what is seen of it."""
+        """Make control characters visible before layout, so that a table cell is as wide as the text shown in it."""
         return super().render_str(visible(text, _LINES), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """All that is written passes here; only rich's own control codes may act."""
+        """Make control characters visible in all output; only rich's own control codes may act."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text, _LINES), segment.style)
 
 
 def out() -> Console:
-    """The console for results."""
+    """Return the console for results, on stdout."""
     return Screen()
 
 
 def err() -> Console:
-    """The console for everything else."""
+    """Return the console for everything else, on stderr."""
     return Screen(stderr=True)
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:
-    """A text of several styles, to which strings are data.
+    """Build a text of several styles from strings that are data, not markup.
 
     Args:
-        parts: strings, each by itself or with its style.
+        parts: strings, each alone or with its style.
     """
-    # rich would leave some control characters out, so that nobody saw them.
+    # Made visible first: rich drops some control characters.
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((visible(text, _LINES), style) for text, style in pairs))
 
 
 def description(style: str = "none") -> TextColumn:
-    """The column of a progress bar that says what is being done, to which that is data."""
+    """Return the column of a progress bar that describes the current step, without markup."""
     from rich.progress import TextColumn
 
     return TextColumn("{task.description}", style=style, markup=False)
 
 
 def debugging() -> bool:
-    """Whether the user asked for tracebacks and the libraries' own messages."""
+    """Tell whether the user wants tracebacks and the libraries' own messages (`SSD_DEBUG`)."""
     return os.environ.get("SSD_DEBUG", "0") not in ("", "0")
 
 
 def print_error(error: Exception) -> bool:
-    """Say what was wrong, in one line on stderr.
+    """Print an error of the user or the machine in one line on stderr.
 
     Returns:
-        Whether it was a mistake that can be said in a line; else nothing was printed.
+        True for such an error; for any other, False, and nothing is printed.
     """
     is_usage = hasattr(error, "format_message") and hasattr(
         error, "exit_code"
-    )  # of typer, which does not export the class
-    is_memory = type(error).__name__ == "OutOfMemoryError"  # of torch, which may not be loaded
+    )  # typer's, which does not export the class
+    is_memory = type(error).__name__ == "OutOfMemoryError"  # torch's, which may not be imported
     if not (is_usage or is_memory or isinstance(error, _USER_ERRORS)):
         return False
     if debugging():
@@ -109,11 +109,11 @@ def print_error(error: Exception) -> bool:
             end = "" if message.endswith((".", "?")) else "."
             message = f"{message}{end} See `{context.command_path} --help`."
     else:
-        # One line; what is indented was meant to stand by itself, such as the last words of a program that failed.
+        # One line, but indented lines stay separate, such as the last output of a program that failed.
         message = re.sub(r"\s*\n(?!\s)", " ", str(error).strip()) or type(error).__name__
-    if len(message) > _LONGEST_LINE and "\n" not in message:  # an argument without end is in it; what to do stands last
+    if len(message) > _LONGEST_LINE and "\n" not in message:  # it quotes a very long argument; its end says what to do
         message = f"{message[: _LONGEST_LINE - 300]} … {message[-300:]}"
-    # Not wrapped to the terminal: a message is a line to copy.
+    # Not wrapped to the terminal's width, so that the message can be copied as one line.
     err().print(styled(("error:", "bold red"), " ", (message, "red")), soft_wrap=True)
     return True
 
@@ -128,7 +128,7 @@ def print_json(document: Any) -> None:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Without transformers' progress bars and advice, and without Python warnings, unless `SSD_DEBUG=1`."""
+    """Silence transformers' progress bars and advice, and Python warnings, unless `SSD_DEBUG=1`."""
     if debugging():
         yield
         return
@@ -155,18 +155,18 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_work(as_json: bool) -> Iterator[None]:
-    """Around a command's work: quiet libraries, and with `--json` nothing on stdout but the document printed later."""
+    """Silence libraries during a command's work; with `--json`, keep stdout free for the document printed later."""
     with quiet_libraries(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def resumable(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
-    """Around a run into a folder: Ctrl-C ends it with status 130, and a line that says how to go on with it.
+    """Let Ctrl-C end a run into a folder with status 130 and a line that says how to resume it.
 
     Args:
-        folder: of the run.
-        kept: says what has been kept, when it comes to that.
+        folder: folder of the run.
+        kept: function that describes what has been stored, called on Ctrl-C.
     """
     try:
         yield
@@ -178,7 +178,7 @@ def resumable(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
-    """With the library's own bars (transformers' tqdm, on stderr) while costs are measured; in a log file a line."""
+    """Show the library's own bars (transformers' tqdm, on stderr) while it measures costs; in a log file, a line."""
     from transformers.utils import logging as transformers_logging
 
     if debugging():
@@ -202,10 +202,10 @@ def measuring() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; where that is no terminal, a line now and then once it takes longer than two seconds.
+    """Show a progress bar on stderr; where that is no terminal, print lines once it takes longer than two seconds.
 
     Args:
-        title: what is being done.
+        title: description of the work.
         total: number of steps; `None` for a spinner.
 
     Yields:
@@ -226,7 +226,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
     columns = [SpinnerColumn(), description()]
     if total is not None:
         columns += [BarColumn(bar_width=20), MofNCompleteColumn()]
-    # transient: what is done is not worth a line.
+    # transient: finished work is not worth a line.
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task(title, total=total, completed=-1 if total is not None else 0)
 
@@ -237,27 +237,27 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[str], N
 
 
 class Announcement:
-    """A line on stderr, printed once, when a run begins. A run that fails before that prints none.
+    """Line on stderr, printed once, when a run begins. A run that fails before that prints none.
 
     Args:
-        line: to print; `None`: nothing.
+        line: line to print; `None`: nothing.
     """
 
     def __init__(self, line: str | None) -> None:
         self.line = line
 
     def say(self) -> None:
-        """Print it, the first time."""
+        """Print the line on the first call."""
         line, self.line = self.line, None
         if line is not None:
             err().print(line, style="dim", soft_wrap=True)
 
 
 class LogLines:
-    """Progress where stderr is no terminal: a line now and then.
+    """Progress where stderr is no terminal: lines at intervals.
 
     Args:
-        patience: seconds without a word; `None`: ten.
+        patience: least number of seconds between two lines; `None`: ten.
     """
 
     def __init__(self, patience: float | None = None) -> None:
@@ -265,7 +265,7 @@ class LogLines:
         self.last_line = time.monotonic()
 
     def say(self, line: str, at_once: bool = False) -> None:
-        """Print the line, unless one was printed a moment ago."""
+        """Print the line if `at_once`, or if none was printed during the last `patience` seconds."""
         if at_once or time.monotonic() - self.last_line >= self.patience:
             self.last_line = time.monotonic()
             print(visible(line), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`ssd evaluate` and `ssd report`: is it still as good, and how fast is it then; and runs side by side."""
+"""`ssd evaluate` and `ssd report`: quality and speed of the methods' answers; runs side by side."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ with --output also as a page and a plot.
 
 @dataclass(frozen=True)
 class SharedModelOptions(MeasuredModelOptions):
-    """The same where several processes may take part."""
+    """Model options where several processes may take part."""
 
     tensor_parallel: Annotated[
         bool,
@@ -68,7 +68,7 @@ class SharedModelOptions(MeasuredModelOptions):
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """The questions, and how they are put."""
+    """Questions, and the form in which they are asked."""
 
     panel: ClassVar[str] = "What to ask"
 
@@ -105,7 +105,7 @@ class QuestionOptions:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How every method answers."""
+    """Settings of every method's answers."""
 
     panel: ClassVar[str] = "How to run"
 
@@ -136,7 +136,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class CodeOptions:
-    """Whether, and how, programs that the model has written are run."""
+    """Execution of the programs that the model has written."""
 
     panel: ClassVar[str] = "Generated code"
 
@@ -172,7 +172,7 @@ def evaluate(
     code: CodeOptions,
     results: ResultOptions,
 ) -> None:
-    """Let all methods answer the questions of a task."""
+    """Have all methods answer the questions of a task."""
     from .console import at_work
 
     group = _processes()
@@ -181,7 +181,7 @@ def evaluate(
     if model.tensor_parallel and group is None:
         raise ValueError("--tensor-parallel needs several processes: start it with torchrun or accelerate launch.")
     with at_work(results.as_json):
-        # What can be refused is refused before anything slow begins.
+        # Invalid options are rejected before anything slow begins.
         request = parse(task, model, questions, methods, draft, answers, code)
         summary, path = _run(request, results, group)
     if summary is not None:
@@ -190,17 +190,17 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, checked as far as that goes without the model.
+    """Parsed request, checked as far as possible without the model.
 
     Attributes:
         task: name of the task.
-        methods: that answer.
-        assistant: of the method `assistant`.
-        config: for the methods that need one.
-        code: how generated programs are run; `None`: they are not.
-        model: the options' groups, from here on.
-        questions: …
-        answers: …
+        methods: names of the methods that answer.
+        assistant: model of the method `assistant`.
+        config: config of the methods that need one.
+        code: settings for running generated programs; `None`: they are not run.
+        model: model options.
+        questions: question options.
+        answers: answer options.
     """
 
     task: str
@@ -213,10 +213,10 @@ class Request:
     answers: AnswerOptions
 
     def settings(self, new_tokens: int) -> EvaluationSettings:
-        """The run's settings.
+        """Build the run's settings.
 
         Args:
-            new_tokens: the longest answer, where the options do not say.
+            new_tokens: length of the longest answer in tokens, where the options do not set it.
 
         Raises:
             ValueError: the options contradict one another.
@@ -247,10 +247,10 @@ def parse(
     answers: AnswerOptions,
     code: CodeOptions,
 ) -> Request:
-    """What the options ask for.
+    """Build the request from the options.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
+        ValueError, TypeError, FileNotFoundError: the options contradict one another, or name something missing.
     """
     from ..evaluation.run_evaluation import default_methods
     from ..evaluation.tasks import TASKS, check_data
@@ -269,16 +269,16 @@ def parse(
         questions=questions,
         answers=answers,
     )
-    request.settings(new_tokens=1)  # raises where they contradict one another
+    request.settings(new_tokens=1)  # raises where the options contradict one another
     check_data(task, questions.data or ())
     return dataclasses.replace(request, code=_code_execution(code)) if task == "code" else request
 
 
 def _code_execution(options: CodeOptions) -> CodeExecution | None:
-    """How generated programs are run, tried with an empty one.
+    """Return the settings for running generated programs, tried with an empty one; `None`: they are not run.
 
     Raises:
-        ValueError: they cannot be confined here.
+        ValueError: programs cannot be confined on this machine.
     """
     if not options.allow_code_execution:
         return None
@@ -294,7 +294,7 @@ def _code_execution(options: CodeOptions) -> CodeExecution | None:
 
 
 def _run(request: Request, results: ResultOptions, group: Processes | None) -> tuple[dict[str, Any] | None, Path]:
-    """The summary of the run (in its first process, else `None`), and its folder."""
+    """Run the evaluation, and return its summary (in the first process, else `None`) and its folder."""
     from ..evaluation.run_evaluation import run_evaluation
     from ..evaluation.tasks import make_task
     from .benchmark_view import live_progress
@@ -342,7 +342,7 @@ def _run(request: Request, results: ResultOptions, group: Processes | None) -> t
 
 
 def _about(request: Request, is_alone: bool) -> dict[str, Any]:
-    """The models and where they run, as the run's config.json says it."""
+    """Describe the models and their placement, as recorded in the run's config.json."""
     model = request.model
     return {
         "model": model.model,
@@ -370,7 +370,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _check_vocabularies(tokenizer: Any, other: Any, name: str) -> None:
-    """Complain about an assistant that writes other tokens."""
+    """Raise if the assistant has another vocabulary than the model."""
     if tokenizer.get_vocab() != other.get_vocab():
         raise ValueError(
             f"The assistant {name!r} has another vocabulary than the model, so their texts cannot be compared token by "
@@ -381,7 +381,7 @@ def _check_vocabularies(tokenizer: Any, other: Any, name: str) -> None:
 
 
 def _processes() -> Processes | None:
-    """The processes that `accelerate launch` or `torchrun` has started; `None` for one alone."""
+    """Return the processes that `accelerate launch` or `torchrun` has started; `None` for a single one."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return None
     try:
@@ -392,7 +392,7 @@ def _processes() -> Processes | None:
 
     import torch
 
-    # One process may be done hours before another.
+    # One process may finish hours before another.
     state: Processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
     return state
 
@@ -417,7 +417,7 @@ def report(
         check_report_folder(output)
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "report.md", runs_markdown(summaries))
-        # matplotlib has something to say of each letter that its font lacks.
+        # matplotlib warns about each character that its font lacks.
         with quiet_libraries(), replacing(output / "report.png") as path:
             plot_runs(summaries, path)
     if as_json:

@@ -1,4 +1,4 @@
-"""`ssd export`: a folder from which transformers drafts, in whatever program loads it."""
+"""`ssd export`: a folder from which transformers drafts, in any program that loads it."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def export(
 
 
 def default_of(config: str | None, folder: Path) -> SelfSpeculativeConfig | Literal["auto"]:
-    """The config that `--config` names, or what is stored with the model.
+    """Return the config that `--config` names, or the one stored with the model.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: it cannot be read.
+        ValueError, TypeError, FileNotFoundError: the config cannot be read.
     """
     from ..config import SelfSpeculativeConfig
     from ..serving import stored_default

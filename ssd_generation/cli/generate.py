@@ -1,6 +1,6 @@
 """`ssd generate`: an answer, how it compares with plain decoding, and where its tokens came from.
 
-`generate_options` has the options, `generate_run` does what they ask for, `generate_view` shows it.
+`generate_options` defines the options, `generate_run` carries them out, `generate_view` shows the result.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def generate(
     show: ShowOptions,
 ) -> None:
     """Answer a prompt, compare with plain decoding, show the draft."""
-    # What can be refused is refused before anything slow begins.
+    # Invalid options are rejected before anything slow begins.
     request = parse(prompt, model, draft, length, decoding, show)
 
     from .console import at_work
@@ -76,10 +76,10 @@ def parse(
     decoding: DecodingOptions,
     show: ShowOptions,
 ) -> Request:
-    """What the options ask for.
+    """Build the request from the options.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: they contradict one another, or name what is not there.
+        ValueError, TypeError, FileNotFoundError: the options contradict one another, or name something missing.
     """
     from .configs import requested_draft
     from .generate_run import Request, some_seed

@@ -1,4 +1,4 @@
-"""The options of `ssd generate`, in groups."""
+"""Option groups of `ssd generate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AnswerOptions", "DecodingOptions", "DraftLengthOptions", "DraftOptio
 
 @dataclass(frozen=True)
 class DraftOptions(ConfigOptions):
-    """What drafts: a config or its parts; by default whatever pays."""
+    """Draft: a config or its parts; by default the fastest way to draft on this machine, or none."""
 
     config: Annotated[
         str | None,
@@ -59,7 +59,7 @@ class DraftOptions(ConfigOptions):
 
 @dataclass(frozen=True)
 class DraftLengthOptions:
-    """How many tokens a round drafts."""
+    """Number of tokens that a round drafts."""
 
     panel: ClassVar[str] = "How far to draft"
 
@@ -84,7 +84,7 @@ class DraftLengthOptions:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How an answer is decoded, drafted or not."""
+    """Decoding of an answer, drafted or not."""
 
     panel: ClassVar[str] = "How to decode"
 
@@ -121,7 +121,7 @@ class AnswerOptions:
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the prompt.")] = None
 
     def check_sampling(self) -> None:
-        """Raise `ValueError` for an option of sampling where nothing is sampled."""
+        """Raise `ValueError` for a sampling option under greedy decoding."""
         for option, value in (("--top-k", self.top_k), ("--top-p", self.top_p), ("--seed", self.seed)):
             if value is not None and not self.temperature:
                 raise ValueError(f"{option} {value} needs --temperature above 0: greedy decoding does not sample.")
@@ -129,7 +129,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class DecodingOptions(AnswerOptions):
-    """The same where the prompt need not be a chat."""
+    """Decoding options where the prompt need not be a chat."""
 
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Continue the prompt as it is, not as a chat.")
@@ -138,7 +138,7 @@ class DecodingOptions(AnswerOptions):
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """What is shown beside the answer."""
+    """Output in addition to the answer."""
 
     panel: ClassVar[str] = "What to show"
 

@@ -1,4 +1,4 @@
-"""What `ssd generate` does: load, choose a draft, answer, compare."""
+"""Control flow of `ssd generate`: load, choose a draft, answer, compare."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRequest:
-    """How to answer, checked as far as that goes without the model.
+    """Parsed options of an answer, checked as far as possible without the model.
 
     Attributes:
-        config: that the options name, before `length`; `None` where they name none.
-        seed: of the sampling.
-        model: the options' groups, from here on.
-        draft: …
-        length: …
-        decoding: …
+        config: config that the options name, before `length` applies; `None` where they name none.
+        seed: seed of the sampling.
+        model: model options.
+        draft: draft options.
+        length: draft-length options.
+        decoding: decoding options.
     """
 
     config: SelfSpeculativeConfig | None
@@ -47,12 +47,12 @@ class AnswerRequest:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the answer is sampled, not decoded greedily."""
+        """True if the answer is sampled, not decoded greedily."""
         return bool(self.decoding.temperature)
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
-        """The arguments of `generate` that say how to decode."""
+        """Decoding arguments of `generate`."""
         arguments: dict[str, Any] = {"max_new_tokens": self.decoding.max_new_tokens, "do_sample": self.is_sampling}
         if self.is_sampling:
             sampling = {name: getattr(self.decoding, name) for name in ("temperature", "top_k", "top_p")}
@@ -62,13 +62,13 @@ class AnswerRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(AnswerRequest):
-    """What was asked for.
+    """Parsed request of `ssd generate`.
 
     Attributes:
-        prompt: what the model is to answer.
-        is_example: whether that is the example, and not the user's.
-        decoding: …
-        show: …
+        prompt: prompt to answer.
+        is_example: whether the prompt is the built-in example, not the user's.
+        decoding: decoding options.
+        show: display options.
     """
 
     prompt: str
@@ -78,19 +78,19 @@ class Request(AnswerRequest):
 
 
 def some_seed(asked: int | None) -> int:
-    """The seed that was asked for, or any."""
+    """Return the given seed, or a random one."""
     return secrets.randbelow(2**31) if asked is None else asked
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What the model drafts with.
+    """Draft that the model uses, and its memory.
 
     Attributes:
-        config: the whole of it, ready to be used.
-        choice: how `auto` came to it, if it did.
-        weight_bytes: memory of the model's weights.
-        copy_bytes: memory of their low-bit copies.
+        config: complete config, ready for use.
+        choice: choice of `auto` that led to the config; `None` where it did not choose.
+        weight_bytes: bytes of the model's weights.
+        copy_bytes: bytes of their low-bit copies.
     """
 
     config: SelfSpeculativeConfig
@@ -101,19 +101,19 @@ class Draft:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request.
+    """Answer to a request.
 
     Attributes:
-        request: that it answers.
-        tokenizer: of the model.
-        draft: what it was drafted with.
-        prompt_tokens: length of the encoded prompt.
-        token_ids: the new tokens.
-        seconds: that they took, the prompt's pass included.
-        speculation: the statistics of the call.
-        origins: where each token came from.
-        comparison: with plain decoding, where that was asked for.
-        environment: the machine and the versions.
+        request: request that is answered.
+        tokenizer: tokenizer of the model.
+        draft: draft that was used.
+        prompt_tokens: length of the encoded prompt in tokens.
+        token_ids: new tokens.
+        seconds: time of the call, the pass over the prompt included.
+        speculation: statistics of the call.
+        origins: origin of each token.
+        comparison: comparison with plain decoding; `None` where not requested.
+        environment: machine and versions.
     """
 
     request: Request
@@ -128,7 +128,7 @@ class Answer:
     environment: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """The document of `--json`."""
+        """Return the document of `--json`."""
         request, draft = self.request, self.draft
         document: dict[str, Any] = {
             "model": request.model.model,
@@ -159,8 +159,8 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
     """Answer a request.
 
     Args:
-        request: what was asked for.
-        begin: called when the answer begins, with the model's tokenizer; gives the streamer that shows it.
+        request: request to answer.
+        begin: function called when the answer begins, with the model's tokenizer; returns the streamer that shows it.
     """
     import torch
 
@@ -205,7 +205,7 @@ def run(request: Request, begin: Callable[[Request, PreTrainedTokenizerBase], Te
 def _compare(
     request: Request, target: PreTrainedModel, inputs: dict[str, torch.Tensor], config: SelfSpeculativeConfig
 ) -> Comparison:
-    """The same request by each method, in turns."""
+    """Answer the same request by each method, interleaved."""
     from ..harness.run import compare, methods_of
 
     repeats = request.show.repeats or 3
@@ -227,12 +227,12 @@ def _compare(
 
 
 def draft_of(target: Any, config: SelfSpeculativeConfig, choice: AutomaticChoice | None) -> Draft:
-    """What the model drafts with, and its memory.
+    """Describe the draft that the model uses, and its memory.
 
     Args:
-        target: the model.
-        config: the whole of it.
-        choice: how `auto` came to it, if it did.
+        target: target model.
+        config: complete config.
+        choice: choice of `auto` that led to the config; `None` where it did not choose.
     """
     from ..forward.copies.low_bit import copy_bytes
     from ..tuning.automatic import weight_bytes
@@ -243,18 +243,18 @@ def draft_of(target: Any, config: SelfSpeculativeConfig, choice: AutomaticChoice
 def choose_draft(
     request: AnswerRequest, target: PreTrainedModel, prompt: torch.Tensor
 ) -> tuple[SelfSpeculativeConfig, AutomaticChoice | None]:
-    """What to draft with: as the options say, as is stored with the model, or whatever pays.
+    """Choose the draft: the one that the options name, the one stored with the model, or the fastest one measured.
 
     Args:
-        request: what was asked for.
-        target: the model, after `enable_self_speculative`.
-        prompt: token ids of shape `(1, prompt_length)`, for what has to be measured.
+        request: request to answer.
+        target: target model, after `enable_self_speculative`.
+        prompt: token ids of shape `(1, prompt_length)`, on which `auto` measures.
 
     Returns:
-        The config, and how it was chosen where that was left to the library.
+        The config, and the choice of `auto` where it chose, else `None`.
 
     Raises:
-        ValueError: the config does not fit the model, or takes more memory than it may.
+        ValueError: the config does not fit the model, or takes more memory than allowed.
     """
     from ..config import SelfSpeculativeConfig
     from ..config.values import BITWISE
@@ -279,7 +279,7 @@ def choose_draft(
     if adapt is not None:
         config = dataclasses.replace(config, adapt=adapt)
     if request.decoding.exact and config.exactness != BITWISE:
-        config = dataclasses.replace(config, exactness=BITWISE, costs=None)  # of other passes
+        config = dataclasses.replace(config, exactness=BITWISE, costs=None)  # measured on other passes
     config = _ready(target, with_drafting(config, policy, length.draft_length), draft.draft_memory)
     if config.adapt:
         with measuring():
@@ -288,7 +288,7 @@ def choose_draft(
 
 
 def _automatic(target: Any, prompt: torch.Tensor, draft_memory: float | None) -> AutomaticChoice:
-    """What pays for this model on this machine."""
+    """Pick the fastest way to draft with this model on this machine, or none."""
     from ..tuning.automatic import automatic_choice
 
     with measuring():
@@ -296,16 +296,16 @@ def _automatic(target: Any, prompt: torch.Tensor, draft_memory: float | None) ->
 
 
 def _without_lookup(config: SelfSpeculativeConfig) -> SelfSpeculativeConfig:
-    """What `auto` chose without prompt lookup; where nothing else pays, nothing is drafted."""
+    """Remove prompt lookup from the choice of `auto`; without low-bit copies, nothing is then drafted."""
     drafting = config.drafting if config.precision else dataclasses.replace(config.drafting, policy="none")
     return dataclasses.replace(config, lookup=None, drafting=drafting, adapt=config.adapt and bool(config.precision))
 
 
 def _ready(target: Any, config: SelfSpeculativeConfig, draft_memory: float | None) -> SelfSpeculativeConfig:
-    """A config that fits the model, with the costs by which its draft length is chosen.
+    """Check a config against the model, and add the costs that its draft length depends on.
 
     Raises:
-        ValueError: it does not fit, or takes more memory than it may.
+        ValueError: the config does not fit the model, or takes more memory than allowed.
     """
     from ..forward.copies.resident import check_copies
     from ..forward.structure.sublayers import layout_of

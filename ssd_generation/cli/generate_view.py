@@ -1,4 +1,4 @@
-"""What `ssd generate` shows: the answer as it comes, what it took, and where its tokens came from."""
+"""Output of `ssd generate`: the answer as it arrives, its figures, and the origins of its tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def begin(request: Request, tokenizer: PreTrainedTokenizerBase) -> TextStreamer | None:
-    """Say what is answered, where the user has not asked it, and show the answer from here on; with `--json` neither.
+    """Print the prompt if it is the built-in example, and show the answer from here on; with `--json`, do neither.
 
     Returns:
-        What `generate` hands the tokens to.
+        The streamer for `generate`; `None` with `--json`.
     """
     if request.show.as_json:
         return None
@@ -34,11 +34,11 @@ def begin(request: Request, tokenizer: PreTrainedTokenizerBase) -> TextStreamer 
 
 
 def answer_streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
-    """Prints the answer as it comes, without the prompt."""
+    """Return a streamer that prints the answer as it arrives, without the prompt."""
     from transformers import TextStreamer
 
     def write(text: str, stream_end: bool = False) -> None:
-        # To a file or a pipe goes what the model says, as it is.
+        # A file or a pipe receives the model's text unchanged.
         sys.stdout.write(visible(text, keep="\n\t") if sys.stdout.isatty() else text)
         if stream_end:
             sys.stdout.write("\n")
@@ -50,7 +50,7 @@ def answer_streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:
 
 
 def print_answer(answer: Answer) -> None:
-    """Everything that follows the text of an answer, or all of it as one JSON document; and the file of `--html`."""
+    """Print what follows the text of an answer, or all of it as one JSON document; write the file of `--html`."""
     request, show = answer.request, answer.request.show
     if show.html is not None:
         title = f"{short_name(request.model.model)}: where each token came from"
@@ -77,12 +77,12 @@ def _summary(answer: Answer) -> str:
 
 
 def figures(tokens: int, seconds: float, speculation: SpeculationStatistics | None) -> list[str]:
-    """What an answer took, in words.
+    """Describe the length, time and acceptance of an answer in words.
 
     Args:
-        tokens: of the answer.
-        seconds: that it took.
-        speculation: statistics of the call, where there are some.
+        tokens: number of tokens of the answer.
+        seconds: time of the call.
+        speculation: statistics of the call; `None` where there are none.
     """
     parts = [f"{tokens} {'token' if tokens == 1 else 'tokens'} in {seconds:.1f} s ({tokens / seconds:.1f} per second)"]
     if speculation is None:
@@ -95,5 +95,5 @@ def figures(tokens: int, seconds: float, speculation: SpeculationStatistics | No
 
 
 def short_name(model: str) -> str:
-    """A model's name without its folder."""
+    """Return a model's name without its folder."""
     return "SmolLM2-135M-Instruct" if model == DEMO else Path(model).name

@@ -1,4 +1,4 @@
-"""`ssd inspect`: what a model is made of, and what a draft would leave out of it."""
+"""`ssd inspect`: the structure of a model, and what a draft would leave out of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def inspect(
 
 
 def _inspected(model: str, config: SelfSpeculativeConfig | None) -> dict[str, Any]:
-    """All that is shown of a model, as plain JSON types; by default with the config that comes with it."""
+    """Collect all that is shown of a model as plain JSON types; by default with the config that comes with it."""
     from ..config import SkipConfig
     from ..decoding.refusals import refuse_model
     from ..native.codegen.compiler import why_not
@@ -86,7 +86,7 @@ def _inspected(model: str, config: SelfSpeculativeConfig | None) -> dict[str, An
 
 
 def _source(name: str) -> tuple[str, str | None]:
-    """`(folder or Hub id, GGUF file in it)`."""
+    """Return `(folder or Hub id, GGUF file in it)`."""
     if name == DEMO:
         from ..models import fetch_demo
 
@@ -102,7 +102,7 @@ def _source(name: str) -> tuple[str, str | None]:
 
 
 def _skeleton(name: str, source: str, gguf_file: str | None) -> tuple[PreTrainedModel, DecoderLayout]:
-    """The model without weights, and its layout; with its weights, where that does not work."""
+    """Return the model without weights, and its layout; where that fails, the model with its weights."""
     from ..forward.structure.sublayers import layout_of
     from .console import progress
     from .resolve_options import load
@@ -135,7 +135,7 @@ def _read_config(name: str, source: str, gguf_file: str | None) -> Any:
 
 
 def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | None:
-    """The model made of fake tensors, which take no memory; `None` where an operator has no fake version."""
+    """Build the model from fake tensors, which take no memory; `None` where an operator has no fake version."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
@@ -146,9 +146,9 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        # Made there, since fake tensors cannot be cast in place, which some models do as they are made.
+        # Built on the meta device, since fake tensors cannot be cast in place, which some constructors do.
         with torch.device("meta"):
-            # The fake version of the grouped products in mixtures of experts knows nothing but bfloat16.
+            # The fake version of the grouped products in mixtures of experts supports bfloat16 only.
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with FakeTensorMode(allow_non_fake_inputs=True):
             _make_fake(model)
@@ -163,7 +163,7 @@ def _without_weights(config: Any) -> tuple[PreTrainedModel, DecoderLayout] | Non
 
 
 def _make_fake(model: PreTrainedModel) -> None:
-    """Put fake tensors on the CPU in place of a model's own, one for each, however often it is used (tied weights)."""
+    """Replace each of a model's tensors by a fake one on the CPU; tied weights stay tied."""
     import torch
 
     made: dict[int, Any] = {}
@@ -193,7 +193,7 @@ def _stored_generation_config(source: str) -> Any:
 
 
 def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -> dict[str, Any]:
-    """Layers, parameters, and what of them is skipped."""
+    """Describe the layers and parameters, and which of them are skipped."""
     layers = _describe_layers(model, layout, skip)
     totals, tied = _count_parameters(model, layout, layers)
     skipped_parameters = layout.skipped_parameters(skip)
@@ -214,7 +214,7 @@ def _describe(model: PreTrainedModel, layout: DecoderLayout, skip: SkipConfig) -
 
 
 def _describe_copies(model: PreTrainedModel) -> dict[str, int]:
-    """Bytes of low-bit copies in int4, and of all that a draft keeps of a model whose weights are offloaded."""
+    """Estimate the bytes of int4 copies, and of all that a draft holds in memory of an offloaded model."""
     from ..config import PrecisionConfig, SkipConfig
     from ..forward.copies.low_bit import estimated_bytes
     from ..forward.copies.resident import resident_bytes
@@ -257,7 +257,7 @@ def _describe_layers(model: PreTrainedModel, layout: DecoderLayout, skip: SkipCo
 def _count_parameters(
     model: PreTrainedModel, layout: DecoderLayout, layers: list[dict[str, Any]]
 ) -> tuple[dict[str, int], bool]:
-    """Parameters by the part of the model, and whether the head is the embedding."""
+    """Count the parameters by part of the model, and tell whether the head is the embedding."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     embedded = sum(p.numel() for p in embedding.parameters())
@@ -274,8 +274,8 @@ def _count_parameters(
 
 
 def _span(model: PreTrainedModel, sub: SubLayer) -> tuple[str, int | None]:
-    """What an attention sees: "full", "sliding" or "chunked", and how many tokens."""
-    # As transformers' own caches read a config.
+    """Return the span of an attention ("full", "sliding" or "chunked"), and its length in tokens unless full."""
+    # The config is read as transformers' own caches read it.
     config = model.config.get_text_config(decoder=True)
     window = getattr(sub.modules[-1], "sliding_window", None) or getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
@@ -292,7 +292,7 @@ def _span(model: PreTrainedModel, sub: SubLayer) -> tuple[str, int | None]:
 
 
 def _view(document: dict[str, Any]) -> Any:
-    """A title, the layers, the parameters, and what the draft leaves out."""
+    """Build the output: a title, the layers, the parameters, and what the draft leaves out."""
     from rich.console import Group
 
     from .console import styled
@@ -309,7 +309,7 @@ def _view(document: dict[str, Any]) -> Any:
 
 
 def _copies(document: dict[str, Any]) -> list[Text]:
-    """What low-bit copies take."""
+    """Describe the memory of low-bit copies."""
     from ..support.display import byte_size
     from .console import styled
 
@@ -324,7 +324,7 @@ def _copies(document: dict[str, Any]) -> list[Text]:
 
 
 def _kept(document: dict[str, Any]) -> list[Text]:
-    """Why sub-layers cannot be skipped: of each kind, the first's reason."""
+    """Explain why sub-layers cannot be skipped: for each kind, the reason of the first."""
     from .console import styled
 
     reasons: dict[str, str] = {}
@@ -335,7 +335,7 @@ def _kept(document: dict[str, Any]) -> list[Text]:
 
 
 def _kernels(document: dict[str, Any]) -> Text:
-    """What reads the weights on this processor."""
+    """Describe the kernels that read the weights on this processor."""
     from .console import styled
 
     reason = document["kernels"]["reason"]
@@ -391,7 +391,7 @@ def _totals_table(document: dict[str, Any]) -> Table:
 
 
 def _draft(document: dict[str, Any]) -> Text:
-    """What the draft leaves out, in words."""
+    """Describe what the draft leaves out, in words."""
     from ..config import SkipConfig
     from .console import styled
     from .layer_lists import describe_skip
@@ -424,7 +424,7 @@ def _cells(sub: dict[str, Any] | None, has_config: bool, stays: bool = False) ->
 
 
 def _count(number: int) -> str:
-    """A number of parameters, to three digits."""
+    """Format a number of parameters to three digits."""
     size = float(number)
     for unit in ("", " k", " M"):
         if size < 999.5:

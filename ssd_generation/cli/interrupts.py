@@ -1,4 +1,4 @@
-"""Ctrl-C that stops an answer, and not the program."""
+"""Ctrl-C that stops an answer, not the program."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["stops_at_interrupt"]
 
 @contextlib.contextmanager
 def stops_at_interrupt(stop: StopRequest) -> Iterator[None]:
-    """Let the first Ctrl-C ask for a stop, and a second one raise `KeyboardInterrupt` at once.
+    """Let the first Ctrl-C request a stop, and a second one raise `KeyboardInterrupt` at once.
 
     Args:
-        stop: stopping criterion of the call inside.
+        stop: stopping criterion of the enclosed call.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:

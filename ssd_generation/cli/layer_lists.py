@@ -1,4 +1,4 @@
-"""Lists of layers and skip sets: read from options, and written for people."""
+"""Lists of layers and skip sets: parsed from options, and formatted for display."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def parse_layers(option: str, text: str | None) -> list[int]:
-    """Layer numbers from a list such as `5,7,10-12`.
+    """Parse a list of layer numbers such as `5,7,10-12`.
 
     Args:
-        option: name of the option, for the message.
+        option: name of the option, for the error message.
         text: the list; `None` or empty for no layers.
 
     Raises:
-        ValueError: not such a list.
+        ValueError: the text is not such a list.
     """
     layers: list[int] = []
     for part in re.split(r"[,\s]+", (text or "").strip(" ,")):
@@ -39,7 +39,7 @@ def parse_layers(option: str, text: str | None) -> list[int]:
 
 
 def describe_layers(layers: Sequence[int]) -> str:
-    """The reverse of `parse_layers`, with runs of three and more as ranges."""
+    """Format layer numbers as a list, the reverse of `parse_layers`, with runs of three and more as ranges."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -53,6 +53,6 @@ def describe_layers(layers: Sequence[int]) -> str:
 
 
 def describe_skip(skip: SkipConfig) -> str:
-    """A skip set in words, such as "attention 5, 7, 10–12 and MLP 9"."""
+    """Format a skip set in words, such as "attention 5, 7, 10–12 and MLP 9"."""
     kinds = (("attention", skip.attention), ("MLP", skip.mlp))
     return " and ".join(f"{kind} {describe_layers(layers)}" for kind, layers in kinds if layers)

@@ -1,4 +1,4 @@
-"""Options in groups: a command takes dataclasses, Typer sees each of their fields as a parameter of its own.
+"""Options in groups: a command takes dataclasses, and Typer sees each of their fields as a separate parameter.
 
 Typer reads the signature of a function and has no groups. `with_option_groups` gives it a flat one:
 
@@ -12,9 +12,9 @@ Typer reads the signature of a function and has no groups. `with_option_groups` 
     @with_option_groups
     def generate(prompt: PromptArgument, sampling: Sampling, as_json: JsonOption = False) -> None: ...
 
-A field is written as a parameter of a Typer command is, with its default; a field without one is required. Groups may
-inherit from one another. cyclopts and tyro take dataclasses as they are. But cyclopts 5 needs Python 3.11, and tyro
-prints its own errors in several lines and leaves: this one function costs less than either.
+A field is declared like a parameter of a Typer command, with its default; a field without a default is required.
+Groups may inherit from one another. cyclopts and tyro accept dataclasses directly. But cyclopts 5 needs Python 3.11,
+and tyro prints its errors in several lines and exits: this one function costs less than either.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Result = TypeVar("Result")
 
 
 def with_option_groups(command: Callable[..., Result]) -> Callable[..., Result]:
-    """A command whose parameters that are dataclasses are replaced by their fields, for `typer.Typer.command`.
+    """Replace a command's dataclass parameters by their fields, for `typer.Typer.command`.
 
-    What it is called with goes back into the dataclasses, and these to the command.
+    The arguments of a call are collected into the dataclasses, which are passed to the command.
 
     Raises:
         ValueError: two parameters or fields have the same name.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type[Any], list[str]]] = {}
-    # Not by `get_type_hints`: Python 3.10's puts an `Optional` around the `Annotated` of a parameter whose default is
-    # None, and Typer then takes an argument for an option.
+    # Not by `get_type_hints`: Python 3.10's wraps the `Annotated` of a parameter whose default is None in `Optional`,
+    # and Typer then takes an argument for an option.
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind = parameter.annotation
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -59,7 +59,7 @@ def with_option_groups(command: Callable[..., Result]) -> Callable[..., Result]:
         filled = {name: kind(**{field: values.pop(field) for field in of}) for name, (kind, of) in groups.items()}
         return command(**values, **filled)
 
-    # Typer must look at this signature, and not at that of what it wraps.
+    # Typer must read this signature, not that of the wrapped command.
     del flat.__wrapped__
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -67,7 +67,7 @@ def with_option_groups(command: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _field_parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
-    """A group's fields as parameters; its options under the group's heading, where they name no other."""
+    """Yield a group's fields as parameters; options that name no other heading get the group's."""
     hints = get_type_hints(group, include_extras=True)
     panel = getattr(group, "panel", None)
     for field in dataclasses.fields(group):

@@ -1,4 +1,4 @@
-"""The groups of options that several sub-commands share, see `option_groups`. What they mean: `configs`, `loading`."""
+"""Option groups that several sub-commands share, see `option_groups`; `configs` and `resolve_options` resolve them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, in which type, and where it runs."""
+    """Model, its dtype, and its placement."""
 
     panel: ClassVar[str] = "Model"
 
@@ -39,14 +39,14 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class MeasuredModelOptions(ModelOptions):
-    """The same where speed is measured."""
+    """Model options where speed is measured."""
 
     threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads. Default: torch's.")] = None
 
 
 @dataclass(frozen=True)
 class ModelArgumentOptions(MeasuredModelOptions):
-    """The same where the model is what the command is about, and needs no `--model`."""
+    """Model options where the model is the command's argument, without `--model`."""
 
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A Hub id, a folder, a .gguf file, or `demo`: SmolLM2-135M-Instruct.")
@@ -55,7 +55,7 @@ class ModelArgumentOptions(MeasuredModelOptions):
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """A config, or a skip set in its place."""
+    """Config, or a skip set instead."""
 
     panel: ClassVar[str] = "What to draft with"
 
@@ -81,7 +81,7 @@ class ConfigOptions:
 
 @dataclass(frozen=True)
 class ComparedConfigOptions(ConfigOptions):
-    """The same where the config is one of several methods."""
+    """Config options where the config is one of several methods."""
 
     config: Annotated[
         str | None,
@@ -95,7 +95,7 @@ class ComparedConfigOptions(ConfigOptions):
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """The methods that are compared."""
+    """Methods to compare."""
 
     panel: ClassVar[str] = "What to compare"
 
@@ -116,7 +116,7 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """Where the results of a run go."""
+    """Destination of a run's results."""
 
     panel: ClassVar[str] = "Results"
 

@@ -1,4 +1,4 @@
-"""From options to the models of other runtimes, which decode beside this library."""
+"""Models of other runtimes that the options name, to decode alongside this library."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ if TYPE_CHECKING:
 def peer_models(
     model: MeasuredModelOptions, gguf: Sequence[str] | None, openvino: Sequence[str] | None, is_paired: bool
 ) -> dict[str, PeerModel]:
-    """The models of `--gguf` and `--openvino`, by the method's name.
+    """Return the models of `--gguf` and `--openvino`, by method name.
 
     Args:
-        model: the options that say where the model runs.
-        gguf: the files of `--gguf`.
-        openvino: the folders and files of `--openvino`.
+        model: options of the model's placement.
+        gguf: files of `--gguf`.
+        openvino: folders and files of `--openvino`.
         is_paired: whether two checkouts are compared.
 
     Raises:
-        ValueError, FileNotFoundError, ImportError: no such files, no place for them, or nothing that runs them.
+        ValueError: invalid files, or options that leave other runtimes no place.
+        FileNotFoundError: a file or folder is missing.
+        ImportError: a runtime is not installed.
     """
     if not (gguf or openvino):
         return {}
@@ -53,7 +55,7 @@ def peer_models(
 
 
 def described_models(models: Mapping[str, PeerModel]) -> dict[str, Any]:
-    """What tells these models from others, by the option's name, for the arguments of a run."""
+    """Describe the models by path, size and digest, by option name, for the arguments of a run."""
     if not models:
         return {"gguf": None}
     from ..harness.peers import describe_model

@@ -1,4 +1,4 @@
-"""`ssd profile`: what the parts of a draft step and verify passes cost here."""
+"""`ssd profile`: costs of a draft step's parts and of verification passes on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ picks another machine's best draft.
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What is measured, and where it goes."""
+    """Measurements, and their destination."""
 
     contexts: Annotated[
         str,
@@ -65,7 +65,7 @@ def profile(model: ModelArgumentOptions, options: ProfileOptions) -> None:
             console.print(table)
         for line in warnings_of(measured):
             err().print(line, style="yellow", soft_wrap=True)
-    # After the figures are shown: they are not lost where they cannot be written.
+    # After the figures are shown, so that they are not lost if they cannot be written.
     if output is not None:
         measured.save(output)
         if not options.as_json:
@@ -84,10 +84,10 @@ def _measure(model: ModelArgumentOptions, contexts: list[int], repeats: int) -> 
 
 
 def parse_contexts(text: str) -> list[int]:
-    """Numbers with commas between them.
+    """Parse context lengths separated by commas.
 
     Raises:
-        ValueError: something else.
+        ValueError: the text is not such a list, or a length is below 1.
     """
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
@@ -101,7 +101,7 @@ def parse_contexts(text: str) -> list[int]:
 
 
 def warnings_of(profile: CostProfile) -> list[str]:
-    """What speaks against the figures."""
+    """List the reasons to doubt the figures."""
     lines = []
     if profile.spread > 1.25:
         lines.append(
@@ -118,7 +118,7 @@ def warnings_of(profile: CostProfile) -> list[str]:
 
 
 def profile_view(profile: CostProfile) -> list[Any]:
-    """Tables of a profile."""
+    """Build the tables of a profile."""
     tables = [_draft_step_table(profile)]
     if len(profile.contexts) > 1:
         tables.append(_attention_table(profile))
@@ -126,7 +126,7 @@ def profile_view(profile: CostProfile) -> list[Any]:
 
 
 def _draft_step_table(profile: CostProfile) -> Table:
-    """A draft step by its parts, in each precision."""
+    """Build the table of a draft step by its parts, in each precision."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -158,7 +158,7 @@ def _draft_step_table(profile: CostProfile) -> Table:
 
 
 def _attention_table(profile: CostProfile) -> Table:
-    """Attention and a plain step by the length of the context."""
+    """Build the table of attention and a plain step by context length."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -172,7 +172,7 @@ def _attention_table(profile: CostProfile) -> Table:
 
 
 def _verify_table(profile: CostProfile) -> Table:
-    """The cost of verifying n tokens."""
+    """Build the table of the cost of verifying n tokens."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

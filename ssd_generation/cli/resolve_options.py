@@ -1,4 +1,4 @@
-"""Models, prompts and the folders of results, as the options name them."""
+"""Models, prompts and result folders that the options name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def default_folder(kind: str, model: str) -> Path:
-    """Where results go unless asked otherwise: a new folder, named by the model and the time."""
+    """Return the default folder for results: a new one, named by the command, the model and the time."""
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name) or "model"
     return Path(f"{kind}-{name}-{datetime.now():%Y%m%d-%H%M%S}")
 
 
 def set_threads(threads: int | None) -> None:
-    """The number of CPU threads, where one was asked for."""
+    """Set the number of CPU threads, where one is given."""
     if threads is not None:
         import torch
 
@@ -34,15 +34,15 @@ def set_threads(threads: int | None) -> None:
 def load(
     options: ModelOptions, name: str | None = None, tensor_parallel: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model onto its device, and show meanwhile that something happens.
+    """Load a model onto its device, and show progress meanwhile.
 
     Args:
-        options: the model, its type and where it goes.
-        name: load this model instead, such as an assistant.
-        tensor_parallel: spread it over all processes.
+        options: options of the model, its dtype and its placement.
+        name: another model to load instead, such as an assistant.
+        tensor_parallel: whether to spread the model over all processes.
 
     Raises:
-        ValueError, FileNotFoundError, …: as `load_model`; an unknown device.
+        ValueError, FileNotFoundError, …: as `load_model`; an unknown device, or contradictory options.
     """
     from ..models import fetch_demo, load_model
     from .console import progress
@@ -64,13 +64,13 @@ def load(
         with progress(f"Loading {name}"):
             model, tokenizer = load_model(name, dtype=dtype, device_map=device_map)
     else:
-        # The Hub shows how far a download is; a bar of ours would come between its own.
+        # The Hub shows the progress of a download; a bar of ours would interfere with its own.
         model, tokenizer = load_model(name, dtype=dtype, device_map=device_map)
     return (model if device is None else model.to(device)), tokenizer
 
 
 def _device(name: str | None) -> torch.device:
-    """The device of `--device`, tried; by default the GPU, if there is one."""
+    """Return the device of `--device`, tried with an empty tensor; by default the GPU, if there is one."""
     import torch
 
     if name is None:
@@ -85,10 +85,10 @@ def _device(name: str | None) -> torch.device:
 
 
 def read_prompt(prompt: str | None, default: str) -> str:
-    """The prompt: as given, from stdin for `-`, or the default.
+    """Return the prompt: as given, from stdin for `-`, or the default.
 
     Raises:
-        ValueError: it is empty.
+        ValueError: the prompt is empty.
     """
     if prompt is None:
         return default
@@ -106,13 +106,13 @@ def read_prompt(prompt: str | None, default: str) -> str:
 def encode(
     tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None, use_template: bool
 ) -> dict[str, torch.Tensor]:
-    """The model's inputs: the prompt in the tokenizer's chat template, or as it is where there is none.
+    """Encode the prompt in the tokenizer's chat template, or as it is where there is none or it is not wanted.
 
     Returns:
         `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
 
     Raises:
-        ValueError: `system` without a chat template, the template refuses, or nothing is left of the prompt.
+        ValueError: `system` without a chat template, a template that refuses the prompt, or a prompt without tokens.
     """
     from ..harness.texts import encode_prompt
 

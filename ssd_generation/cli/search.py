@@ -1,4 +1,4 @@
-"""`ssd search`: what a model is best to leave out while it drafts."""
+"""`ssd search`: the sub-layers and precisions with which a model drafts best."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ command with the same folder goes on after an interruption, and several processe
 
 @dataclass(frozen=True)
 class SpaceOptions:
-    """What drafts there are, and what makes one better than another."""
+    """Search space of drafts, and the objective."""
 
     panel: ClassVar[str] = "What to search"
 
@@ -66,7 +66,7 @@ class SpaceOptions:
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """The texts and the costs by which drafts are judged."""
+    """Texts and costs by which drafts are judged."""
 
     panel: ClassVar[str] = "What to judge on"
 
@@ -93,7 +93,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """How the search goes."""
+    """Settings of the sampler and its trials."""
 
     panel: ClassVar[str] = "How to search"
 
@@ -123,7 +123,7 @@ class SamplerOptions:
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """Where the study is stored, and what is done with it."""
+    """Storage of the study, and its use."""
 
     panel: ClassVar[str] = "How to search"
 
@@ -152,7 +152,7 @@ class StudyOptions:
 
 @dataclass(frozen=True)
 class FoundOptions:
-    """What is written and printed."""
+    """Files and output of the search."""
 
     panel: ClassVar[str] = "Results"
 
@@ -179,7 +179,7 @@ def search(
     study: StudyOptions,
     results: FoundOptions,
 ) -> None:
-    """Search, or pick for another machine."""
+    """Search for a draft, or pick one for another machine."""
     from .console import at_work
 
     if study.from_study is not None:
@@ -201,7 +201,7 @@ def _search(
     study: StudyOptions,
     results: FoundOptions,
 ) -> tuple[SearchResult, Path, str]:
-    """The result, the folder that it was written to, and which plots are in it."""
+    """Run the search; return its result, its folder, and a note on the plots in it."""
     from ..config import SelfSpeculativeConfig
     from ..search.cost_profile import CostProfile
     from ..search.run_search import search as run_search
@@ -210,7 +210,7 @@ def _search(
     from .resolve_options import default_folder, load, set_threads
     from .search_view import View
 
-    # What can be refused is refused before anything slow begins.
+    # Invalid options are rejected before anything slow begins.
     settings = SearchSettings(
         objective=space.objective,
         sampler=sampler.sampler,
@@ -286,13 +286,13 @@ def _print_result(result: SearchResult, model: ModelArgumentOptions, folder: Pat
 
 
 def _pick(source: str, name: str | None, costs: Path, results: FoundOptions) -> Picked:
-    """Pick from a study, and write the config where a folder is given for it.
+    """Pick a draft from a study, and write its config where a folder is given for it.
 
     Args:
-        source: of the study.
-        name: of the study, where the source holds several.
+        source: folder, file or URL of the study.
+        name: name of the study, where the source holds several.
         costs: file of the other machine's profile.
-        results: where the config goes, and whether with prompt lookup.
+        results: destination of the config, and whether it has prompt lookup.
     """
     from .console import quiet_libraries
     from .search_view import Picked

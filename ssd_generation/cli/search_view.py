@@ -1,4 +1,4 @@
-"""What `ssd search` and `ssd profile` show."""
+"""Output of `ssd search` and `ssd profile`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picked:
-    """The draft of a study that is best by another machine's costs."""
+    """Best draft of a study by another machine's costs."""
 
     profile: CostProfile
     best: Tried
@@ -29,10 +29,10 @@ class Picked:
 
 @contextlib.contextmanager
 def bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr; where that is no terminal, a line now and then.
+    """Show a progress bar on stderr; where that is no terminal, print progress lines.
 
     Yields:
-        A function to tell what is being done, and how many of how many steps are done.
+        A function to call with a description of the current step, the number of steps done, and the total.
     """
     from .console import LogLines, description, err
 
@@ -54,10 +54,10 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class View:
-    """How far a search is, for people: a `SearchObserver`. Use it as a context manager.
+    """Progress display of a search: a `SearchObserver`. Use it as a context manager.
 
     Args:
-        announced: printed when the search begins.
+        announced: line printed when the search begins.
     """
 
     def __init__(self, announced: str | None = None) -> None:
@@ -84,16 +84,16 @@ class View:
             self.live.stop()
 
     def stage(self, name: str) -> None:
-        """A stage begins."""
+        """Show that a stage begins."""
         self.name = name
         self._show(name, at_once=True)
 
     def step(self, text: str, done: int, total: int) -> None:
-        """Within a stage, so many of so many steps are done."""
+        """Show progress within a stage: `done` of `total` steps."""
         self._show(f"{self.name}: {text}, {done} of {total}", done=done, total=total)
 
     def trial(self, found: Found, trials: int) -> None:
-        """A trial has ended."""
+        """Show that a trial has ended: the best draft so far, and the time left."""
         done = len(found.tried)
         if self.at_start is None:
             self.at_start, self.started = done, time.monotonic()
@@ -107,7 +107,7 @@ class View:
         self._show(f"Searching: {done} of {trials} drafts; {'; '.join(parts)}", done=done, total=trials)
 
     def warn(self, text: str) -> None:
-        """Something is not as was asked for."""
+        """Print a warning that something differs from the request."""
         self.console.print(text, style="yellow", soft_wrap=True)
 
     def _show(self, text: str, at_once: bool = False, done: int | None = None, total: int | None = None) -> None:
@@ -132,7 +132,7 @@ def _duration(seconds: float) -> str:
 
 
 def describe_tried(tried: Tried) -> str:
-    """The best draft's figures in a line."""
+    """Describe the best draft's figures in a line."""
     from ..search.study import mean_acceptance
 
     return (
@@ -142,7 +142,7 @@ def describe_tried(tried: Tried) -> str:
 
 
 def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
-    """What a draft leaves out and computes in low bits, in lines."""
+    """Describe what a draft leaves out and computes in low bits, in lines."""
     from .layer_lists import describe_layers, describe_skip
 
     lines = []
@@ -171,7 +171,7 @@ def describe_draft(config: SelfSpeculativeConfig, num_layers: int) -> list[str]:
 
 
 def picked_view(picked: Picked) -> list[str]:
-    """The draft that another machine's costs make the best, in lines."""
+    """Describe the best draft by another machine's costs, in lines."""
     best = picked.best
     lines = [f"For {picked.profile.measured_on}:", f"  trial {best.number}, {describe_tried(best)}"]
     if best.pruned:
@@ -182,7 +182,7 @@ def picked_view(picked: Picked) -> list[str]:
 
 
 def result_view(result: SearchResult, num_layers: int) -> list[Any]:
-    """What a search found, for people."""
+    """Build the display of a search's result."""
     shown: list[Any] = [_figures_table(result)]
     shown += [f"  {line}" for line in describe_draft(result.config, num_layers)]
     if result.best.speedup < 1.0:
@@ -201,7 +201,7 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
 
 
 def _figures_table(result: SearchResult) -> Table:
-    """The best draft's figures: promised, on texts held back, and measured."""
+    """Build the table of the best draft's figures: estimated, on held-out texts, and measured."""
     from ..search.confirm import NOTHING_DRAFTED
     from ..search.study import mean_acceptance
 

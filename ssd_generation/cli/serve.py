@@ -34,7 +34,7 @@ tools. Its log says of each request how many tokens it took and how many drafts 
 
 @dataclass(frozen=True)
 class ServedModelOptions:
-    """Which model, in which type, and where it runs."""
+    """Config of the served model, its dtype, and its placement."""
 
     panel: ClassVar[str] = "Model"
 
@@ -49,7 +49,7 @@ class ServedModelOptions:
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens."""
+    """Address of the server, and its memory for prefixes."""
 
     panel: ClassVar[str] = "Server"
 
@@ -87,7 +87,7 @@ def _serve(model: str, served: ServedModelOptions, address: AddressOptions) -> N
     from .export import default_of
     from .resolve_options import set_threads
 
-    # What can be refused is refused before anything slow begins.
+    # Invalid options are rejected before anything slow begins.
     require_packages()
     kept = bytes_of(address.prefix_cache)
     port = free_port(address.host, address.port)
@@ -108,7 +108,7 @@ def _serve(model: str, served: ServedModelOptions, address: AddressOptions) -> N
 
 
 def _way(drafting: Drafting) -> str:
-    """The way of drafting, in a sentence."""
+    """Describe the way of drafting in a sentence."""
     from .compare_view import drafts_from
     from .generate_run import Draft
 
@@ -123,7 +123,7 @@ def _in_url(host: str) -> str:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Have SIGTERM (of a container or a service that is stopped) end the server as Ctrl-C does."""
+    """Let SIGTERM (sent when a container or a service is stopped) end the server as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What to draft with."""
+"""Configuration of drafting: skip set, draft length, low-bit copies, prompt lookup, costs."""
 
 from .schema import (
     PRESETS,

@@ -1,4 +1,4 @@
-"""What to skip, how to draft and what it costs: parameters that check themselves."""
+"""Parts of a config: skip set, draft length, low-bit copies, prompt lookup, costs. Each validates its own values."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class _BySublayer(Parameters):
-    """What holds for attention and MLP sub-layers by the numbers of their layers."""
+    """Settings of attention and MLP sub-layers, by layer number."""
 
     _who = ""
     attention: Collection[int]
     mlp: Collection[int]
 
     def validate_for(self, num_layers: int) -> None:
-        """Check the layers against a model of so many (1 to 10,000).
+        """Check the layer numbers against a model of `num_layers` layers (1 to 10,000).
 
         Raises:
-            ValueError: a layer that the model does not have; of a skip set, also that no attention sub-layer is left.
+            ValueError: a layer that the model does not have; for a skip set, also if no attention sub-layer is left.
         """
         num_layers = NUM_LAYERS.check("num_layers", num_layers)
         for kind, layers in (("attention", self.attention), ("mlp", self.mlp)):
@@ -46,7 +46,7 @@ class _BySublayer(Parameters):
 
 @dataclass(frozen=True)
 class SkipConfig(_BySublayer, title="a skip set"):
-    """The sub-layers that the draft leaves out.
+    """Sub-layers that the draft skips.
 
     `len(skip)` is the number of skipped sub-layers, so an empty skip set is false.
 
@@ -56,14 +56,14 @@ class SkipConfig(_BySublayer, title="a skip set"):
         mlp: the same for the MLP sub-layers.
 
     Raises:
-        TypeError, ValueError: no sequence of integers (a bool is none), or a layer out of range or repeated.
+        TypeError, ValueError: not a sequence of integers (a bool is not one), or a layer out of range or repeated.
     """
 
     _who = "The skip set"
     attention: tuple[int, ...] = field(default=(), metadata=LAYERS.metadata)
     mlp: tuple[int, ...] = field(default=(), metadata=LAYERS.metadata)
 
-    if TYPE_CHECKING:  # construction takes more than the fields hold
+    if TYPE_CHECKING:  # the constructor accepts more types than the fields store
 
         def __init__(self, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> None: ...
 
@@ -82,7 +82,7 @@ class SkipConfig(_BySublayer, title="a skip set"):
 
         Args:
             data: one skip set, or several keyed by model name (the file of the Draft & Verify code).
-            name: which of several.
+            name: key of the one to read, where there are several.
 
         Raises:
             TypeError, ValueError: an unknown key, or a bad value.
@@ -98,23 +98,23 @@ class SkipConfig(_BySublayer, title="a skip set"):
 
     @classmethod
     def preset(cls, name: str) -> SkipConfig:
-        """A published skip set; see `PRESETS`. ValueError: there is none of that name."""
+        """Return a published skip set; see `PRESETS`. ValueError: no preset has this name."""
         return SelfSpeculativeConfig.preset(name).skip
 
 
 @dataclass(frozen=True)
 class PrecisionConfig(_BySublayer, title="'precision'"):
-    """The sub-layers that draft from low-bit copies of their own weights.
+    """Sub-layers that draft from low-bit copies of their own weights.
 
     Only the draft computes from the copies; verification uses the weights as loaded, so the text stays the target's.
-    Whether a sub-layer is kept at all is for the skip set to say. A precision config is false if nothing in it is
+    The skip set decides which sub-layers the draft runs at all. A precision config is false if nothing in it is
     low-bit.
 
     Args:
-        default: precision of every kept sub-layer that is not named below: "int8" (weight-only, a scale per output
+        default: precision of every sub-layer neither skipped nor named below: "int8" (weight-only, a scale per output
             channel), "int4" (weight-only, a scale per group of input channels), or None for the weights as loaded.
         attention: exceptions by layer, counted from 0, up to 9,999: {3: "int8", 5: None}. The layers may be strings, as
-            JSON has them. Stored sorted.
+            in JSON. Stored sorted.
         mlp: the same for the MLP sub-layers.
         head: precision of the LM head.
         group_size: input channels that share a scale under int4: 32, 64, 128 or 256.
@@ -134,7 +134,7 @@ class PrecisionConfig(_BySublayer, title="'precision'"):
         return any((self.default, self.head, *self.attention.values(), *self.mlp.values()))
 
     def of(self, kind: str, layer: int) -> str | None:
-        """The precision that a kept sub-layer drafts in: one of `PRECISIONS`, or None for the weights as loaded.
+        """Return the precision in which a sub-layer drafts: one of `PRECISIONS`, or None for the weights as loaded.
 
         Args:
             kind: "attention" or "mlp".
@@ -150,26 +150,26 @@ class PrecisionConfig(_BySublayer, title="'precision'"):
 
     @classmethod
     def named(cls, name: str) -> PrecisionConfig:
-        """Every kept sub-layer in "int8" or "int4", and the LM head in int8. TypeError, ValueError: another name."""
+        """Return a config of all sub-layers in "int8" or "int4", head in int8. TypeError, ValueError: another name."""
         return cls(default=values.PRECISION_NAME.check("The name of a precision", name), head="int8")
 
 
 @dataclass(frozen=True)
 class LookupConfig(Parameters, title="'lookup'"):
-    """Prompt lookup: the draft continues as the context did after the last tokens' earlier occurrence.
+    """Prompt lookup: the draft copies what followed an earlier occurrence of the last tokens in the context.
 
     After A. Saxena, Prompt Lookup Decoding (2023), whose form in transformers is `prompt_lookup_num_tokens`.
 
     Args:
-        max_ngram: how many of the last tokens are looked for first, from `min_ngram` to 16.
-        min_ngram: how few are still looked for, one fewer at a time, 1 to 16.
-        max_tokens: the most tokens taken from what followed, 1 to 128.
-        store: whether to look into the texts of earlier calls on the model as well, where the match is longer there.
+        max_ngram: length of the longest n-gram of last tokens to match, tried first; from `min_ngram` to 16.
+        min_ngram: length of the shortest one, reached one token fewer at a time; 1 to 16.
+        max_tokens: maximum number of tokens copied from what followed, 1 to 128.
+        store: whether to search the texts of earlier calls on the model as well, used where their match is longer.
             They stay in memory as long as the model does, and only from calls with such a config.
 
     Raises:
-        TypeError, ValueError: no integer, one out of range, or `min_ngram` above `max_ngram`; `store` is not a truth
-            value.
+        TypeError, ValueError: not an integer, one out of range, or `min_ngram` above `max_ngram`; `store` is not a
+            bool.
     """
 
     max_ngram: int = field(default=4, metadata=NGRAM.metadata)
@@ -178,7 +178,7 @@ class LookupConfig(Parameters, title="'lookup'"):
     store: bool = field(default=False, metadata=values.SWITCH.metadata)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name; without `store` where it is off, as earlier versions know them."""
+        """Return the fields by name; without `store` where it is off, since earlier versions do not know it."""
         found = super().to_dict()
         return found if self.store else {name: value for name, value in found.items() if name != "store"}
 
@@ -190,29 +190,29 @@ class LookupConfig(Parameters, title="'lookup'"):
 
 @dataclass(frozen=True)
 class DraftingConfig(Parameters, title="'drafting'"):
-    """How many tokens to draft in a round.
+    """Draft length: the number of tokens to draft in each round.
 
     The constants of the policy "confidence" are those of Draft & Verify (Zhang et al., ACL 2024, arXiv 2309.08168),
     with its symbols.
 
     Args:
-        policy: "cost": each round the draft length with the most expected tokens per second, from the acceptance so far
-            and the measured costs. "confidence": adaptive draft exiting; drafting stops after a token whose draft
+        policy: "cost": in each round the draft length with the most expected tokens per second, from the acceptance so
+            far and the measured costs. "confidence": adaptive draft exiting; drafting stops after a token whose draft
             probability is below a threshold, which follows the acceptance rate. "fixed": always `max_draft_length`
             tokens. "none": nothing is drafted, every step is a plain one.
         max_draft_length: tokens per round: exactly (fixed) or at most (cost, confidence), 1 to 128.
-        threshold: γ at the start, in [0, 1]; of the policy "confidence", as the next four.
-        target_acceptance: α, the acceptance rate aimed at, in [0, 1].
+        threshold: initial γ, in [0, 1]; for the policy "confidence", like the next four.
+        target_acceptance: α, the target acceptance rate, in [0, 1].
         acceptance_smoothing: β1, weight of the old moving average of the acceptance rate, in [0, 1].
         threshold_smoothing: β2, weight of the old threshold, in [0, 1].
-        threshold_step: ε, how far one round moves the threshold before smoothing, in [0, 1].
-        acceptance: how likely the first, second, … drafted token is accepted if those before it were, each in [0, 1],
-            the last standing for all further ones: what the policy "cost" starts from. At most 128, stored as a tuple;
-            () for a cautious default.
-        exploration: the largest share of the time that the policy "cost" spends on trying drafts again after they had
-            stopped to pay, in [0, 0.5].
-        carry_state: whether what the policy has learnt is carried from one call to the next. No text depends on it.
-            None stands for True.
+        threshold_step: ε, the change of the threshold in one round before smoothing, in [0, 1].
+        acceptance: probability that the first, second, … drafted token is accepted if those before it were, each in
+            [0, 1], the last also for all further ones: initial estimate of the policy "cost". At most 128, stored as a
+            tuple; () for a cautious default.
+        exploration: largest share of the time that the policy "cost" spends on retrying drafts after they stopped
+            paying off, in [0, 0.5].
+        carry_state: whether the policy's estimates are carried from one call to the next. No text depends on it. None
+            means True.
 
     Raises:
         TypeError, ValueError: a parameter of the wrong type or out of range, or an unknown policy.
@@ -232,16 +232,16 @@ class DraftingConfig(Parameters, title="'drafting'"):
 
 @dataclass(frozen=True)
 class Costs(Parameters, title="'costs'", omits_defaults=True):
-    """What steps cost, measured on one machine.
+    """Costs of decoding steps, measured on one machine.
 
     Args:
         plain_step: seconds of one plain decoding step, between 1e-9 and 1e6.
         draft_step: seconds of one draft step, in the same range.
-        verify: pairs (tokens in the verify pass, 1 to 1,000,000; seconds, as above), ascending in tokens; 1 to 1,000
-            pairs, stored as tuples.
-        measured_on: where they were measured, as `ssd_generation.tuning.costs.describe_machine(model)` says it, such as
-            "cpu (AMD EPYC, 2 threads), float32, sdpa, torch 2.13.0", at most 300 characters; `generate` warns where it
-            stands on another. None holds everywhere.
+        verify: pairs (tokens in the verification pass, 1 to 1,000,000; seconds, as above), ascending in tokens; 1 to
+            1,000 pairs, stored as tuples.
+        measured_on: machine of the measurement, as `ssd_generation.tuning.measuring.describe_machine(model)` returns
+            it, such as "cpu (AMD EPYC, 2 threads), float32, sdpa, torch 2.13.0", at most 300 characters; `generate`
+            warns on any other. None is valid on all machines.
 
     Raises:
         TypeError, ValueError: a time or a token count out of range, or `verify` not ascending pairs.
@@ -253,16 +253,16 @@ class Costs(Parameters, title="'costs'", omits_defaults=True):
     measured_on: str | None = field(default=None, metadata=NAME.metadata)
 
     def verify_seconds(self, tokens: int) -> float:
-        """How long a verify pass over so many tokens (1 to 1,000,000) takes.
+        """Return the seconds of a verification pass over `tokens` tokens (1 to 1,000,000).
 
-        Linear between the measured counts, where a plain step stands for one token unless that was measured too. Beyond
-        the last count it goes on as between the last two, but never falls; with a single count it stays.
+        Linear between the measured counts; the plain step is the time of one token unless that was measured too.
+        Extrapolated beyond the last count from the last two, but never falling; constant with a single count.
         """
         tokens = values.VERIFIED_TOKENS.check("tokens", tokens)
         points = self.verify if self.verify[0][0] == 1 else ((1, self.plain_step), *self.verify)
         if len(points) == 1:
             return points[0][1]
-        # The last point at or before `tokens`; beyond the last of all, the line through the last two.
+        # The last point at or before `tokens`; beyond the last point of all, the line through the last two.
         below = bisect.bisect_right([count for count, _ in points], tokens) - 1
         beyond = below == len(points) - 1
         (start, early), (end, late) = points[-2:] if beyond else points[below : below + 2]
@@ -273,7 +273,7 @@ class Costs(Parameters, title="'costs'", omits_defaults=True):
 
 @dataclass(frozen=True)
 class Provenance(Parameters, title="'provenance'", omits_defaults=True):
-    """Where a config came from: on which model, with what, and when. All of it is optional.
+    """Origin of a config: the model, the libraries and the date. Every field is optional.
 
     Strings have at most 300 characters, `source` at most 10,000.
 
@@ -282,15 +282,15 @@ class Provenance(Parameters, title="'provenance'", omits_defaults=True):
         model_type: its architecture, such as "llama", as in the config of its text model.
         num_layers: its number of decoder layers, 1 to 10,000.
         revision: commit of its weights on the Hub.
-        dtype: of its weights, such as "bfloat16".
-        attention_implementation: such as "sdpa".
-        device: such as "cpu" or "cuda (NVIDIA H200)".
-        versions: library to version, of at most 50.
+        dtype: type of its weights, such as "bfloat16".
+        attention_implementation: its attention, such as "sdpa".
+        device: its device, such as "cpu" or "cuda (NVIDIA H200)".
+        versions: version by library, at most 50.
         date: day in UTC, YYYY-MM-DD.
         source: free text, such as a citation.
 
     Raises:
-        TypeError, ValueError: a number out of range, a string or `versions` too long, or a date that is none.
+        TypeError, ValueError: a number out of range, a string or `versions` too long, or an invalid date.
     """
 
     model_id: str | None = field(default=None, metadata=NAME.metadata)
@@ -318,7 +318,7 @@ class Provenance(Parameters, title="'provenance'", omits_defaults=True):
         """Describe a loaded target model and the libraries it runs on.
 
         A model loaded from a local folder is named by that folder alone (from the Hub's cache: by its Hub id), so that
-        a shared config tells nothing of the machine's directories.
+        a shared config does not reveal the machine's directories.
         """
         import torch
         import transformers
@@ -340,7 +340,7 @@ class Provenance(Parameters, title="'provenance'", omits_defaults=True):
         )
 
     def validate_for(self, num_layers: int, model_type: str | None = None) -> None:
-        """Raise ValueError where the config was made for a model of another type (if given) or number of layers."""
+        """Raise ValueError if the config was made for a model of another type (if given) or number of layers."""
         named = f" ({shown(self.model_id)[1:-1]})" if self.model_id else ""
         advice = "Use a config made for this model."
         if model_type is not None and self.model_type not in (None, model_type):
@@ -367,25 +367,25 @@ _TRUE_OR_DICT = ", True, a dict of its fields, or None for no prompt lookup"
 class SelfSpeculativeConfig(
     StoredParameters, title="a config (which can also be a skip set alone: 'attention' and 'mlp')", omits_defaults=True
 ):
-    """Everything `generate(self_speculative=…)` needs to know.
+    """Config of `generate(self_speculative=…)`.
 
     Args:
-        skip: the sub-layers that the draft leaves out.
-        drafting: how many tokens to draft in a round.
+        skip: the sub-layers that the draft skips.
+        drafting: number of tokens to draft in each round.
         precision: the sub-layers that draft from low-bit copies of their weights, or None for none. A name ("int8" or
-            "int4", see `PrecisionConfig.named`) and a mapping of its fields are taken too.
-        lookup: draft by prompt lookup too, where the context offers something, or None. True (the default lookup),
-            False (none) and a mapping of its fields are taken too.
+            "int4", see `PrecisionConfig.named`) and a mapping of its fields are accepted too.
+        lookup: prompt lookup, used as well wherever the context has a match, or None. True (the default lookup),
+            False (none) and a mapping of its fields are accepted too.
         costs: measured costs of the steps, or None.
-        adapt: whether the draft goes on improving while it is used: in calls with a single text, sub-layers
-            are left out or taken back by how often the draft would have predicted what was just verified. That takes
-            at most 2 % of the time and never changes the text; what was learnt is kept from call to call
+        adapt: whether to refine the draft while it is used: in calls with a single text, sub-layers are skipped or
+            restored by how often the draft would have predicted the tokens just verified. That takes at most 2 % of
+            the time and never changes the text; the result is carried from call to call
             (`SpeculationStatistics.refinement`).
-        provenance: where the config came from, or None. Where it names a model type or a number of layers, the config
-            refuses any other model.
-        exactness: "bitwise": the target's passes give a token the same bits however many they verify, where the machine
-            can (see `SpeculationStatistics.exactness`); "numeric": they may round otherwise; None: bitwise where that
-            costs at most 2 % of the time in float32, 5 % in half precision.
+        provenance: origin of the config, or None. If it names a model type or a number of layers, the config refuses
+            any other model.
+        exactness: "bitwise": the target's passes give a token the same bits at every width, where the machine supports
+            that (see `SpeculationStatistics.exactness`); "numeric": rounding may depend on the width; None: bitwise
+            where that costs at most 2 % of the time in float32, 5 % in half precision.
 
     Raises:
         TypeError, ValueError: a part of the wrong type, a skip set or precision that does not fit the number of layers
@@ -432,12 +432,12 @@ class SelfSpeculativeConfig(
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the model drafts for itself: not if prompt lookup is all there is, or if nothing is drafted."""
+        """Tell whether the model drafts for itself: not with prompt lookup alone, nor where nothing is drafted."""
         return self.drafting.policy != "none" and (self.lookup is None or bool(self.skip) or bool(self.precision))
 
     @property
     def longest_draft(self) -> int:
-        """Tokens that a round can draft at the most, looked-up ones behind the model's own included."""
+        """Maximum number of tokens drafted in a round, looked-up ones after the model's own included."""
         longest = self.drafting.max_draft_length if self.drafts_itself else 0
         looked_up = self.lookup.max_tokens if self.lookup is not None and self.drafting.policy != "none" else 0
         return longest + looked_up
@@ -451,7 +451,8 @@ class SelfSpeculativeConfig(
                 (in multimodal models it differs from `model.config.model_type`), or None not to check it.
 
         Raises:
-            ValueError: it was made for a model of another type or size, or its skip set or precision does not fit.
+            ValueError: the config was made for a model of another type or size, or its skip set or precision does not
+                fit.
         """
         num_layers = NUM_LAYERS.check("num_layers", num_layers)
         if self.provenance is not None:
@@ -462,14 +463,14 @@ class SelfSpeculativeConfig(
 
     @classmethod
     def preset(cls, name: str) -> SelfSpeculativeConfig:
-        """A published config; see `PRESETS`. ValueError: there is none of that name."""
+        """Return a published config; see `PRESETS`. ValueError: no preset has this name."""
         if not isinstance(name, str) or name not in PRESETS:
             problem = f"There is no preset {shown(name)}; there are {listed(PRESETS)}."
             raise ValueError(f"{problem}{did_you_mean(name, PRESETS)}")
         return PRESETS[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict that JSON can hold; beside `skip` and `drafting`, only what is not at its default."""
+        """Return a dict of JSON types; besides `skip` and `drafting`, only values other than the defaults."""
         return {"format_version": FORMAT_VERSION, **super().to_dict()}
 
     @classmethod
@@ -477,9 +478,9 @@ class SelfSpeculativeConfig(
         """Read a config.
 
         Args:
-            data: what `to_dict` gives (parts may be missing), a skip set alone as `SkipConfig.from_dict` reads it, or
+            data: a dict from `to_dict` (parts may be missing), a skip set alone as `SkipConfig.from_dict` reads it, or
                 several of either keyed by model name.
-            name: which of several.
+            name: key of the one to read, where there are several.
 
         Raises:
             TypeError, ValueError: an unknown key, a newer format, or a bad value.
@@ -491,7 +492,7 @@ class SelfSpeculativeConfig(
         if flat:
             raise ValueError(f"The config has {listed(flat)} beside its other parts. Put {listed(flat)} under 'skip'.")
         check_keys(parts, ("format_version", *PARTS), cls._title, aliases=SKIP_KEYS)
-        # Those that need not be there may be null; a null for the others is more likely a mistake.
+        # Optional parts may be null; a null for the others is more likely a mistake.
         parts |= {key: kind.from_dict(parts[key]) for key, kind in _NEEDED.items() if key in parts}
         parts |= {key: kind.from_dict(parts[key]) for key, kind in _OPTIONAL.items() if parts.get(key) is not None}
         return cls(**parts)
@@ -500,7 +501,7 @@ class SelfSpeculativeConfig(
 _NEEDED: dict[str, type[Parameters]] = {"skip": SkipConfig, "drafting": DraftingConfig}
 _OPTIONAL: dict[str, type[Parameters]] = {"costs": Costs, "provenance": Provenance}
 
-#: The skip sets that Draft & Verify published, by the names of its authors, and the demo model's.
+#: The skip sets that Draft & Verify published, under the names its authors gave them, and the demo model's.
 PRESETS: Mapping[str, SelfSpeculativeConfig] = MappingProxyType(
     {name: SelfSpeculativeConfig.from_dict(data) for name, data in PUBLISHED.items()}
 )

@@ -22,21 +22,21 @@ FORMAT_VERSION = 1
 SKIP_KEYS = ("attention", "attn", "mlp")
 PARTS = ("skip", "drafting", "precision", "lookup", "costs", "provenance", "adapt", "exactness")
 
-# By name, what `from_dict` reads. SmolLM2 has little to spare: the attention sub-layers whose absence changes it least.
+# Input of `from_dict` by preset name. SmolLM2's skips only the few attention sub-layers whose absence changes it least.
 PUBLISHED: Mapping[str, Any] = read_json(Path(__file__).with_name("presets.json"), CONFIG)
 
 _Stored = TypeVar("_Stored", bound="StoredParameters")
 
 
 class StoredParameters(Parameters):
-    """Parameters that have files of their own."""
+    """Parameters stored in a file of their own."""
 
     @classmethod
     def from_dict(cls: type[_Stored], data: Mapping[str, Any], name: str | None = None) -> _Stored:
         raise NotImplementedError
 
     def to_json_string(self) -> str:
-        """The config as JSON, layer lists on one line, with a final newline."""
+        """Return the config as JSON, layer lists on one line, with a final newline."""
         return pretty_json(self.to_dict()) + "\n"
 
     def __repr__(self) -> str:
@@ -44,12 +44,12 @@ class StoredParameters(Parameters):
 
     @classmethod
     def from_json_file(cls: type[_Stored], path: str | os.PathLike[str], name: str | None = None) -> _Stored:
-        """Read a JSON file in any format of `from_dict`; `name` says which of several configs in it.
+        """Read a JSON file in any format of `from_dict`; `name` selects one of several configs in it.
 
         Raises:
             FileNotFoundError: no such file.
-            TypeError, ValueError: no regular file of at most 1 MiB, malformed JSON (the message names file and line),
-                an unknown key, or a bad value.
+            TypeError, ValueError: not a regular file of at most 1 MiB, malformed JSON (the message names file and
+                line), an unknown key, or a bad value.
         """
         file = os.path.expanduser(os.fspath(path))
         if os.path.isdir(file):
@@ -57,7 +57,7 @@ class StoredParameters(Parameters):
         data = read_json(file, CONFIG, unique_keys=True)
         try:
             return cls.from_dict(data, name)
-        except (TypeError, ValueError) as error:  # which knows only the dict; a user needs first which file is wrong
+        except (TypeError, ValueError) as error:  # the error knows only the dict; the user needs the file's name first
             raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{path_shown(file)}: {error}") from error
 
     @classmethod
@@ -70,18 +70,18 @@ class StoredParameters(Parameters):
     ) -> _Stored:
         """Load a config from a folder, a JSON file or the Hub.
 
-        What exists on disk comes first; then the names of `PRESETS`; then the Hub, unless the string looks like a path.
+        An existing path takes precedence, then a name in `PRESETS`, then the Hub, unless the string looks like a path.
 
         Args:
             pretrained: a folder that holds `self_speculative_config.json`, a JSON file (any format of `from_dict`), a
                 preset's name, or a Hub id.
-            name: which config, where the file holds several.
-            revision: branch, tag or commit on the Hub; of no effect on local files.
+            name: key of the config to read, where the file holds several.
+            revision: branch, tag or commit on the Hub; no effect on local files.
             **hub_kwargs: `token`, `cache_dir`, `local_files_only`, `subfolder`, … for
                 `huggingface_hub.hf_hub_download`. `subfolder` works for a local folder too.
 
         Raises:
-            FileNotFoundError: no such file or folder, no config in the folder, or none that the Hub could give.
+            FileNotFoundError: no such file or folder, no config in the folder, or the Hub could not provide one.
             TypeError, ValueError: the file is malformed, or a keyword is unknown.
         """
         path = locate(pretrained, CONFIG_NAME, revision, hub_kwargs, PUBLISHED)
@@ -94,12 +94,12 @@ class StoredParameters(Parameters):
     def save_pretrained(
         self, folder: str | os.PathLike[str], push_to_hub: bool = False, repo_id: str | None = None, **push_kwargs: Any
     ) -> Path:
-        """Write `self_speculative_config.json` into a folder, whole or not at all; returns the path of the file.
+        """Write `self_speculative_config.json` into a folder, whole or not at all, and return the file's path.
 
         Args:
-            folder: made if it does not exist.
-            push_to_hub: also upload the config.
-            repo_id: where to; the folder's name if None.
+            folder: folder to write into, created if missing.
+            push_to_hub: whether to upload the config as well.
+            repo_id: repository to upload to; the folder's name if None.
             **push_kwargs: `private`, `token`, `commit_message`, … for `push_to_hub`.
 
         Raises:
@@ -122,22 +122,22 @@ class StoredParameters(Parameters):
         revision: str | None = None,
         create_pr: bool = False,
     ) -> CommitInfo:
-        """Upload the config to a model repository on the Hub, made if it does not exist; returns the Hub's answer.
+        """Upload the config to a model repository on the Hub, created if missing, and return the Hub's answer.
 
         Args:
-            repo_id: such as "user/repo".
+            repo_id: repository, such as "user/repo".
             private: whether a new repository is private; None for the account's default.
-            token: of the Hub; None for the one of `hf auth login`.
-            commit_message: of the commit.
+            token: Hub token; None for the one of `hf auth login`.
+            commit_message: message of the commit.
             revision: branch to commit to; None for the main one.
-            create_pr: propose the change instead, as for a model that is someone else's.
+            create_pr: whether to open a pull request instead, as for someone else's model.
         """
         keywords = {"commit_message": commit_message, "revision": revision, "create_pr": create_pr}
         return upload(self.to_json_string(), CONFIG_NAME, repo_id, private, token, **keywords)
 
 
 def single(data: Any, name: str | None) -> dict[str, Any]:
-    """The one config that is meant, out of a dict that may hold several keyed by model name; without its version."""
+    """Return the selected config of a dict that may hold several keyed by model name, without its format version."""
     if not isinstance(data, Mapping):
         problem = "A config is a JSON object (a dict), such as {'attention': [3, 5], 'mlp': [6]}"
         raise TypeError(f"{problem}, but got {shown(data)}.")
@@ -145,8 +145,8 @@ def single(data: Any, name: str | None) -> dict[str, Any]:
         raise TypeError(f"name must be the name of a model in the config, but got {shown(name)}.")
     if len(data) > MOST_MODELS:
         raise ValueError(f"A config must have at most {MOST_MODELS:,} entries, but it has more. Leave some out.")
-    # A dict of dicts without any key of ours, one of which has a skip set: the last condition keeps a misspelt key, as
-    # in {"drafing": {…}} or {"precison": {"mlp": {…}}}, from passing for a model's name.
+    # A dict of dicts without any of our keys, one of which has a skip set: the last condition prevents a misspelt key,
+    # as in {"drafing": {…}} or {"precison": {"mlp": {…}}}, from being read as a model's name.
     several = (
         not data.keys() & {"format_version", *SKIP_KEYS, *PARTS}
         and all(isinstance(entry, Mapping) for entry in data.values())

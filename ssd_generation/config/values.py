@@ -1,7 +1,7 @@
-"""What a config may say: the bounds of its fields, and those that are more than a number or a text.
+"""Bounds of a config's fields, and the checks of those that are more than a number or a text.
 
-The largest model that a config can name, and the most that it may say of it: a config within these bounds is made,
-written and read back in less than a second, in less than a mebibyte of JSON.
+They limit the largest model that a config can name and the number of entries about it: a config within these bounds
+is built, written and read back in less than a second, in less than a mebibyte of JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ACCEPTANCE = bounds.Entries(bounds.DRAFT_LENGTH.most, bounds.SHARE, _PROBABILITI
 
 
 class _Layers(bounds.Entries):
-    """Numbers of layers, as a sorted tuple."""
+    """Layer numbers, as a sorted tuple."""
 
     _refused = (str, bytes, Mapping)
 
@@ -65,7 +65,7 @@ class _Layers(bounds.Entries):
 
 
 class _Precisions(bounds.Items):
-    """Precisions by layer, sorted; JSON has the layers as strings."""
+    """Precisions by layer, sorted; in JSON the layers are strings."""
 
     def check(self, name: str, value: Any) -> FrozenMapping[int, str | None]:
         items = self.take(name, value)
@@ -102,7 +102,7 @@ class _VerifyTimes(bounds.Entries):
 
 
 class _Versions(bounds.Items):
-    """Version by name."""
+    """Versions by library name."""
 
     def check(self, name: str, value: Any) -> FrozenMapping[str, str]:
         versions = dict(self.take(name, value))

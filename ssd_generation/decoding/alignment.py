@@ -1,4 +1,4 @@
-"""Where the rows of a batch stand in the KV cache: shifts, mask and positions."""
+"""Alignment of a batch's rows in the KV cache: shifts, mask and positions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Alignment"]
 
 
 class Alignment:
-    """The KV cache of B texts, aligned at the right: all rows end where the longest does.
+    """Right alignment of B texts in the KV cache: all rows end where the longest does.
 
-    A row that lags `shifts[r]` slots has as many masked slots at its left, which every model supports as left padding.
+    A row that lags by `shifts[r]` slots has as many masked slots on its left, which every model supports as padding.
 
     Args:
-        context: what the next pass follows; its cache holds the prompt, its mask and positions are the prompt's.
-        batch: rows, B.
-        device: of the texts.
+        context: context that the next pass continues; its cache, mask and positions are the prompt's.
+        batch: number of rows, B.
+        device: device of the texts.
 
     Attributes:
-        context: as given, kept up to date.
-        shifts: slots of the cache by which each row lags behind the longest.
-        prompt_slots: slots that the prompt takes.
+        context: the given context, updated after each pass.
+        shifts: cache slots by which each row lags the longest.
+        prompt_slots: number of slots of the prompt.
     """
 
     def __init__(self, context: Context, batch: int, device: torch.device) -> None:
@@ -39,14 +39,14 @@ class Alignment:
             context.positions = context.positions[..., -1:].expand(*context.positions.shape[:-2], batch, 1).clone()
 
     def columns(self, row: int) -> int:
-        """Tokens in the text of a row, the pending one and padding included."""
+        """Return the number of tokens in a row's text, including padding and the pending token."""
         return self.context.length - self.shifts[row] + 1
 
     def move_on(self, added: Sequence[int]) -> None:
-        """Take the rejected tokens of a pass out of the cache; mask and positions move on.
+        """Remove the rejected tokens of a pass from the cache, and advance mask and positions.
 
         Args:
-            added: tokens that each row has taken since the pass.
+            added: number of tokens that each row has taken since the pass.
         """
         context = self.context
         # A row's slots end where its accepted tokens do, and all rows end where the longest does.
@@ -58,7 +58,7 @@ class Alignment:
         if context.mask is None and any(moves):
             context.mask = torch.ones((self._batch, context.length + 1), dtype=torch.long, device=self._device)
         if context.mask is not None:
-            # It covers the pending token, too.
+            # The mask covers the pending token, too.
             context.mask = torch.nn.functional.pad(context.mask, (0, longest - context.length), value=1)
             _move_mask(context.mask, moves)
         context.length, self.shifts = longest, shifts
@@ -69,7 +69,7 @@ class Alignment:
                 context.positions = context.positions + sent(added, context.positions.device)[:, None]
 
     def roll_back(self, ahead: int) -> bool:
-        """Take the last tokens of a single text out; `False` where a window no longer reaches back so far."""
+        """Roll a single text back by `ahead` tokens; return `False` for a batch or a too short window."""
         context = self.context
         if self._batch > 1 or not reaches_back(context.cache, ahead):
             return False
@@ -82,18 +82,18 @@ class Alignment:
         return True
 
     def leave(self, slots: int) -> None:
-        """Leave so many slots in the cache, after an exception that may have come in the middle of a pass."""
+        """Crop the cache to `slots` slots after an exception, which may have interrupted a pass."""
         if self.context.checkpoint is not None:
             self.context.checkpoint.end(self.context.cache, slots)
             return
-        for layer in self.context.cache.layers:  # each by itself
+        for layer in self.context.cache.layers:  # each layer separately
             if isinstance(layer, BufferedLayer):
                 layer.move_rows([-shift for shift in self.shifts], slots)
             elif layer.get_seq_length() > slots:
                 layer.crop(slots - layer.get_seq_length())
 
     def align(self, slots: int) -> None:
-        """Leave the cache as plain decoding does: so many slots, in the columns of the output."""
+        """Align the cache as plain decoding leaves it: `slots` slots, in the columns of the output."""
         moves = [-shift for shift in self.shifts]
         move_rows(self.context.cache, moves, slots)
         if self.context.mask is not None:
@@ -101,11 +101,11 @@ class Alignment:
         self.shifts = [0] * self._batch
 
     def go_to(self, slot: int, mask: torch.Tensor | None) -> None:
-        """Go back to a slot of the aligned cache, for a pass over what follows.
+        """Go back to a slot of the aligned cache, to run a pass over the tokens from there on.
 
         Args:
-            slot: of the pending token.
-            mask: over all slots.
+            slot: slot of the pending token.
+            mask: mask over all slots.
         """
         context = self.context
         context.length = slot
@@ -116,7 +116,7 @@ class Alignment:
             context.positions = positions.expand(*positions.shape[:-2], self._batch, 1)
 
     def all_positions(self) -> torch.Tensor | None:
-        """Positions of the whole text, `(B, text)`; `None` for a model that counts them itself."""
+        """Return the positions of the whole text, `(B, text)`; `None` for a model that counts them itself."""
         if self._prompt_positions is None:
             return None
         count = self.context.length + 1 - self.prompt_slots

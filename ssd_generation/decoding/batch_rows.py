@@ -1,4 +1,4 @@
-"""The rows of a batch while they are decoded: their tokens, where they stand in the cache, and which have ended."""
+"""Rows of a batch during decoding: their tokens, their alignment in the cache, and which of them have ended."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """B texts that are decoded together, each at its own speed. A drafter sees them as `Texts`.
+    """B texts decoded together, each at its own speed. A drafter sees them as `Texts`.
 
     Args:
         prompt (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts, padded at the left.
-        context: what the next pass follows; its cache holds the prompt, its mask and positions are the prompt's.
+        context: context that the next pass continues; its cache, mask and positions are the prompt's.
         processors: the call's logits processors.
-        choice: picks tokens by their scores.
-        limits: where texts end.
-        rotary: where the model's rotary embedding changes.
+        choice: rule that picks tokens from scores.
+        limits: limits at which texts end.
+        rotary: length at which the model's rotary embedding changes.
         lockstep: whether all rows take the same number of tokens in each round, for models that count positions by
             the length of the cache.
         cache_is_returned: whether the caller sees the cache afterwards.
 
     Attributes:
-        committed: steps that every row has taken.
+        committed: number of committed steps.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Rows:
         self.processors, self.choice, self.limits, self.rotary = processors, choice, limits, rotary
         self.lockstep = lockstep
         self.committed = 0
-        self._goes = [True] * self.batch  # in the round under way
+        self._goes = [True] * self.batch  # rows active in the current round
         self._pace = Pace(self._texts, self._alignment, self._ends, choice, rotary, cache_is_returned)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -63,55 +63,55 @@ class Rows:
 
     @property
     def batch(self) -> int:
-        """Rows, B."""
+        """Number of rows, B."""
         return self._texts.batch
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens are."""
+        """Device of the tokens."""
         return self._texts.device
 
     @property
     def context(self) -> Context:
-        """What the next pass follows."""
+        """Context that the next pass continues."""
         return self._alignment.context
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens per row."""
+        """Number of tokens per row."""
         return self._texts.lengths
 
     @property
     def prompt_length(self) -> int:
-        """Columns of the prompts."""
+        """Number of columns of the prompts."""
         return self._texts.prompt_length
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The texts `(B, ≥ longest)`, each followed by whatever was drafted."""
+        """Token ids of the texts, `(B, ≥ longest)`; drafted tokens may follow a row's own."""
         return self._texts.ids
 
     @property
     def pending(self) -> torch.Tensor:
-        """The last token of each row, `(B, 1)`, which is not in the cache yet."""
+        """Last token of each row, `(B, 1)`, not in the cache yet."""
         return self._texts.pending
 
     def text(self, row: int, start: int = 0) -> list[int]:
-        """The tokens of a row from `start` on, the prompt's (padding included) among them."""
+        """Return the tokens of a row from `start` on, including the prompt's and their padding."""
         return self._texts.text(row, start)
 
     @property
     def has_processors(self) -> bool:
-        """Whether the call has logits processors that drafts go through."""
+        """True if the call has logits processors that apply to drafts."""
         return len(self.processors.pure) > 0
 
     @property
     def are_greedy(self) -> bool:
-        """Whether the token with the largest logit is the one that `choose` takes for a draft."""
+        """True if `choose` takes the token with the largest logit for a draft."""
         return not (self.has_processors or self.choice.draws)
 
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores `(B, V)`: logits `(B, V)` after the drafted tokens `(B, i)`, as processed for drafts."""
+        """Return scores `(B, V)`: logits `(B, V)` after the drafted tokens `(B, i)`, processed as for drafts."""
         pure = self.processors.pure
         if pure.are_blind:
             return pure.once(self.pending, logits)
@@ -119,21 +119,21 @@ class Rows:
         return pure.step(self.tokens, self.lengths, logits, drafted.shape[1])
 
     def choose(self, scores: torch.Tensor, ahead: int = 0) -> torch.Tensor:
-        """The tokens that plain decoding would take behind the first `ahead` drafted ones.
+        """Return the tokens that plain decoding would take after the first `ahead` drafted ones.
 
         Args:
-            scores (`torch.FloatTensor` of shape `(B, V)`, or `(B, n, V)` for n places): after all logits processors.
-            ahead: drafted tokens before the first place.
+            scores (`torch.FloatTensor` of shape `(B, V)`, or `(B, n, V)` for n places): scores after all processors.
+            ahead: number of drafted tokens before the first place.
 
         Returns:
             `torch.LongTensor` of shape `(B,)` or `(B, n)`.
         """
         behind = self.prompt_length - ahead
         steps = [length - behind for length in self.lengths]
-        if not all(self._goes):  # what the others would take is of no use
+        if not all(self._goes):  # choices of inactive rows are not used
             some = next((step for step, goes in zip(steps, self._goes, strict=True) if goes), steps[0])
             steps = [step if goes else some for step, goes in zip(steps, self._goes, strict=True)]
-        if scores.ndim == 2:  # of a draft, which may be anything
+        if scores.ndim == 2:  # a draft may be any token: an impossible one becomes 0
             return self.choice.choose_for_draft(scores[:, None], steps)[:, 0].clamp(min=0)
         return self.choice.choose(scores, steps)
 
@@ -141,31 +141,31 @@ class Rows:
     # the limits of a round
 
     def active(self) -> list[bool]:
-        """Per row, whether it goes on in this round: it has not ended, and need not wait for others."""
+        """Return, per row, whether it is active in this round: it has not ended, and need not wait for others."""
         self._goes = self._pace.active(self.columns)
         return self._goes
 
     def draft_limits(self, active: Sequence[bool]) -> list[int]:
-        """Per row, the most tokens that are worth drafting."""
+        """Return, per row, the largest number of tokens worth drafting."""
         return self._pace.draft_limits(active, self.columns)
 
     # ------------------------------------------------------------------------------------------------------------------
     # tokens
 
     def is_padded(self, row: int) -> bool:
-        """Whether a row has ended, so that padding follows."""
+        """Tell whether a row has ended, so that padding follows."""
         return self._ends.is_padded(row)
 
     def write_ahead(self, drafted: torch.Tensor) -> None:
-        """Put drafted tokens after each row's own, for the processors to see; accepted ones are written over them."""
+        """Write drafted tokens after each row's own, for the processors to see; accepted ones overwrite them."""
         self._texts.write_ahead(drafted, self.is_padded)
 
     def append(self, known: Sequence[Sequence[int]], new: torch.Tensor | None = None) -> None:
-        """Put new tokens after each row's own; arguments as of `RowTokens.append`."""
+        """Append new tokens to each row; arguments as in `RowTokens.append`."""
         self._texts.append(known, new)
 
     def advance(self, known: Sequence[Sequence[int]], new: torch.Tensor | None = None) -> None:
-        """Take the accepted tokens in, and the rejected ones out of the cache; mask and positions move on.
+        """Append the accepted tokens, remove the rejected ones from the cache, and advance mask and positions.
 
         Args:
             known, new: the tokens that each row takes, as in `RowTokens.append`.
@@ -174,14 +174,14 @@ class Rows:
         self.move_on([len(tokens) for tokens in known])
 
     def move_on(self, added: Sequence[int]) -> None:
-        """Take the rejected tokens of a pass out of the cache; arguments as of `Alignment.move_on`."""
+        """Remove the rejected tokens of a pass from the cache; arguments as in `Alignment.move_on`."""
         self._alignment.move_on(added)
 
     # ------------------------------------------------------------------------------------------------------------------
     # steps that all rows have taken
 
     def take_step(self) -> bool:
-        """Commit one more step; `False` where a row has not reached it yet.
+        """Commit one more step; return `False` where a row has not reached it yet.
 
         A row that has ended gets padding.
         """
@@ -200,11 +200,11 @@ class Rows:
         return self.prompt_length + self.committed
 
     def committed_ids(self) -> torch.Tensor:
-        """The committed texts, `(B, columns)`."""
+        """Return the committed texts, `(B, columns)`."""
         return self.tokens[:, : self.columns].contiguous()
 
     def last_committed(self) -> list[int]:
-        """The last token of each committed text."""
+        """Return the last token of each committed text."""
         place = self.committed - 1
         return [
             self.limits.pad_token_id if self.is_padded(row) else self._texts.generated(row, place)
@@ -213,27 +213,27 @@ class Rows:
 
     @property
     def finished(self) -> list[bool]:
-        """Per row, whether plain decoding would have ended it after the committed steps."""
+        """Flag of each row: true if plain decoding would have ended it after the committed steps."""
         return self._ends.finished
 
     @property
     def last_columns(self) -> list[int]:
-        """Per row, the column of the token that ended it, where padding follows."""
+        """Column of the token that ended each row, where padding follows."""
         return self._ends.last_columns
 
     def finish(self, done: Sequence[bool]) -> list[int]:
-        """Note what the stopping criteria say after a step; returns the rows that ended with it."""
+        """Record the decision of the stopping criteria after a step; return the rows that ended with it."""
         return self._ends.finish(done, self.columns - 1)
 
     def rest_known_ends(self) -> None:
-        """Let rows rest whose end follows the committed steps already, while others catch up."""
+        """Rest rows whose end is known but not committed yet, while others catch up."""
         if self.batch > 1:
             self._ends.rest(self.lengths, lambda row: self.text(row, self.columns))
 
     def roll_back_ahead(self) -> bool:
-        """Take all out that is not committed yet, so that it is decoded anew; `False` where that cannot be done.
+        """Roll back everything not committed yet, so that it is decoded anew; return `False` where that is impossible.
 
-        It cannot be of a batch, of recurrent states, and of a window that no longer reaches back so far.
+        It is impossible for a batch, for recurrent states, and where a window no longer reaches back so far.
         """
         ahead = max(self.lengths) - self.columns
         if self.context.checkpoint is not None:
@@ -248,19 +248,19 @@ class Rows:
     # ------------------------------------------------------------------------------------------------------------------
 
     def whole_text(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Tokens and positions of the whole text for a pass at which the rotary embedding changes; `None` elsewhere.
+        """Return tokens and positions of the whole text if the rotary embedding changes at the next pass, else `None`.
 
-        The model may then compute its cache anew; all rows are equally long there.
+        The model may then recompute its cache; all rows are equally long there.
         """
         if self.context.length != self.rotary.length:
             return None
         return self.tokens[:, : self.lengths[0]], self._alignment.all_positions()
 
     def verified_text(self, tokens: int) -> VerifiedText | None:
-        """The last tokens that were committed, with the cache behind them; `None` where it does not hold all of them.
+        """Return the last tokens of a single text and its cache; `None` where the cache does not hold the whole text.
 
         Args:
-            tokens: at the most; none of the prompt.
+            tokens: largest number of them; the prompt's are never included.
         """
         context, length = self.context, self.lengths[0]
         tokens = min(tokens, length - self.prompt_length)
@@ -270,7 +270,7 @@ class Rows:
         holds_all = all(isinstance(layer, BufferedLayer) and layer.holds_all(context.length) for layer in layers)
         counts_from_0 = context.positions is None or bool((context.positions == context.length).all())
         is_masked = context.mask is not None and not bool(context.mask.all())
-        # A continued cache may have tokens that the call was not given.
+        # A continued cache may hold tokens that the call was not given.
         if not holds_all or is_masked or not counts_from_0 or context.length != length - 1:
             return None
         start = length - tokens
@@ -288,29 +288,29 @@ class Rows:
 
     @property
     def shifts(self) -> list[int]:
-        """Slots of the cache by which each row lags behind the longest."""
+        """Cache slots by which each row lags the longest."""
         return self._alignment.shifts
 
     @property
     def prompt_slots(self) -> int:
-        """Slots that the prompt takes."""
+        """Number of slots of the prompt."""
         return self._alignment.prompt_slots
 
     @property
     def committed_slots(self) -> int:
-        """Slots of the prompt and of what was committed; the last token has none yet."""
+        """Number of slots of the prompt and the committed tokens; the last token has none yet."""
         return self.prompt_slots + self.committed - 1
 
     def take_back(self) -> None:
-        """After an exception: leave in the cache what was committed, and nothing that was to follow."""
+        """Crop the cache to the committed text after an exception."""
         if self.committed:
             self._alignment.leave(self.committed_slots)
 
     def align(self) -> None:
-        """Leave the cache as plain decoding does: all committed tokens but the last, in the columns of the output."""
+        """Align the cache as plain decoding leaves it: all committed tokens but the last, in the output's columns."""
         self._alignment.align(self.committed_slots)
 
     def go_to(self, slot: int, mask: torch.Tensor | None) -> None:
-        """Go back to a slot of the aligned cache; arguments as of `Alignment.go_to`."""
+        """Go back to a slot of the aligned cache; arguments as in `Alignment.go_to`."""
         self._alignment.go_to(slot, mask)
         self._texts.lengths = [slot + self.prompt_length - self.prompt_slots + 1] * self.batch

@@ -26,15 +26,15 @@ __all__ = ["SelfSpeculativeCandidateGenerator"]
 
 
 class SelfSpeculativeCandidateGenerator(CandidateGenerator):
-    """Candidate generator whose draft is the target model itself: sub-layers left out, in low bits, by prompt lookup.
+    """Candidate generator in which the target model drafts: in skip mode, from low-bit copies, or by prompt lookup.
 
-    Implements transformers' candidate-generator interface, and works in transformers' own assisted decoding loop
+    It implements transformers' candidate-generator interface, and works in transformers' own assisted decoding loop,
     unmodified. The target fills its cache with the prompt alone; from then on each round drafts some tokens in skip
-    mode. The draft reads the target's keys and values in place, never writes to them, and keeps its own only until the
-    end of the round.
+    mode. The draft reads the target's keys and values in place, never writes to them, and discards its own at the end
+    of the round.
 
-    `generate(..., self_speculative=config)` has a loop of its own and needs none. transformers has no argument that
-    takes one; where its own loop is wanted, a subclass of the model hands it over:
+    `generate(..., self_speculative=config)` runs its own loop and does not use this class. transformers has no argument
+    for a candidate generator; to run its loop with this one, subclass the model:
 
     ```python
     class WithGenerator(type(model)):
@@ -44,20 +44,20 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
 
 
     model.__class__ = WithGenerator
-    model.generate(**inputs, assistant_model=model)  # any: it only leads there
+    model.generate(**inputs, assistant_model=model)  # any model: it only selects assisted decoding
     ```
 
     Args:
         model: the target model.
-        config: what to draft with and how far.
+        config: configuration of the draft and its length.
         generation_config: the prepared generation config of the call (`do_sample`, `max_length`, end-of-sequence
             tokens).
         logits_processor: the processors of the call, applied to the draft's logits exactly as to the target's.
         policy: draft-length policy; by default a new one made from `config.drafting` and `config.costs`. Pass one to
-            carry its state on.
+            continue from its state.
 
     Raises:
-        ValueError: the config does not fit the model, low-bit copies cannot be made of it, or the policy goes by costs
+        ValueError: the config does not fit the model, low-bit copies cannot be made of it, or the policy needs costs
             and the config has none (`generate` measures them).
     """
 
@@ -84,17 +84,17 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
 
     @property
     def policy(self) -> DraftPolicy:
-        """The draft-length policy."""
+        """Draft-length policy."""
         return self.drafter.policy
 
     @property
     def draft_passes(self) -> int:
-        """Passes of the model in skip mode so far."""
+        """Number of passes of the model in skip mode so far."""
         return self.drafter.draft_passes
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
-        """Nothing is asked of the target's passes beyond what they do anyway."""
+        """Extra arguments for the target's passes: none."""
         return {}
 
     def get_candidates(
@@ -111,9 +111,9 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         Args:
             input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): the text so far; the cache holds all but its
                 last token.
-            model_kwargs: the target's keyword arguments, with its cache among them.
+            model_kwargs: the target's keyword arguments, including its cache.
             model_outputs: outputs of the target's last pass; not used.
-            is_first_iteration: whether the target has not seen the prompt yet. Nothing is drafted then.
+            is_first_iteration: whether the target has not read the prompt yet. Nothing is drafted then.
             n_last_matches: drafted tokens accepted in the last round; not used, `update_candidate_strategy` gets it
                 too.
 
@@ -144,12 +144,12 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, draft.tokens.to(input_ids.device)), dim=1), scores  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Tell the draft-length policy how the last round went.
+        """Update the draft-length policy with the outcome of the last round.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): the text so far.
             scores: the target's scores; not used.
-            num_matches: drafted tokens accepted.
+            num_matches: number of drafted tokens accepted.
         """
         if self._last_draft is not None:
             self.drafter.learn(self._last_draft, [int(num_matches)], rows=[0])
@@ -161,7 +161,7 @@ class SelfSpeculativeCandidateGenerator(CandidateGenerator):
 
 
 class _Text:
-    """One text of transformers' loop, as a drafter sees it (`Texts`)."""
+    """Single text of transformers' loop, as a drafter sees it (`Texts`)."""
 
     batch = 1
 
@@ -181,6 +181,6 @@ class _Text:
         return self._processors(ids, logits)  # type: ignore[no-any-return]
 
     def choose(self, scores: torch.Tensor, ahead: int) -> torch.Tensor:
-        if self._samples:  # by its own rule of acceptance: from the draft's distribution, independently of the target
+        if self._samples:  # transformers' rule of acceptance: sample from the draft, independently of the target
             return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
         return argmax(scores)

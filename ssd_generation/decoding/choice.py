@@ -1,4 +1,4 @@
-"""Which token follows: the most probable one, or the one that plain sampling would draw.
+"""Choice of the next token: the most probable one, or the one that plain sampling would draw.
 
 `torch.multinomial(p, 1)` is an exponential race: it draws e_i ~ Exp(1) for every entry and returns argmax p_i / e_i. So
 the randomness of a sampled text is one tensor of exponentials for each step, drawn in the order of the steps. Here
@@ -20,32 +20,32 @@ from ..support.tensors import argmax
 __all__ = ["IMPOSSIBLE", "Choice", "SampledChoice", "winners"]
 
 IMPOSSIBLE = -1
-"""Stands for a token where the scores allow none: all are −∞, or one is not a number."""
+"""Placeholder for a token where the scores allow none: all are −∞, or one is not a number."""
 
 _MOST_BYTES = 2**28
-"""Of noise that is kept for rows of a batch that lag: so far may others run ahead of them."""
+"""Limit in bytes on the noise stored for the lagging rows of a batch; it bounds the lead of the others."""
 
 _LEAST_LEAD = 8
 
 _HISTORY = 64
-"""Committed steps whose noise can be drawn again."""
+"""Number of committed steps whose noise can be drawn again."""
 
 
 class Choice:
-    """Picks tokens by their scores; draft and target go by the same one. This one takes the most probable token.
+    """Rule that picks tokens from scores, shared by draft and target. This one takes the most probable token.
 
     Attributes:
-        draws: whether noise decides.
+        draws: whether tokens are sampled.
     """
 
     draws = False
 
     def choose(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """The tokens that plain decoding would take.
+        """Return the tokens that plain decoding would take.
 
         Args:
-            scores (`torch.FloatTensor` of shape `(B, n, V)`): after all logits processors.
-            steps: per row, the step of its first place: 0 for the first new token.
+            scores (`torch.FloatTensor` of shape `(B, n, V)`): scores after all logits processors.
+            steps: step of each row's first place, 0 for the first new token.
 
         Returns:
             `torch.LongTensor` of shape `(B, n)`; under sampling `IMPOSSIBLE` where nothing can be drawn.
@@ -57,42 +57,42 @@ class Choice:
         return self.choose(scores, steps)
 
     def choose_again(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """The tokens that other scores would have led to at committed steps of a single text.
+        """Return the tokens that other scores would have led to at committed steps of a single text.
 
         Args:
-            scores (`torch.FloatTensor` of shape `(n, V)`): after all logits processors.
-            steps: of each place; of the last 64 that were committed.
+            scores (`torch.FloatTensor` of shape `(n, V)`): scores after all logits processors.
+            steps: step of each place, among the last 64 committed.
         """
         return argmax(scores)
 
     def fail(self, scores: torch.Tensor) -> None:
-        """Raise what plain decoding raises where nothing can be drawn from scores `(B, V)`."""
+        """Raise plain decoding's error for scores `(B, V)` from which nothing can be drawn."""
 
     def commit(self, steps: int) -> None:
-        """So many steps have been committed: what belongs to earlier ones is not needed any more."""
+        """Note that `steps` steps are committed; data of earlier ones is no longer needed."""
 
     def end(self, steps: int) -> None:
-        """The call is over, after so many committed steps."""
+        """End the call after `steps` committed steps."""
 
     @property
     def longest_lead(self) -> int:
-        """Steps that a row of a batch may be ahead of the slowest one."""
+        """Largest number of steps by which a row of a batch may lead the slowest one."""
         return sys.maxsize
 
 
 class SampledChoice(Choice):
-    """The token that `torch.multinomial` would draw, with the noise that it would draw at that step.
+    """Choice of the token that `torch.multinomial` would draw, with the noise that it would draw at that step.
 
-    The noise comes from a generator of the call's own, which begins where torch's stands for the device; `end` leaves
-    torch's where plain decoding would have left it. So nothing that goes on in other threads changes the text. Calls
-    that run side by side and began at the same state, since nobody seeded between them, get noise of their own.
+    The noise comes from a generator private to the call, which starts from the state of torch's generator for the
+    device; `end` leaves torch's in the state in which plain decoding would have left it. So other threads cannot change
+    the text. Concurrent calls that start from the same state, without seeding in between, get different noise.
 
     Args:
-        batch: rows, B.
-        device: of the scores.
+        batch: number of rows, B.
+        device: device of the scores.
 
     Attributes:
-        ring (`torch.FloatTensor` of shape `(steps, V)`): where the noise is kept (`draw_into`); `None`: anywhere.
+        ring (`torch.FloatTensor` of shape `(steps, V)`): buffer of the noise (`draw_into`); `None` for any memory.
     """
 
     draws = True
@@ -100,20 +100,20 @@ class SampledChoice(Choice):
     def __init__(self, batch: int, device: torch.device) -> None:
         self._batch, self._device = batch, device
         self._vocabulary = 0
-        self._dtype = torch.float32  # of the scores that committed tokens were chosen by
+        self._dtype = torch.float32  # of the scores from which committed tokens are chosen
         self._noise: dict[int, torch.Tensor] = {}  # by step: (B, V)
         self._unused: list[torch.Tensor] = []
-        self._states: dict[int, torch.Tensor] = {}  # by step: the generator before its noise is drawn
+        self._states: dict[int, torch.Tensor] = {}  # by step: state of the generator before its noise is drawn
         self.ring: torch.Tensor | None = None
-        self._drawn = 0  # steps
-        self._first = 0  # step whose noise is still kept
+        self._drawn = 0  # number of steps whose noise has been drawn
+        self._first = 0  # first step whose noise is still stored
         self._generator = torch.Generator(device)
         with _lock:
             default = _default_generator(device)
             start = default.get_state()
             self._start = _key(start)
             if any(self._start == call._start for call in _running):
-                # Somebody draws from there already, and nobody has seeded since.
+                # Another call already draws from this state, and no seed has been set since.
                 seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
                 self._generator.manual_seed(int(seed))
                 self._start = _key(default.get_state())
@@ -124,7 +124,7 @@ class SampledChoice(Choice):
     # ------------------------------------------------------------------------------------------------------------------
 
     def choose(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """See `Choice.choose`."""
+        """Implement `Choice.choose`."""
         count = scores.shape[1]
         self._dtype = scores.dtype
         self._draw_again_if_other(min(steps), scores)
@@ -140,11 +140,11 @@ class SampledChoice(Choice):
         return winners(race)
 
     def choose_for_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """See `Choice.choose_for_draft`: with the noise that the target's scores, of whichever type, will be given."""
+        """Implement `Choice.choose_for_draft` with the noise of the target, whose scores may be of another type."""
         return self.choose(scores.to(self._dtype), steps)
 
     def choose_again(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """See `Choice.choose_again`."""
+        """Implement `Choice.choose_again`."""
         race = scores.softmax(dim=-1)
         generator = torch.Generator(self._device)
         noise = race.new_empty((1, race.shape[1]))
@@ -157,12 +157,12 @@ class SampledChoice(Choice):
         return winners(race)
 
     def fail(self, scores: torch.Tensor) -> None:
-        """See `Choice.fail`."""
+        """Implement `Choice.fail`."""
         torch.multinomial(scores.softmax(dim=-1), num_samples=1, generator=torch.Generator(self._device))
         raise RuntimeError("No token can be drawn: a probability is not a number.")
 
     def commit(self, steps: int) -> None:
-        """See `Choice.commit`."""
+        """Implement `Choice.commit`."""
         while self._first < steps:
             noise = self._noise.pop(self._first, None)
             if noise is not None and self.ring is None:
@@ -171,11 +171,11 @@ class SampledChoice(Choice):
             self._first += 1
 
     def end(self, steps: int) -> None:
-        """See `Choice.end`."""
+        """Implement `Choice.end`."""
         with _lock:
             _running.remove(self)
             default = _default_generator(self._device)
-            # Beside others, only if nobody has moved it meanwhile.
+            # While other calls run, only if torch's generator has not moved meanwhile.
             if not _running or _key(default.get_state()) == self._start:
                 default.set_state(self._states[steps] if steps in self._states else self._generator.get_state())
         self._noise.clear()
@@ -184,19 +184,19 @@ class SampledChoice(Choice):
 
     @property
     def longest_lead(self) -> int:
-        """Steps that a row may be ahead of the slowest one, for the noise between them to fit into 256 MiB."""
+        """Largest number of steps by which a row may lead, such that the noise of these steps fits into 256 MiB."""
         if self._batch == 1 or not self._vocabulary:
             return sys.maxsize
         return max(_LEAST_LEAD, _MOST_BYTES // (4 * self._batch * self._vocabulary))
 
     def draw_into(self, ring: torch.Tensor) -> bool:
-        """Keep the noise of a single text in rows of a buffer: that of step t in row t modulo the buffer's length.
+        """Store the noise of a single text in the rows of a buffer, that of step t in row t modulo the buffer's length.
 
         Args:
-            ring (`torch.FloatTensor` of shape `(steps, V)`).
+            ring (`torch.FloatTensor` of shape `(steps, V)`): the buffer.
 
         Returns:
-            Whether there is room for the noise that is kept.
+            Whether there is room for the noise that is stored now.
         """
         if len(self._noise) > len(ring):
             return False
@@ -208,14 +208,14 @@ class SampledChoice(Choice):
         return True
 
     def draw_up_to(self, step: int, vocabulary: int) -> bool:
-        """Draw the noise of all steps before this one, if it has not been.
+        """Draw the noise of all steps before `step` that has not been drawn yet.
 
         Returns:
-            Whether all that is kept is where it was asked for (`draw_into`).
+            Whether all stored noise is in the buffer of `draw_into`.
         """
         self._vocabulary = vocabulary
         if self.ring is not None and step - self._first > len(self.ring):
-            # Of these steps the buffer would have to hold two at one place.
+            # The buffer would have to hold two of these steps in one row.
             self._noise = {at: noise.clone() for at, noise in self._noise.items()}
             self.ring = None
         while self._drawn < step:
@@ -225,7 +225,7 @@ class SampledChoice(Choice):
         return self.ring is not None
 
     def _draw_again_if_other(self, step: int, scores: torch.Tensor) -> None:
-        """Forget noise that was drawn for scores of another type or vocabulary, from this step on.
+        """Discard noise that was drawn for scores of another type or vocabulary, from `step` on.
 
         `torch.multinomial` draws numbers of the type of its probabilities, and those of float64 take more random bits.
         """
@@ -255,14 +255,14 @@ _running: list[SampledChoice] = []
 
 
 def winners(race: torch.Tensor) -> torch.Tensor:
-    """The entries `(…,)` that are first in a race `(…, V)`; `IMPOSSIBLE` where one of them is not a number."""
+    """Return the winners `(…,)` of a race `(…, V)`; `IMPOSSIBLE` where an entry is not a number."""
     found = argmax(race)
     best = race.gather(-1, found[..., None]).squeeze(-1)
     return found.masked_fill_(best.isnan(), IMPOSSIBLE)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
-    """The generator of torch that `torch.multinomial` draws from on a device."""
+    """Return the generator of torch that `torch.multinomial` draws from on a device."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "mps":

@@ -1,8 +1,8 @@
-"""What lies between the logits of a replayed pass and its sampled tokens, recorded as well (cuda_graph/graphs.py).
+"""Sampling from the logits of a replayed pass, captured as a CUDA graph as well (cuda_graph/graphs.py).
 
 Logits processors, softmax and the race against noise (choice.py) are some dozens of small operations, and launching
-them takes a GPU's host as long as a part of the pass. Where they are functions of tensors alone they are recorded once
-for each setting and number of rows. The noise of step t is drawn into a row of a buffer and read from there.
+them costs a GPU's host a part of the time of the pass. Where they are functions of tensors alone, they are captured
+once for each setting and number of rows. The noise of step t is drawn into a row of a buffer and read from there.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ __all__ = ["ChoiceGraph", "ChoicePart", "choice_graph"]
 logger = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 4, 8, 16)
-"""Places that a recorded choice is for; fewer are filled up with any."""
+"""Numbers of places that are captured; fewer places run in the next larger one, the rest of its rows being unused."""
 
 _STEPS = 64
-"""Whose noise the buffer has room for."""
+"""Number of steps whose noise the buffer holds."""
 
 _MOST = 8
-"""Settings of processors of which recordings are kept."""
+"""Largest number of processor settings whose captures are retained."""
 
 
 class ChoiceGraph:
-    """Sampled tokens from logits, for one call at a time.
+    """Captured sampling of tokens from logits, for one call at a time.
 
     Args:
-        backend: how it is run again.
-        vocabulary: tokens that the model knows, V.
-        dtype: of the logits.
+        backend: backend that captures and replays.
+        vocabulary: size of the model's vocabulary, V.
+        dtype: type of the logits.
     """
 
     def __init__(self, backend: GraphBackend, vocabulary: int, dtype: torch.dtype) -> None:
         device = backend.device
         self.backend, self.vocabulary, self.dtype = backend, vocabulary, dtype
-        with torch.inference_mode(False):  # written in any mode
+        with torch.inference_mode(False):  # buffers that can be written in any mode
             self._logits = torch.zeros((1, _ROWS[-1], vocabulary), dtype=dtype, device=device)
             self.noise = torch.ones((_STEPS, vocabulary), device=device)
             self._first = torch.zeros((1,), dtype=torch.long, device=device)
@@ -60,7 +60,7 @@ class ChoiceGraph:
         self.refusal: str | None = None
 
     def lend(self, choice: SampledChoice) -> bool:
-        """Have a call draw its noise into this buffer; `False` while another does, or where there is too much of it."""
+        """Lend the noise buffer to a call; return `False` while another call has it, or where it cannot be used."""
         with self._guard:
             borrower = None if self._borrower is None else self._borrower()
             if self.refusal is not None or (borrower is not None and borrower.ring is self.noise):
@@ -71,17 +71,17 @@ class ChoiceGraph:
     def choose(
         self, processors: PureProcessors, logits: torch.Tensor, choice: SampledChoice, step: int
     ) -> torch.Tensor | None:
-        """The tokens that plain sampling takes at some places of a single text.
+        """Return the tokens that plain sampling takes at some places of a single text.
 
         Args:
-            processors: of the call.
-            logits (`torch.FloatTensor` of shape `(1, n, V)`): the model's.
-            choice: that this was lent to.
-            step: of the first place.
+            processors: processors of the call.
+            logits (`torch.FloatTensor` of shape `(1, n, V)`): logits of the model.
+            choice: choice that the buffer was lent to.
+            step: step of the first place.
 
         Returns:
-            `torch.LongTensor` of shape `(n,)`, good until the next time, `IMPOSSIBLE` where nothing can be drawn;
-            `None` where that cannot be recorded.
+            `torch.LongTensor` of shape `(n,)`, valid until the next use, `IMPOSSIBLE` where nothing can be drawn;
+            `None` where sampling cannot be captured.
         """
         count = logits.shape[1]
         rows = next((rows for rows in _ROWS if rows >= count), None)
@@ -90,14 +90,14 @@ class ChoiceGraph:
         self._logits[:, :count].copy_(logits)
         self._first.fill_(step % _STEPS)
         known = self._recorded.pop(processors.setting, {})
-        self._recorded[processors.setting] = known  # the last that was used
+        self._recorded[processors.setting] = known  # the most recently used
         while len(self._recorded) > _MOST:
             del self._recorded[next(iter(self._recorded))]
         try:
             if rows not in known:
                 known[rows] = self._record(processors, rows)
             return known[rows]()[0][:count]
-        except Exception as error:  # whatever a driver says, or a processor does, that is not known here
+        except Exception as error:  # any error of a driver or a processor
             self.refusal = f"{type(error).__name__}: {error}"
             self._recorded.clear()
             logger.warning("Sampling is not recorded any more: %s", self.refusal)
@@ -108,7 +108,7 @@ class ChoiceGraph:
         with torch.inference_mode(False):
             no_text = torch.zeros((rows, 1), dtype=torch.long, device=device)
             places = torch.arange(rows, device=device)
-        logits, noise, first = self._logits, self.noise, self._first  # not `self`, which keeps what is recorded
+        logits, noise, first = self._logits, self.noise, self._first  # not `self`, which owns the captures
 
         def compute() -> tuple[torch.Tensor, ...]:
             with torch.inference_mode():
@@ -121,7 +121,7 @@ class ChoiceGraph:
 
 
 class ChoicePart(Part):
-    """Of a model: sampling from its logits, as it is run again."""
+    """State of a model: captured sampling from its logits."""
 
     def __init__(self) -> None:
         self.choice_graph: ChoiceGraph | None = None
@@ -133,12 +133,12 @@ class ChoicePart(Part):
 def choice_graph(
     model: PreTrainedModel, processors: PureProcessors, choice: SampledChoice, logits: torch.Tensor
 ) -> ChoiceGraph | None:
-    """What chooses for a call; `None` where its processors have to see more than logits, or another call has it.
+    """Return the captured sampling for a call; `None` where its processors need more than logits or it is in use.
 
     Args:
-        model: whose passes are replayed.
-        processors, choice: of the call, which is of a single text.
-        logits (`torch.FloatTensor` of shape `(1, n, V)`): such as there will be.
+        model: model whose passes are replayed.
+        processors, choice: those of the call, which has a single text.
+        logits (`torch.FloatTensor` of shape `(1, n, V)`): an example of the logits to come.
     """
     backend, state = state_of(model).get(GraphPart).backend, state_of(model).get(ChoicePart)
     if processors.setting is None or backend is None:

@@ -27,13 +27,13 @@ def _weights_changed(when: str) -> RuntimeError:
 
 
 class Committer:
-    """Ask the stopping criteria and feed the streamer, step by step, and follow weights that are changed meanwhile.
+    """Commits steps: calls the stopping criteria, feeds the streamer, and follows changes of the weights.
 
     Args:
         forward: the target's passes.
-        request: what `generate` asks for.
-        watch: of the model's weights.
-        statistics: of the call.
+        request: request of `generate`.
+        watch: watch over the model's weights.
+        statistics: statistics of the call.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Committer:
         self._forward, self._request, self._watch, self._statistics = forward, request, watch, statistics
         self._ends = KnownEnds.of(request.criteria)
         users = (*request.criteria, *(() if request.streamer is None else (request.streamer,)))
-        # Under sampling: what of the user's sees each token, and must not draw random numbers.
+        # Under sampling: the user's objects that see each token, and must not draw random numbers.
         self._watched = [user for user in users if is_foreign(user)] if request.generation_config.do_sample else []
 
     def commit(self, rows: Rows, outputs: StepOutputs) -> bool:
@@ -50,15 +50,15 @@ class Committer:
 
         Args:
             rows: the texts.
-            outputs: what was recorded of their steps.
+            outputs: recorded outputs of their steps.
 
         Returns:
-            Whether to go on.
+            Whether to continue.
 
         Raises:
-            RuntimeError: weights were changed, and tokens verified with those of before cannot be taken back.
+            RuntimeError: weights were changed, and tokens verified with the old ones cannot be rolled back.
         """
-        if all(rows.finished):  # committed while they were verified
+        if all(rows.finished):  # committed during verification
             return False
         if self._watch.has_changed(adapters_alone=not rows.has_processors):
             if max(rows.lengths) > rows.columns + 1:
@@ -70,19 +70,20 @@ class Committer:
             if all(rows.finished):
                 return False
             if has_changed:
-                # By a streamer or a criterion: what was verified beyond this token was so with those of before.
+                # By a streamer or a criterion: tokens beyond this one were verified with the old weights.
                 self.renew(rows)
                 outputs.take_back()
         return True
 
     def step(self, rows: Rows, outputs: StepOutputs) -> tuple[bool, bool]:
-        """Ask the criteria and feed the streamer for a step that all rows have taken.
+        """Call the criteria and feed the streamer for a step that all rows have taken.
 
         Args:
             rows, outputs: as in `commit`.
 
         Returns:
-            Whether nothing follows, or padding in a row that had none; and whether the model's weights have changed.
+            Whether all rows are finished, or one has just ended and is padded from here on; and whether the model's
+            weights have changed.
         """
         for row, is_finished in enumerate(rows.finished):
             self._statistics.new_tokens[row] += not is_finished
@@ -99,7 +100,7 @@ class Committer:
         return is_over, not all(rows.finished) and self._watch.has_changed()
 
     def _done(self, rows: Rows, outputs: StepOutputs) -> list[bool]:
-        """Per row, whether the stopping criteria end its committed text."""
+        """Return, per row, whether the stopping criteria end its committed text."""
         if self._ends is not None and not self._ends.warns(rows.columns):
             return self._ends.done(rows.columns, rows.last_committed())
         return self._request.criteria(rows.committed_ids(), outputs.scores).tolist()  # type: ignore[no-any-return]
@@ -110,14 +111,15 @@ class Committer:
             raise _weights_changed("while a draft was made, by a logits processor or another thread")
 
     def renew(self, rows: Rows, takes_back: bool = True) -> None:
-        """Go on with weights that a processor, a criterion or a streamer has changed.
+        """Continue with weights that a processor, a criterion or a streamer has changed.
 
         Args:
             rows: the texts.
-            takes_back: whether tokens that are not committed were verified with the weights of before.
+            takes_back: whether tokens that are not committed were verified with the old weights.
 
         Raises:
-            RuntimeError: tokens that were verified with those of before cannot be taken back.
+            RuntimeError: the new weights are of another kind, or tokens verified with the old ones cannot be rolled
+                back.
         """
         if not self._watch.are_of_a_kind:
             raise _weights_changed(

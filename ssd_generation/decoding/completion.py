@@ -11,17 +11,17 @@ __all__ = ["complete_cache"]
 
 
 def complete_cache(forward: Forward, rows: Rows) -> int:
-    """Bring a cache to all committed tokens but the last one, in the columns of the output.
+    """Extend a cache to all committed tokens but the last one, in the columns of the output.
 
-    Plain decoding goes on with padding in rows that ended before others, none of it masked; these have rested here, so
-    that their passes are made up for. (A sliding window that no longer reaches back as far stays as it is.)
+    Plain decoding feeds unmasked padding to rows that ended before others. Here these rows have rested, so their passes
+    are made up for. (A sliding window that no longer reaches back as far stays as it is.)
 
     Args:
         forward: the target's passes.
         rows: the texts, and their cache.
 
     Returns:
-        Passes that this took.
+        Number of passes that this took.
     """
     rows.align()
     length = rows.committed_slots

@@ -1,4 +1,4 @@
-"""Where texts end: by their length, by a token, by the stopping criteria of the call."""
+"""Ends of texts: by length, by token, by the stopping criteria of the call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Ends", "KnownEnds", "Limits", "StopRequest", "end_tokens", "stored_e
 
 @dataclass(frozen=True)
 class Limits:
-    """Where the texts of a call end.
+    """Limits at which the texts of a call end.
 
     Attributes:
-        max_length: tokens of a text, the prompt's included.
-        stops_at_eos: whether rows end by themselves: what follows is padding.
+        max_length: largest number of tokens of a text, prompt included.
+        stops_at_eos: whether a row that has ended is padded (some criterion has an `eos_token_id`).
         eos_token_ids: the tokens that end a text.
-        pad_token_id: what follows the end of a text that ended before others.
-        most_positions: tokens that the model has positions for; no draft reaches beyond them.
+        pad_token_id: token that follows the end of a text that ended before others.
+        most_positions: number of positions that the model has; no draft reaches beyond them.
     """
 
     max_length: int
@@ -35,11 +35,11 @@ class Limits:
 
 
 class Ends:
-    """Which of B texts have ended.
+    """Record of which of B texts have ended.
 
     Args:
-        limits: where texts end.
-        batch: rows, B.
+        limits: limits at which texts end.
+        batch: number of rows, B.
 
     Attributes:
         finished: per row, whether plain decoding would have ended it after the committed steps.
@@ -53,19 +53,19 @@ class Ends:
         self.last_columns = [sys.maxsize] * batch
 
     def is_padded(self, row: int) -> bool:
-        """Whether a row has ended, so that padding follows."""
+        """Tell whether a row has ended, so that padding follows."""
         return self.finished[row] and self.limits.stops_at_eos
 
     def goes_on(self, row: int) -> bool:
-        """Whether a row may take more tokens."""
+        """Tell whether a row may take more tokens."""
         return not self.rests[row] and not self.is_padded(row)
 
     def finish(self, done: Sequence[bool], column: int) -> list[int]:
-        """Note what the stopping criteria say after a step.
+        """Record the decision of the stopping criteria after a step.
 
         Args:
             done: per row, whether they end it.
-            column: of the step's token.
+            column: column of the step's token.
 
         Returns:
             The rows that ended with it.
@@ -78,11 +78,11 @@ class Ends:
         return ended
 
     def rest(self, lengths: Sequence[int], ahead: Callable[[int], list[int]]) -> None:
-        """Let rows rest whose end follows the committed steps already, while others catch up.
+        """Rest rows whose end is known but not committed yet, while others catch up.
 
         Args:
-            lengths: tokens per row.
-            ahead: the tokens of a row after the committed steps.
+            lengths: number of tokens per row.
+            ahead: returns the tokens of a row after the committed steps.
         """
         for row, length in enumerate(lengths):
             if self.finished[row] or self.rests[row]:
@@ -93,13 +93,13 @@ class Ends:
 
 
 class StopRequest(StoppingCriteria):
-    """Stopping criterion that ends all texts of a call after the next committed token, once somebody asks for it."""
+    """Stopping criterion that, once requested, ends all texts of a call after the next committed token."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
 
     def ask(self) -> None:
-        """End the texts; from any thread, or from a signal handler."""
+        """Request the end of the texts, from any thread or from a signal handler."""
         self._asked.set()
 
     @property
@@ -114,9 +114,9 @@ class StopRequest(StoppingCriteria):
 
 @dataclass(frozen=True)
 class KnownEnds:
-    """Stopping criteria that look at no more than the length and the last token of a text, or at no text at all.
+    """Stopping criteria that depend on nothing but the length and the last token of a text, or on no text at all.
 
-    They are asked here of numbers that the host has: their own code computes on the device, and waits for it.
+    They are evaluated here on the host: their own code computes on the device, and waits for it.
     """
 
     max_length: int
@@ -126,7 +126,7 @@ class KnownEnds:
 
     @classmethod
     def of(cls, criteria: StoppingCriteriaList) -> KnownEnds | None:
-        """Those of a call; `None` where there are others among them."""
+        """Collect the criteria of a call; return `None` if any of them is of another class."""
         if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria, StopRequest) for criterion in criteria):
             return None
         lengths = [criterion for criterion in criteria if type(criterion) is MaxLengthCriteria]
@@ -139,27 +139,27 @@ class KnownEnds:
         )
 
     def warns(self, columns: int) -> bool:
-        """Whether transformers' own criteria would warn at this length."""
+        """Tell whether transformers' own criteria would warn at this length."""
         return columns > self.positions
 
     def done(self, columns: int, last: list[int]) -> list[bool]:
-        """Per row, whether a text of so many tokens that ends in this one has come to its end."""
+        """Return, per row, whether a text of `columns` tokens has ended, given its last token."""
         is_over = columns >= self.max_length or any(request.is_asked for request in self.requests)
         return [is_over or token in self.tokens for token in last]
 
 
 def end_tokens(criteria: StoppingCriteriaList) -> frozenset[int]:
-    """The tokens that end a text; a criterion that the user passed in takes the place of the config's here, too."""
+    """Return the tokens that end a text; a criterion that the user passed in replaces the config's here, too."""
     ends = [criterion.eos_token_id for criterion in criteria if hasattr(criterion, "eos_token_id")]
     return frozenset(number for end in ends for number in _numbers(end))
 
 
 def stored_end_tokens(config: GenerationConfig | None) -> frozenset[int]:
-    """Return the tokens that end a text by a generation config; none where it names none."""
+    """Return the end-of-text tokens of a generation config; an empty set if it has none."""
     ends = getattr(config, "eos_token_id", None)
     return frozenset(() if ends is None else _numbers(ends))
 
 
 def _numbers(ends: Any) -> list[int]:
-    """Return a token or several, however they are held, as a list."""
+    """Return one or several tokens, in whatever form, as a list."""
     return torch.as_tensor(ends, device="cpu").flatten().tolist()

@@ -1,9 +1,9 @@
 """The decoding loop: draft, verify, accept, commit.
 
-transformers' own assisted loop looks at the stopping criteria once per round, takes one row only, and feeds a continued
-cache its prompt again. This loop commits token by token, in the order in which plain decoding would have: the criteria,
-the streamer and the recorded scores see the same calls with the same arguments. Rows of a batch run at their own speed;
-a step is committed when all unfinished rows have reached it.
+transformers' own assisted loop checks the stopping criteria once per round, takes one row only, and feeds a continued
+cache its prompt again. This loop commits token by token, in the order of plain decoding: criteria and streamer get the
+same calls with the same arguments, and the same scores are recorded. Rows of a batch run at their own speed; a step is
+committed when all unfinished rows have reached it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class DecodingLoop:
 
     Args:
         forward: the target model's passes.
-        drafter: drafts for it.
-        request: what `generate` asks for.
-        watch: of the model's weights, made before anything of the call was.
-        after_round: called between rounds with the passes made for the draft, the tokens verified, and the rows.
+        drafter: drafter of the call.
+        request: request of `generate`.
+        watch: watch over the model's weights, made before anything else of the call.
+        after_round: callback between rounds; gets the number of draft passes, of tokens verified, and the rows.
 
     Attributes:
-        statistics: of the call.
+        statistics: statistics of the call.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DecodingLoop:
     def run(
         self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]
     ) -> torch.LongTensor | SelfSpeculativeOutput:
-        """Generate.
+        """Generate the texts of the call.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts, padded at the left.
@@ -84,7 +84,7 @@ class DecodingLoop:
         self.statistics = SpeculationStatistics.of_batch(batch, prompt_length)
         self._committer = Committer(self.forward, request, self._watch, self.statistics)
         if (on_statistics := getattr(request.streamer, "on_statistics", None)) is not None:
-            on_statistics(self.statistics)  # counts of each token are there when the streamer gets it
+            on_statistics(self.statistics)  # each token is counted before the streamer gets it
         outputs = StepOutputs(request.generation_config, batch)
         choice = SampledChoice(batch, input_ids.device) if request.generation_config.do_sample else Choice()
         rows: Rows | None = None
@@ -112,8 +112,8 @@ class DecodingLoop:
         return self._result(rows, outputs)
 
     def _round(self, rows: Rows, outputs: StepOutputs) -> bool:
-        """Draft, verify, learn, commit; returns whether to go on."""
-        # Draft: as far as is of use to each row.
+        """Draft, verify, learn, commit; return whether to continue."""
+        # Draft: no further than is of use to each row.
         active = rows.active()
         limits = rows.draft_limits(active)
         passes, before = self.drafter.draft_passes, rows.lengths
@@ -142,7 +142,7 @@ class DecodingLoop:
     def _draft(self, rows: Rows, limits: list[int]) -> Draft:
         """Have the drafter propose, and save the recurrent states that rejected tokens are rolled back to.
 
-        Where these find no room, nothing is drafted in this call any more.
+        Where there is no memory for these, nothing more is drafted in this call.
         """
         context = rows.context
         try:
@@ -160,10 +160,10 @@ class DecodingLoop:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _roll_back(self, rows: Rows) -> None:
-        """After an exception, such as a streamer's: leave in the cache what was committed, to continue from."""
+        """Crop the cache to the committed text after an exception, such as a streamer's, to continue from."""
         rows.take_back()
         if not knows_its_length(rows.context.cache) or has_scans_of_its_own(self.forward.model, rows.batch):
-            # Nobody could tell how far the states have got, or continue over several tokens: as far as the text.
+            # The caller could not tell which tokens the states cover, or continue over several: complete it.
             with contextlib.suppress(Exception):
                 complete_cache(self.forward, rows)
 

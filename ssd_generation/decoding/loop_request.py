@@ -1,4 +1,4 @@
-"""What `generate` asks of the decoding loop."""
+"""Request of `generate` to the decoding loop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["LoopRequest"]
 
 @dataclass(frozen=True)
 class LoopRequest:
-    """What `generate` asks of the decoding loop.
+    """Request of `generate` to the decoding loop.
 
     Attributes:
         generation_config: prepared config of the call.
         processors: logits processors of the call.
         criteria: stopping criteria of the call.
-        streamer: gets each committed step, or `None`.
+        streamer: receiver of each committed step, or `None`.
         cache_is_returned: whether the caller sees the KV cache afterwards.
         lockstep: whether all rows take the same number of tokens in each round, for models that count positions by
             the length of the cache.
@@ -40,17 +40,17 @@ class LoopRequest:
 
     @property
     def has_code_of_the_users(self) -> bool:
-        """Whether code that is not transformers' runs in the middle of the call."""
+        """True if code of the user's runs in the middle of the call."""
         users = (*self.processors, *self.criteria, *(() if self.streamer is None else (self.streamer,)))
         return any(map(is_foreign, users))
 
     def limits(self, most_positions: int | None) -> Limits:
-        """Where texts end.
+        """Return the limits at which texts end.
 
         Args:
-            most_positions: tokens that the model has positions for; `None`: any number.
+            most_positions: number of positions that the model has; `None` for any number.
         """
-        length = self.criteria.max_length  # a criterion that the user passed in takes the place of the config's
+        length = self.criteria.max_length  # a criterion that the user passed in replaces the config's
         pad = getattr(self.generation_config, "_pad_token_tensor", None)
         return Limits(
             max_length=sys.maxsize if length is None else int(length),

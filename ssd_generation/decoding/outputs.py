@@ -1,4 +1,4 @@
-"""What a call returns besides its tokens: scores, logits, attentions and hidden states of each step."""
+"""Outputs of a call other than its tokens: scores, logits, attentions and hidden states of each step."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["SelfSpeculativeOutput", "StepOutputs"]
 
 @dataclass
 class SelfSpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `generate(..., return_dict_in_generate=True)` gives: `GenerateDecoderOnlyOutput`, and `speculation`.
+    """Output of `generate(..., return_dict_in_generate=True)`: `GenerateDecoderOnlyOutput`, and `speculation`.
 
     Attributes:
         sequences (`torch.LongTensor` of shape `(B, prompt + new tokens)`): prompt and text, as from plain decoding.
-        scores, logits, attentions, hidden_states, past_key_values: as from plain decoding, where they were asked for.
-        speculation: the statistics of the call, also `model.last_speculation`.
+        scores, logits, attentions, hidden_states, past_key_values: as from plain decoding, where requested.
+        speculation: statistics of the call, also in `model.last_speculation`.
     """
 
     speculation: SpeculationStatistics | None = None
 
 
 class StepOutputs:
-    """Scores, logits, attentions and hidden states of each step, where a call asks for them.
+    """Scores, logits, attentions and hidden states of each step, where a call requests them.
 
-    Rows reach a step at different times: what belongs to a row waits until the step is committed.
+    Rows reach a step at different times: the outputs of a row wait until the step is committed.
 
     Args:
         config: generation config of the call.
-        batch: rows, B.
+        batch: number of rows, B.
 
     Attributes:
-        returns_states: whether attentions or hidden states are asked for.
-        keeps_nothing: whether nothing of all this is.
-        scores, logits, attentions, hidden_states: tuples over the committed steps; `None` where not asked for.
+        returns_states: whether attentions or hidden states are requested.
+        keeps_nothing: whether none of these outputs is requested.
+        scores, logits, attentions, hidden_states: tuples over the committed steps; `None` where not requested.
     """
 
     def __init__(self, config: GenerationConfig, batch: int) -> None:
@@ -61,24 +61,24 @@ class StepOutputs:
     def float_logits(
         self, outputs: Any, count: int, device: torch.device, processed: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Logits of the last `count` places in float32: as they are, if they are asked for, and to be processed.
+        """Return the logits of the last `count` places in float32, once raw, if requested, and once for processing.
 
         Args:
-            outputs: of the model.
-            count: places.
-            device: where the tokens are.
+            outputs: outputs of the model.
+            count: number of places.
+            device: device of the tokens.
             processed: whether processors may write into them.
 
         Returns:
-            Two tensors `(B, count, V)`; the first `None` where nobody asks for it.
+            Two tensors `(B, count, V)`; the first is `None` unless logits are requested.
         """
         raw = outputs.logits[:, -count:].to(dtype=torch.float32, device=device)
-        # The prompt's logits may be large: what is kept must not keep them.
+        # The prompt's logits may be large: what is stored must not be a view of them.
         logits = raw.clone() if processed or self.scores is not None or self.logits is not None else raw
         return (raw.clone() if self.logits is not None else None), logits
 
     def add_prompt(self, outputs: Any, raw: torch.Tensor | None, scores: torch.Tensor) -> None:
-        """What the pass over the prompt says of the first new token, `(B, 1, V)` each."""
+        """Record the outputs of the prompt's pass for the first new token, `(B, 1, V)` each."""
         if self.keeps_nothing:
             return
         states: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class StepOutputs:
     def add_round(
         self, outputs: Any, raw: torch.Tensor | None, scores: torch.Tensor, rows: Rows, row: int, count: int
     ) -> None:
-        """What a verifying pass, `(B, n, V)`, says of the first `count` tokens that a row takes from it."""
+        """Record the outputs of a verification pass, `(B, n, V)`, for the first `count` tokens that a row takes."""
         if self.keeps_nothing:
             return
         for place in range(count):
@@ -112,14 +112,14 @@ class StepOutputs:
         row: int,
         at: tuple[int, int],
     ) -> None:
-        """Keep what a verifying pass says of one token that a row takes from it.
+        """Record the outputs of a verification pass for one token that a row takes from it.
 
         Args:
-            outputs: of the model.
-            raw, scores: of the token, `(V,)`.
-            rows: before they move on.
-            row: which takes the token.
-            at: its place in the pass, and the places that the pass has.
+            outputs: outputs of the model.
+            raw, scores: raw logits and scores of the token, `(V,)`.
+            rows: the texts, before they advance.
+            row: row that takes the token.
+            at: place of the token in the pass, and number of places of the pass.
         """
         if self.keeps_nothing:
             return
@@ -129,7 +129,7 @@ class StepOutputs:
         self._waiting[row].append(record)
 
     def commit(self) -> None:
-        """One more step that all rows have taken."""
+        """Commit one more step that all rows have taken."""
         if self.keeps_nothing:
             return
         records: list[dict[str, Any] | None] = [waiting.pop(0) if waiting else None for waiting in self._waiting]
@@ -143,12 +143,12 @@ class StepOutputs:
             self.hidden_states += (_joined(records, "hidden_states"),)
 
     def take_back(self) -> None:
-        """Nothing but what is committed is known any more."""
+        """Discard everything that is not committed."""
         for waiting in self._waiting:
             waiting.clear()
 
     def drop(self, row: int) -> None:
-        """A row has ended: what it holds behind its end is no part of the text."""
+        """Discard the outputs of a row that has ended beyond its end: they are no part of the text."""
         self._waiting[row].clear()
 
     def _scores_of(self, raw: torch.Tensor | None, scores: torch.Tensor) -> dict[str, Any]:
@@ -160,12 +160,12 @@ class StepOutputs:
         return record
 
     def _states_of(self, outputs: Any, rows: Rows, row: int, place: int, block: int) -> dict[str, Any]:
-        """Hidden states and attentions of one row and place, cut to what plain decoding gives for that step."""
+        """Return hidden states and attentions of one row and place, cut to what plain decoding gives for that step."""
         record: dict[str, Any] = {}
         if self.hidden_states is not None:
             record["hidden_states"] = tuple(layer[row : row + 1, place : place + 1] for layer in outputs.hidden_states)
         if self.attentions is not None and not outputs.attentions:
-            record["attentions"] = outputs.attentions  # sdpa has none to give
+            record["attentions"] = outputs.attentions  # sdpa returns none
         elif self.attentions is not None:
             seen = rows.context.length - rows.shifts[row] + place + 1  # slots of the row when this token was the newest
             attentions: list[torch.Tensor | None] = []
@@ -182,13 +182,13 @@ class StepOutputs:
 
 
 def _stacked(records: list[dict[str, Any] | None], key: str) -> torch.Tensor:
-    """`(B, V)`; a row that has ended has no scores of its own any more."""
+    """Stack the records of all rows to `(B, V)`, with zeros for a row that has ended."""
     like = next(record for record in records if record is not None)[key]
     return torch.stack([like.new_zeros(like.shape) if record is None else record[key] for record in records])
 
 
 def _joined(records: list[dict[str, Any] | None], key: str) -> tuple[Any, ...] | None:
-    """Per layer, the rows' states in one tensor."""
+    """Join the states of all rows, layer by layer."""
     known = next(record for record in records if record is not None)
     if known.get(key) is None:
         return None

@@ -1,4 +1,4 @@
-"""How far each row of a batch goes in a round."""
+"""Pace of the rows of a batch: how far each advances in a round."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .row_tokens import RowTokens
 __all__ = ["Pace"]
 
 _MAX_LEAD = 64
-"""Tokens by which rows of a batch whose cache is returned may be ahead of the slowest, so that sliding layers can be
+"""Largest lead, in tokens, over the slowest row of a batch whose cache is returned, so that sliding layers can be
 rolled back."""
 
 
 class Pace:
-    """How far each row goes in a round: to its end, as far as it may lead, not across a change of the model's own.
+    """Bounds on each row's advance in a round: its end, its lead, and a change of the model's rotary embedding.
 
     Args:
-        texts: the tokens.
-        alignment: where rows stand in the cache.
-        ends: which of them have ended.
-        choice: picks tokens by their scores.
-        rotary: where the model's rotary embedding changes.
+        texts: tokens of the rows.
+        alignment: alignment of the rows in the cache.
+        ends: record of the rows that have ended.
+        choice: rule that picks tokens from scores.
+        rotary: length at which the model's rotary embedding changes.
         cache_is_returned: whether the caller sees the cache afterwards.
     """
 
@@ -48,7 +48,7 @@ class Pace:
         self._max_lead = _MAX_LEAD if is_bound else ends.limits.max_length
 
     def active(self, committed: int) -> list[bool]:
-        """Per row, whether it goes on in this round: it has not ended, and need not wait for others."""
+        """Return, per row, whether it is active in this round: it has not ended, and need not wait for others."""
         going = [self._ends.goes_on(row) for row in range(self._texts.batch)]
         for row, spare in enumerate(self._spare(committed)):
             going[row] = going[row] and spare > 0
@@ -60,8 +60,8 @@ class Pace:
         return going
 
     def draft_limits(self, active: Sequence[bool], committed: int) -> list[int]:
-        """Per row, the most tokens that are worth drafting: one less than it may add, since one is the target's own."""
-        # The pending token is at the position of its slot, or before it where padding stands at the left.
+        """Return, per row, the most tokens worth drafting: one less than it may add, since one is the target's own."""
+        # The position of the pending token is that of its slot, or less where there is padding on the left.
         most = min(
             self._longest_draft(active), max(self._ends.limits.most_positions - self._alignment.context.length - 1, 0)
         )
@@ -69,32 +69,32 @@ class Pace:
         if checkpoint is not None:
             most = min(most, REACH - MOST_OWED - 1)
             if checkpoint.has_no_room or checkpoint.owed(self._alignment.context.length) >= MOST_OWED:
-                most = 0  # a pass in which nothing can be rejected moves the checkpoint on
+                most = 0  # a pass in which nothing can be rejected advances the checkpoint
         return [min(spare - 1, most) if active[row] else 0 for row, spare in enumerate(self._spare(committed))]
 
     def _spare(self, committed: int) -> list[int]:
-        """Tokens that each row may still add."""
+        """Return the number of tokens that each row may still add."""
         lead = min(self._max_lead, self._choice.longest_lead)
         last = min(self._ends.limits.max_length, self._last_common_length())
         return [min(last - length, lead - (length - committed)) for length in self._texts.lengths]
 
     def _last_common_length(self) -> int:
-        """The length at which rows wait for one another: behind it their passes need rows that a table does not have.
+        """Return the length at which rows wait for one another: beyond it passes need positions that the model lacks.
 
-        Rows that rest are in each pass as well, with the position of their pending token.
+        Resting rows take part in each pass as well, at the position of their pending token.
         """
         last = self._ends.limits.most_positions - self._alignment.prompt_slots + self._texts.prompt_length
         going = [length for row, length in enumerate(self._texts.lengths) if self._ends.goes_on(row)]
         return sys.maxsize if self._texts.batch == 1 or min(going, default=last) >= last else last
 
     def _longest_draft(self, active: Sequence[bool]) -> int:
-        """Tokens of a draft that does not reach across the length at which the rotary embedding changes."""
+        """Return the longest draft, in tokens, that does not cross the length at which the rotary embedding changes."""
         if not self._rotary or not any(active):
             return sys.maxsize
         slowest = min(self._alignment.columns(row) for row in range(self._texts.batch) if active[row])
         if slowest < self._rotary.length:
-            # Resting rows are in the pass as well, and its end is theirs; the one that is ahead may come to rest with a
-            # token of the target's own at the switch.
+            # Resting rows are in the pass as well, and share its end; the leading row may come to rest at the switch
+            # with a token of the target's own.
             return max(self._rotary.length - self._alignment.context.length - (1 if self._texts.batch == 1 else 2), 0)
         padding = 0
         if (positions := self._alignment.context.positions) is not None:

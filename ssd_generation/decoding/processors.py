@@ -1,9 +1,9 @@
-"""Logits processors of a call: those that may be asked of any place, and those that see plain decoding's very calls.
+"""Logits processors of a call: those that may be called for any place, and those that get plain decoding's very calls.
 
 A drafted text is verified several tokens at a time, and drafts are rejected. A processor that is a function of a row's
 tokens and scores does not notice. Any other one does: a grammar's matcher, a counter, a script, a watermark with a
-state. So what is not known to be such a function is called once for each committed token, in order, with all rows at
-that step, and never for a token that is only drafted.
+state. So a processor that is not known to be such a function is called once for each committed token, in order, with
+all rows at that step, and never for a token that is only drafted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Processors", "PureProcessors", "is_pure"]
 
 
 def _known(*names: str) -> tuple[type, ...]:
-    """Those of transformers' processors that this version has."""
+    """Return those of the named processors that this version of transformers has."""
     return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
 
 
-# Processors that are functions of the scores and of numbers that do not change: they can be recorded.
+# Processors that are functions of the scores and of constant numbers: they can be captured.
 _RECORDABLE = _known(
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -37,8 +37,8 @@ _RECORDABLE = _known(
     "LogitNormalization",
 )
 
-# Processors that look at the scores alone: all positions of all rows can go through them at once. (A class derived from
-# one of them may look at anything.)
+# Processors that depend on the scores alone: all positions of all rows can be processed at once. (A class derived from
+# one of them may depend on anything.)
 _BLIND = (
     *_RECORDABLE,
     *_known("EtaLogitsWarper", "TopHLogitsWarper", "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor"),
@@ -68,14 +68,14 @@ _PURE = frozenset(
 )
 
 DECLARATION = "supports_speculation"
-"""Class attribute by which a processor of the user's says that it is such a function, where it is `True`."""
+"""Class attribute that, where it is `True`, declares a user's processor to be such a function."""
 
 
 def is_pure(processor: object) -> bool:
-    """Whether a processor is a function of a row's tokens and scores, so that it may be asked of any place.
+    """Tell whether a processor is a function of a row's tokens and scores, so that it may be called for any place.
 
-    Either it is of one of the classes of transformers that are, or its class declares `supports_speculation = True`.
-    A class that overrides `__call__` has to declare it again.
+    It is if transformers' class is known to be one, or if its class declares `supports_speculation = True`. A class
+    that overrides `__call__` has to declare it again.
     """
     kind = type(processor)
     if kind in _PURE:
@@ -92,12 +92,12 @@ class Processors:
     """The logits processors of a call.
 
     Args:
-        processors: as `generate` made them.
+        processors: the processors, as `generate` prepared them.
         draws: whether the call samples, so that a processor must not draw from torch's generators in between.
 
     Attributes:
-        pure: those that may be asked of any place; drafts go through these alone.
-        are_pure: whether that is all of them. If not, `at_step` is called once for each committed token.
+        pure: those that may be called for any place; drafts are processed by these alone.
+        are_pure: whether these are all. If not, `at_step` is called once for each committed token.
     """
 
     def __init__(self, processors: LogitsProcessorList, draws: bool = False) -> None:
@@ -108,18 +108,18 @@ class Processors:
         self.are_pure = len(self.pure) == len(processors)
 
     def __len__(self) -> int:
-        """Processors."""
+        """Return the number of processors."""
         return len(self._all)
 
     def at_step(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores `(B, V)` of the next committed token: all processors, as plain decoding calls them.
+        """Return scores `(B, V)` of the next committed token: all processors are called as plain decoding calls them.
 
         Args:
             ids (`torch.LongTensor` of shape `(B, columns)`): the committed texts.
             logits (`torch.FloatTensor` of shape `(B, V)`): the model's; may be written into.
 
         Raises:
-            CannotDraft: under sampling, a processor of the user's draws random numbers.
+            CannotDraft: under sampling, a user's processor draws random numbers.
         """
         if not (self._draws and self._foreign):
             return self._all(ids, logits)  # type: ignore[no-any-return]
@@ -131,14 +131,14 @@ class Processors:
 
 
 class PureProcessors:
-    """Processors that are functions of a row's tokens and scores: they may be asked of any place, in any order.
+    """Processors that are functions of a row's tokens and scores: they may be called for any place, in any order.
 
     Args:
         processors: the processors.
 
     Attributes:
-        are_blind: whether none of them looks at the text.
-        setting: what tells them from others, where all of them are functions of tensors alone; `None` elsewhere.
+        are_blind: whether none of them depends on the text.
+        setting: key of their settings where all of them are functions of tensors alone; else `None`.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -148,42 +148,42 @@ class PureProcessors:
         self.setting = _setting_of(processors)
 
     def __len__(self) -> int:
-        """Processors."""
+        """Return the number of processors."""
         return len(self._processors)
 
     def once(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores `(n, V)` of logits `(n, V)` after the texts `(n, columns)`.
+        """Return scores `(n, V)` of logits `(n, V)` after the texts `(n, columns)`.
 
         Raises:
-            CannotDraft: a processor of the user's draws random numbers.
+            CannotDraft: a user's processor draws random numbers.
         """
         if not self._foreign:
             return self._processors(ids, logits)  # type: ignore[no-any-return]
         before = state_of_generators(logits.device)
         scores: torch.Tensor = self._processors(ids, logits)
         if state_of_generators(logits.device) != before:
-            # Or another thread did: once more, with an eye on this one.
+            # A processor drew, or another thread did: call them again, watching this thread alone.
             for processor in self._foreign:
                 with no_draws([processor]):
                     processor(ids, scores.clone())
         return scores
 
     def step(self, tokens: torch.Tensor, lengths: Sequence[int], logits: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Scores `(B, V)` for the token after the first `ahead` drafted ones.
+        """Return scores `(B, V)` for the token after the first `ahead` drafted ones.
 
         Args:
             tokens (`torch.LongTensor` of shape `(B, columns)`): the texts, each with its drafted tokens.
-            lengths: tokens of each text, without them.
+            lengths: number of tokens of each text, without the drafted ones.
             logits (`torch.FloatTensor` of shape `(B, V)`): the model's; may be written into.
-            ahead: drafted tokens that the processors see.
+            ahead: number of drafted tokens that the processors see.
         """
         ends = [length + ahead for length in lengths]
         if len(set(ends)) == 1:
             return self.once(tokens[:, : ends[0]].contiguous(), logits)
         found: torch.Tensor | None = None
         for end in sorted(set(ends)):
-            # The whole batch each time, since a processor may know its rows by number; only the rows that end here are
-            # used.
+            # The whole batch each time, since a processor may address its rows by index; only the rows that end here
+            # are used.
             rows = [row for row, its_end in enumerate(ends) if its_end == end]
             scores = self.once(tokens[:, :end].contiguous(), logits.clone())
             found = torch.empty_like(scores) if found is None else found
@@ -194,7 +194,7 @@ class PureProcessors:
     def block(
         self, tokens: torch.Tensor, lengths: Sequence[int], pending: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
-        """Scores `(B, n, V)` of a verifying pass; place i is processed with the text and the first i drafted tokens.
+        """Return scores `(B, n, V)` of a verification pass; place i is processed with the first i drafted tokens.
 
         Args:
             tokens, lengths: as in `step`.
@@ -211,8 +211,8 @@ class PureProcessors:
             if scores.dtype is not logits.dtype:
                 logits = logits.to(scores.dtype)
             logits[:, ahead] = scores
-            # After a token that cannot be, nothing counts, and a processor of the user's may have no answer. (Those of
-            # transformers have one for any text, and a GPU's host need not wait to know.)
+            # Nothing counts after an impossible token, and a user's processor may fail on it. (Those of transformers
+            # accept any text, so the host need not wait for a GPU.)
             if self._foreign and len(lengths) == 1 and ahead + 1 < count:
                 drafted = tokens[0, lengths[0] + ahead]
                 if bool(scores[0].gather(0, drafted[None]) == -math.inf):
@@ -220,12 +220,12 @@ class PureProcessors:
         return logits
 
     def places(self, tokens: torch.Tensor, columns: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Scores `(n, V)` for places of a single text.
+        """Return scores `(n, V)` for places of a single text.
 
         Args:
             tokens (`torch.LongTensor` of shape `(1, ≥ max(columns))`): the text.
-            columns: of the token that each place is for; its text ends before it.
-            logits (`torch.FloatTensor` of shape `(n, V)`): may be written into.
+            columns: column of the token that each place predicts; its text ends before that column.
+            logits (`torch.FloatTensor` of shape `(n, V)`): the model's; may be written into.
         """
         if not len(self):
             return logits

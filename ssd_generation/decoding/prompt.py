@@ -1,4 +1,4 @@
-"""The target's pass over the prompt, and the rows that come out of it."""
+"""Prompt pass of the target, and the rows made from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .rotary import RotarySwitch
 __all__ = ["read_prompt", "starts_of_prompts"]
 
 _PLAIN = frozenset(("attention_mask", "position_ids", "input_ids", "cache_position"))
-"""Tensors among a model's arguments that a captured pass can do without, or knows."""
+"""Tensors among a model's arguments that a captured pass handles itself or does not need."""
 
 
 def read_prompt(
@@ -43,11 +43,11 @@ def read_prompt(
 
     Args:
         forward: the target's passes.
-        request: what `generate` asks for.
+        request: request of `generate`.
         input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts, padded at the left.
         model_kwargs: the model's keyword arguments as `generate` prepared them, with the cache.
-        outputs: gets what the pass says of the first tokens.
-        choice: picks tokens by their scores.
+        outputs: records the outputs of the pass for the first tokens.
+        choice: rule that picks tokens from scores.
 
     Returns:
         The rows, each with the first token after its prompt.
@@ -80,7 +80,7 @@ def read_prompt(
 def _by_captured_passes(
     forward: Forward, request: LoopRequest, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> CausalLMOutputWithPast | None:
-    """What the model says of a prompt, read by the kernels that decode; `None` where these do not read it."""
+    """Read a prompt with the kernels used for decoding; return the outputs, or `None` where these cannot read it."""
     cache, positions = model_kwargs.get(cache_argument(forward.model)), model_kwargs.get("position_ids")
     if not forward.plan.prompts or not isinstance(cache, Cache) or RotarySwitch(forward.model):
         return None
@@ -99,15 +99,15 @@ def _by_captured_passes(
 def starts_of_prompts(
     input_ids: torch.Tensor, model_kwargs: dict[str, Any], config: GenerationConfig
 ) -> list[int] | None:
-    """Where prompts begin that are tokens, padding at their left, and nothing else.
+    """Find the starts of prompts that consist of tokens, with padding on their left, and nothing else.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts.
         model_kwargs: the model's keyword arguments.
-        config: of the call.
+        config: generation config of the call.
 
     Returns:
-        By row, the first token that is no padding; `None` where there is more to the prompts.
+        Column of each row's first token that is no padding; `None` where the prompts consist of more.
     """
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     others = [key for key, value in model_kwargs.items() if isinstance(value, torch.Tensor) and key not in _PLAIN]
@@ -121,14 +121,14 @@ def starts_of_prompts(
 
 
 def _context(forward: Forward, model_kwargs: dict[str, Any], answer: Any, prompt_length: int, limit: int) -> Context:
-    """What the passes after the prompt follow."""
+    """Return the context that the passes after the prompt continue."""
     model, name = forward.model, cache_argument(forward.model)
     shapes = {key: value.shape for key, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
     kwargs = model._update_model_kwargs_for_generation(answer, model_kwargs, is_encoder_decoder=False)
     cache = kwargs.pop(name)
     if (states := module_states(model)) is not None:
         states.take(cache)
-    add_buffers(cache)  # a cache that was made without a config has got its layers just now
+    add_buffers(cache)  # a cache made without a config has had layers only since the prompt's pass
     trim_windows(cache)
     kwargs.pop("inputs_embeds", None)
     mask, positions = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
@@ -146,16 +146,16 @@ def _context(forward: Forward, model_kwargs: dict[str, Any], answer: Any, prompt
 
 
 def _columns_of(kwargs: dict[str, Any], before: dict[str, torch.Size]) -> dict[str, tuple[torch.Tensor, int]]:
-    """Take out of the model's arguments those that have a column for each token: which grew by one for the next.
+    """Remove from the model's arguments those with a column per token, which have grown by one for the next token.
 
-    After the prompt only their last column is looked at.
+    After the prompt only their last column is used.
 
     Args:
-        kwargs: the arguments, as transformers has brought them up to date after the prompt.
-        before: shapes that they had.
+        kwargs: the arguments, as transformers has updated them after the prompt.
+        before: shapes of the arguments before.
 
     Returns:
-        The next token's column of each, which is that of any later token, and the dimension of the tokens.
+        By name, the column of the next token, which is that of any later token too, and the dimension of the tokens.
     """
     columns = {}
     for key, value in list(kwargs.items()):
@@ -164,7 +164,7 @@ def _columns_of(kwargs: dict[str, Any], before: dict[str, torch.Size]) -> dict[s
         grown = [dim for dim in range(value.ndim) if value.shape[dim] != before[key][dim]]
         if len(grown) == 1 and value.shape[grown[0]] == before[key][grown[0]] + 1:
             columns[key] = (value.narrow(grown[0], -1, 1), grown[0])
-        elif key.endswith("token_type_ids"):  # which the model wants of tokens of the prompt alone
+        elif key.endswith("token_type_ids"):  # needed for the prompt's tokens alone
             columns[key] = (value.new_zeros((len(value), 1)), 1)
         else:
             continue

@@ -1,9 +1,9 @@
-"""Code of the user's that draws random numbers in the middle of a call.
+"""User code that draws random numbers in the middle of a call.
 
-The noise of a sampled call is drawn ahead. So a logits processor, a stopping criterion or a streamer that draws from
-torch's own generator would lead to another text than that of plain `generate` for the same seed: it is refused. So is,
-in any call, a processor that says of itself that it may be asked about drafted tokens, and draws. One with a generator
-of its own is not noticed.
+The noise of a sampled call is drawn ahead. So with a logits processor, a stopping criterion or a streamer that draws
+from torch's own generator, the text would differ from that of plain `generate` for the same seed: it is refused. So is,
+in any call, a processor that declares that it may be called for drafted tokens, and draws. One with a generator of its
+own goes unnoticed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["is_foreign", "no_draws", "state_of_generators"]
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what draws from torch's own generators, in this thread alone."""
+    """Dispatch mode that notes draws from torch's own generators, in this thread alone."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,10 +39,10 @@ def no_draws(users: Iterable[object]) -> Iterator[None]:
     """Run code that must not draw random numbers from torch's own generators.
 
     Args:
-        users: the objects whose code it is, for the message.
+        users: objects whose code runs, for the message.
 
     Raises:
-        CannotDraft: it does.
+        CannotDraft: the code draws random numbers.
     """
     with _Watch() as watch:
         yield
@@ -56,13 +56,13 @@ def no_draws(users: Iterable[object]) -> Iterator[None]:
 
 
 def is_foreign(user: object) -> bool:
-    """Whether a processor, criterion or streamer is of somebody else's making than transformers'."""
+    """Tell whether a processor, criterion or streamer belongs to neither transformers nor this library."""
     module = str(getattr(user, "__module__", type(user).__module__))  # of a function, of an object's class
     return module.partition(".")[0] not in ("transformers", __package__.partition(".")[0])
 
 
 def state_of_generators(device: torch.device) -> bytes:
-    """Changes when somebody, in whichever thread, draws from torch's own generator for the CPU or for a device."""
+    """Return the state of torch's own generators for the CPU and a device, which changes when any thread draws."""
     state = torch.default_generator.get_state().numpy().tobytes()
     if device.type != "cpu":
         state += torch.get_device_module(device).get_rng_state(device).cpu().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""What self-speculative decoding cannot do, refused before anything is computed."""
+"""Refusals of what self-speculative decoding cannot do, before anything is computed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class CannotDraft(ValueError):
-    """What self-speculative decoding cannot do, with this model or beside what else was asked for."""
+    """Error for what self-speculative decoding cannot do with this model or with the other settings of the call."""
 
 
 NO_CACHE = (
@@ -34,7 +34,7 @@ NO_CACHE = (
 
 
 def refuse_model(model: PreTrainedModel) -> None:
-    """Raise `CannotDraft` for a model that cannot draft for itself, whatever is asked of it."""
+    """Raise `CannotDraft` for a model that cannot draft for itself in any call."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise CannotDraft(f"{name} is an encoder-decoder model; self-speculative decoding is for decoder-only models.")
@@ -58,7 +58,7 @@ def refuse_model(model: PreTrainedModel) -> None:
 
 
 def _decodes_inside(model: PreTrainedModel) -> str | None:
-    """The attribute of a model inside that generates in this one's place, as `generate`'s code has it; or `None`."""
+    """Return the attribute of an inner model that generates in this one's place, by `generate`'s code; or `None`."""
     code = getattr(inspect.unwrap(type(model).generate), "__code__", None)
     names = code.co_names if code is not None else ()
     if "super" in names or "generate" not in names:
@@ -75,7 +75,7 @@ _LEAVE_THE_CACHE = 'Draft and target share one cache in place: leave `cache_impl
 
 _CACHES = (
     *(None, "dynamic", "dynamic_full", "static"),
-    # Other names of the same: what is static about a cache is how it is handed back.
+    # Other names for "static", which concerns only the form in which the cache is returned.
     *(name for name in DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS if not name.startswith("offloaded")),
 )
 
@@ -90,7 +90,7 @@ def refuse_what_cannot_be(
     config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> None:
-    """Raise `CannotDraft` for a generation mode, or settings of the call, that drafting does not go with."""
+    """Raise `CannotDraft` for a generation mode, or settings of the call, that cannot be combined with drafting."""
     refuse_model(model)
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         if config.prompt_lookup_num_tokens is not None:
@@ -116,7 +116,7 @@ def refuse_what_cannot_be(
 
 
 def refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConfig | None, kwargs: Any) -> None:
-    """Raise `CannotDraft` for what would be known too late, or not at all, once `generate` is on its way."""
+    """Raise `CannotDraft` for what would be noticed too late, or not at all, once `generate` has started."""
 
     def wanted(name: str) -> Any:
         if kwargs.get(name) is not None:
@@ -143,18 +143,18 @@ def refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConfi
 
 
 def why_not_in(cache: Any, own: type | None) -> str | None:
-    """Why nothing is drafted behind a cache of somebody else's making, `None` for those of transformers.
+    """Return why a cache of a third party's class cannot be drafted with; `None` for those of transformers.
 
-    What its `update` does besides, or which tokens its layers let go of, is known to its own code alone: plain decoding
-    gives it one token after the other.
+    What else its `update` does, or which tokens its layers drop, is known to its own code alone: plain decoding feeds
+    it one token after the other.
 
     Args:
-        cache: any.
-        own: the class of cache that the model has for itself, if it has one.
+        cache: any object.
+        own: cache class of the model's own, if it has one.
     """
     layers = getattr(cache, "layers", ())
     if not isinstance(cache, Cache) or any(isinstance(layer, (QuantizedLayer, StaticLayer)) for layer in layers):
-        return None  # refused otherwise
+        return None  # refused elsewhere
     for kind in (type(cache), *map(type, layers)):
         if kind is not own and kind.__module__.partition(".")[0] not in _OURS:
             return f"its cache has a class of its own ({kind.__name__}), which may do more than keep keys and values"
@@ -165,7 +165,7 @@ _OURS = ("transformers", __package__.partition(".")[0])
 
 
 def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
-    """Raise `CannotDraft` for a cache that rejected tokens cannot be taken out of."""
+    """Raise `CannotDraft` for a cache from which rejected tokens cannot be removed."""
     if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
         raise CannotDraft(
             f"{type(model).__name__} does not keep its keys and values in a transformers `DynamicCache` (but in "

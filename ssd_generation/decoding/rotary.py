@@ -12,17 +12,17 @@ __all__ = ["RotarySwitch"]
 
 
 class RotarySwitch:
-    """The length of text at which a model's rotary embedding changes.
+    """Length of text at which a model's rotary embedding changes.
 
-    Beyond that length, `dynamic` changes with every token, and `longrope` changes once (phi3 then computes its cache
-    anew). All tokens of a pass get the embedding of its end, so no pass may reach across that length.
+    Beyond that length, `dynamic` changes with every token, and `longrope` changes once (phi3 then recomputes its
+    cache). All tokens of a pass get the embedding of its end, so no pass may cross that length.
 
     Args:
         model: the target model.
 
     Attributes:
-        length: tokens of text; `sys.maxsize` where the embedding never changes.
-        changes_once: whether it stays as it is beyond that length.
+        length: number of tokens; `sys.maxsize` where the embedding never changes.
+        changes_once: whether the embedding is constant beyond that length.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -39,5 +39,5 @@ class RotarySwitch:
             )
 
     def __bool__(self) -> bool:
-        """Whether there is such a length."""
+        """Tell whether there is such a length."""
         return self.length != sys.maxsize

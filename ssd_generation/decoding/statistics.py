@@ -1,4 +1,4 @@
-"""What happened during self-speculative decoding."""
+"""Statistics of self-speculative decoding."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class SpeculationStatistics:
         round_looked_up: per row and round, how many of the accepted tokens were looked up: the last ones.
         new_tokens: per row, the new tokens, padding not counted.
         draft_seconds: time in drafting.
-        verify_seconds: time in the target's passes behind the prompt's.
+        verify_seconds: time in the target's passes after the prompt's.
         prompt_seconds: time in the target's pass over the prompt.
         total_seconds: time of the whole decoding loop, the prompt's pass included.
         policy_state: what the draft-length policy had learnt at the end.
-        refinement: where the draft improves while it is used (`adapt`): passes that judged drafts, seconds that they
-            took, changes of the draft, all since the first call, why the model's drafts cannot be judged (`reason`,
-            `None` where they can), and the config with the draft as it is now; else `None`.
+        refinement: where the draft is refined online (`adapt`): passes that judged drafts, seconds that they took,
+            changes of the draft, all since the first call, why the model's drafts cannot be judged (`reason`, `None`
+            where they can), and the config with the draft as it is now; else `None`.
         refusal: why nothing could be drafted with this model, so that transformers decoded the text; else `None`.
         reused_tokens: tokens of the prompt whose keys and values an earlier call had computed (`prefix_cache`).
         exactness: "bitwise": the bits of the target's logits did not depend on what was drafted. "numeric": they may
             have, by rounding.
         exactness_reason: why it is not "bitwise"; else `None`.
-        replayed_passes: how many of the target's passes were replayed as they had been recorded (on a GPU).
-        replay_refusal: why passes that might be replayed are not; else `None`.
+        replayed_passes: how many of the target's passes were replayed as CUDA graphs.
+        replay_refusal: why passes that might be replayed were not; else `None`.
     """
 
     batch_size: int = 1
@@ -83,11 +83,11 @@ class SpeculationStatistics:
 
     @classmethod
     def of_batch(cls, batch: int, prompt_tokens: int) -> SpeculationStatistics:
-        """Statistics of a call that begins.
+        """Create the statistics of a call that begins.
 
         Args:
-            batch: rows, B.
-            prompt_tokens: of each row, padding included.
+            batch: number of rows, B.
+            prompt_tokens: number of tokens of each row's prompt, padding included.
         """
         return cls(
             batch_size=batch,
@@ -100,14 +100,14 @@ class SpeculationStatistics:
     def of_plain(
         cls, texts: Sequence[Sequence[int]], prompt: int, ends: frozenset[int], refusal: str, seconds: float = 0.0
     ) -> SpeculationStatistics:
-        """Those of texts that transformers decoded, since nothing could be drafted.
+        """Create the statistics of texts that transformers decoded, since nothing could be drafted.
 
         Args:
-            texts: per row, the new tokens, with the padding behind them.
-            prompt: tokens of the prompt, padding included.
+            texts: new tokens of each row, followed by padding.
+            prompt: number of tokens of the prompt, padding included.
             ends: the tokens that end a text.
             refusal: why nothing could be drafted.
-            seconds: that it took.
+            seconds: time that it took.
         """
         new = [next((i + 1 for i, token in enumerate(text) if token in ends), len(text)) for text in texts]
         return cls(
@@ -128,8 +128,8 @@ class SpeculationStatistics:
 
         Args:
             forward: the passes.
-            reason: why bits may, as `PassPlan` has it.
-            reused: tokens of the prompt whose keys and values an earlier call had computed.
+            reason: why the bits may, from the `PassPlan`.
+            reused: number of prompt tokens whose keys and values an earlier call had computed.
         """
         self.reused_tokens = reused
         self.exactness = BITWISE if forward.is_bitwise else NUMERIC
@@ -177,22 +177,22 @@ class SpeculationStatistics:
 
     @property
     def rounds(self) -> int:
-        """Rounds, summed over rows."""
+        """Number of rounds, summed over rows."""
         return sum(len(row) for row in self.round_accepted)
 
     @property
     def drafted_tokens(self) -> int:
-        """Tokens drafted."""
+        """Number of tokens drafted."""
         return sum(self.drafted_by_depth)
 
     @property
     def self_drafted_tokens(self) -> int:
-        """Drafted tokens that the model drafted itself, each in a pass; looked-up ones are free."""
+        """Number of tokens that the model drafted itself, each in a pass; looked-up ones are free."""
         return self.drafted_tokens - self.looked_up_tokens
 
     @property
     def accepted_tokens(self) -> int:
-        """Drafted tokens that the target accepted."""
+        """Number of drafted tokens that the target accepted."""
         return sum(self.accepted_by_depth)
 
     @property
@@ -204,7 +204,7 @@ class SpeculationStatistics:
     def acceptance_by_depth(self) -> list[float]:
         """Probability that the first, second, … token of a round is accepted, given that those before it were.
 
-        A token behind a rejected one is not judged, so each depth counts only the rounds that reached it.
+        A token after a rejected one is not judged, so each depth counts only the rounds that reached it.
         """
         return [
             accepted / judged if judged else 0.0
@@ -218,12 +218,12 @@ class SpeculationStatistics:
 
     @property
     def tokens_per_round_histogram(self) -> dict[int, int]:
-        """How many rounds added 1, 2, … tokens."""
+        """Number of rounds that added 1, 2, … tokens."""
         return dict(sorted(Counter(n + 1 for row in self.round_accepted for n in row).items()))
 
     @property
     def token_sources(self) -> list[list[str]]:
-        """Per row and new token: "drafted" by the model itself, "looked up", or decided by the "target"."""
+        """Source of each new token, per row: "drafted" by the model itself, "looked up", or decided by the "target"."""
         sources = []
         for row, tokens in enumerate(self.new_tokens):
             names = ["target"]  # the prompt's pass gives the first token
@@ -234,14 +234,14 @@ class SpeculationStatistics:
         return sources
 
     def theoretical_speedup(self, draft_cost: float, verify_cost: float) -> float | None:
-        """The speed-up over plain decoding that this acceptance allows at given costs, overheads left out.
+        """Return the speed-up over plain decoding that this acceptance allows at given costs, overheads left out.
 
         `S = mean tokens per round / (mean self-drafted tokens per round · c + v)` (the measured form of Leviathan et
         al., arXiv 2211.17192, theorem 3.8, for a varying draft length).
 
         Args:
             draft_cost: c, one draft step / one plain step.
-            verify_cost: v, one verifying pass / one plain step.
+            verify_cost: v, one verification pass / one plain step.
 
         Returns:
             S, or `None` where there was no round.
@@ -251,7 +251,7 @@ class SpeculationStatistics:
         return self.tokens_per_round / (self.self_drafted_tokens / self.rounds * draft_cost + verify_cost)
 
     def __str__(self) -> str:
-        """The call in a sentence."""
+        """Summarise the call in a sentence."""
         summary = f"{self.generated_tokens} tokens in {self.target_passes} passes of the whole model"
         if not self.drafted_tokens:
             why = f": {self.refusal}" if self.refusal else ""
@@ -264,7 +264,7 @@ class SpeculationStatistics:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts, times and derived figures, as plain JSON types."""
+        """Return all counts, times and derived figures, as plain JSON types."""
         return {
             "batch_size": self.batch_size,
             "prompt_tokens": self.prompt_tokens,

@@ -1,7 +1,7 @@
-"""Verify drafts: one pass of the target, and which of the drafted tokens are its own.
+"""Verification of drafts: one pass of the target, which accepts the drafted tokens that are its own.
 
-B rows, k drafted tokens at most. One pass of the target over the token before the draft and the k drafted ones gives
-k + 1 tokens of its own (`Choice.choose`): the i-th judges drafted token i, and the last one is free.
+There are B rows and at most k drafted tokens. One pass of the target over the token before the draft and the k drafted
+ones gives k + 1 tokens of its own (`Choice.choose`): the i-th judges drafted token i, and the last one is free.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _WORTH_RECORDING = 16
 
 
 def accept(drafted: torch.Tensor, lengths: Sequence[int], choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep drafted tokens while they are the target's own.
+    """Accept drafted tokens while they are the target's own.
 
     Args:
-        drafted (`torch.LongTensor` of shape `(B, k)`): k drafted tokens per row at the most.
-        lengths: row r drafted `lengths[r] ≤ k`, what stands in its other columns is ignored.
+        drafted (`torch.LongTensor` of shape `(B, k)`): at most k drafted tokens per row.
+        lengths: number of tokens drafted per row, at most k; the other columns of a row are ignored.
         choices (`torch.LongTensor` of shape `(B, k + 1)`): the target's own tokens, greedy or sampled.
 
     Returns:
-        The number of drafted tokens kept, n, and the token that follows them, the target's after the last kept one;
-        each of shape `(B,)`. Where that one is impossible, a row stops a token earlier; where nothing comes before it,
-        the token is `IMPOSSIBLE`.
+        The number of drafted tokens accepted, n, and the target's own token that follows them; each of shape `(B,)`.
+        Where that one is impossible, a row stops a token earlier; where nothing comes before it, the token is
+        `IMPOSSIBLE`.
     """
     batch, most = drafted.shape
     if not most:
@@ -46,32 +46,32 @@ def accept(drafted: torch.Tensor, lengths: Sequence[int], choices: torch.Tensor)
     inside = torch.arange(most, device=choices.device) < sent(lengths, choices.device)[:, None]
     kept = ((drafted == choices[:, :-1]) & inside).long().cumprod(dim=1).sum(dim=1)
     following = choices.gather(1, kept[:, None]).squeeze(1)
-    # The tokens before come first: plain decoding fails with them committed.
+    # The tokens before it come first: plain decoding commits them before it fails.
     kept = kept - ((following == IMPOSSIBLE) & (kept > 0)).long()
     return kept, choices.gather(1, kept[:, None]).squeeze(1)
 
 
 def accept_known(drafted: Sequence[int], choices: Sequence[int]) -> int:
-    """`accept` of a single row whose tokens the host knows.
+    """Accept drafted tokens of a single row that the host knows, as `accept` does.
 
     Args:
-        drafted: k tokens.
-        choices: the target's own, k + 1.
+        drafted: k drafted tokens.
+        choices: the target's own k + 1 tokens.
 
     Returns:
-        The number of drafted tokens kept; `choices[kept]` follows them.
+        The number of drafted tokens accepted, n; `choices[n]` follows them.
     """
     kept = next((place for place, token in enumerate(drafted) if token != choices[place]), len(drafted))
     return kept - 1 if choices[kept] == IMPOSSIBLE and kept else kept
 
 
 class _Verified(NamedTuple):
-    """A verification pass.
+    """Verification pass.
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(B, k)`): the drafted tokens.
-        padded: rows that have ended, which get padding instead.
-        outcome: the model's outputs.
+        padded: rows that have ended and get padding instead.
+        outcome: outputs of the model.
     """
 
     tokens: torch.Tensor
@@ -80,11 +80,11 @@ class _Verified(NamedTuple):
 
 
 class Verifier:
-    """Verify the drafts of a call.
+    """Verifier of a call's drafts.
 
     Args:
         forward: the target's passes.
-        committer: of the call's steps.
+        committer: committer of the call's steps.
         rows: the texts, with their first tokens.
     """
 
@@ -97,18 +97,18 @@ class Verifier:
         self._recorded: ChoiceGraph | None = None
 
     def verify(self, rows: Rows, draft: Draft, outputs: StepOutputs, active: list[bool]) -> list[int]:
-        """Run the target, and let rows take in the drafted tokens that are its own and one that follows them.
+        """Run the target, and extend rows by the drafted tokens that are its own and the one that follows them.
 
         Drafted tokens are accepted from the left.
 
         Args:
             rows: the texts.
-            draft: for each of them.
-            outputs: gets what the pass says of the tokens that rows take.
-            active: per row, whether it goes on in this round.
+            draft: draft of each row.
+            outputs: records the outputs of the pass for the tokens that rows take.
+            active: per row, whether it is active in this round.
 
         Returns:
-            Drafted tokens kept, per row.
+            Number of drafted tokens accepted, per row.
         """
         if outputs.keeps_nothing and active[0] and (kept := self._by_graph(rows, draft)) is not None:
             return [kept]
@@ -120,7 +120,7 @@ class Verifier:
     # one row, whose pass and choices are replayed as CUDA graphs
 
     def _by_graph(self, rows: Rows, draft: Draft) -> int | None:
-        """Verify a single row where the pass is replayed, and what follows it is as well, or nothing does."""
+        """Verify a single row by a replayed pass; return `None` where the pass or its sampling cannot be replayed."""
         if not self._forward.replays or rows.batch > 1 or not rows.processors.are_pure:
             return None
         if not (rows.are_greedy or self._may_record) or rows.whole_text() is not None:
@@ -135,11 +135,11 @@ class Verifier:
             return None
         (_, *drafted), choices = found
         kept = accept_known(drafted[: draft.lengths[0]], choices)
-        rows.advance([choices[: kept + 1]])  # those kept are the target's own
+        rows.advance([choices[: kept + 1]])  # accepted tokens are the target's own
         return kept
 
     def _sample(self, rows: Rows, tokens: Tokens) -> tuple[list[int], list[int]] | None:
-        """As `Forward.choices`, of the tokens that sampling takes; the first of these is possible."""
+        """Return what `Forward.choices` does, for sampled tokens; raise if the first of these is impossible."""
         logits = self._forward.replayed_logits(tokens, rows.context)
         if logits is None:
             return None
@@ -172,7 +172,7 @@ class Verifier:
         Rows that wait for others, or have ended, take nothing from it.
         """
         tokens = sent(draft.tokens, rows.device)
-        # In lockstep, rows that have ended go along as they do in plain decoding: padding follows padding.
+        # In lockstep, rows that have ended take part as they do in plain decoding: padding follows padding.
         padded = [row for row in range(rows.batch) if rows.is_padded(row)] if rows.lockstep else []
         if padded:
             tokens = tokens.clone()
@@ -228,8 +228,8 @@ class Verifier:
     ) -> list[int]:
         """Judge a pass place by place, for processors that are called once for each committed token, in order.
 
-        Place by place: processors, choice, criteria, streamer. It ends at the first token that is not the drafted one,
-        and where plain decoding would go on with other tokens than the pass had. All rows take the same number.
+        At each place: processors, choice, criteria, streamer. It ends at the first token that is not the drafted one,
+        and where plain decoding would continue with other tokens than the pass had. All rows take the same number.
         """
         tokens, padded, outcome = verified
         width = tokens.shape[1] + 1
@@ -265,7 +265,7 @@ class Verifier:
 
 
 def _in_lockstep(rows: Rows, answers: list[list[int]], added: list[int]) -> int:
-    """Tokens that all rows take: as many as each has, and none after one that ends a text."""
+    """Return the number of tokens that all rows take: as many as each has, and none after one that ends a text."""
     going = [answer for answer, count in zip(answers, added, strict=True) if count]
     most = min(count for count in added if count)
     ends = (place for answer in going for place in range(most) if answer[1 + place] in rows.limits.eos_token_ids)

@@ -1,4 +1,4 @@
-"""A text that the target model has verified, for drafts to be judged on."""
+"""Text that the target model has verified, to judge drafts on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["VerifiedText"]
 
 @dataclass(frozen=True)
 class VerifiedText:
-    """A text that the target has generated, and what a draft of its continuation starts from.
+    """Text that the target has generated, and what a draft of its continuation starts from.
 
     Attributes:
         ids: the text, `(1, prompt_length + N)`.
-        prompt_length: tokens of the prompt, ≥ 1; the N tokens behind it are the target's.
+        prompt_length: number of tokens of the prompt, ≥ 1; the N tokens after it are the target's.
         cache: the target's keys and values of all tokens but the last, in full.
-        passes: forward passes of the model that this took.
-        choose: the tokens `(Q,)` that plain decoding would have taken by logits `(Q, V)` of a draft, for tokens `(Q,)`
-            of the continuation: with the logits processors of the call, and under sampling with its noise. By default
-            the most probable ones.
+        passes: number of forward passes of the model that this took.
+        choose: function from logits `(Q, V)` of a draft, for tokens `(Q,)` of the continuation, to the tokens `(Q,)`
+            that plain decoding would have taken: with the logits processors of the call, and under sampling with its
+            noise. By default the most probable ones.
     """
 
     ids: torch.Tensor
@@ -34,5 +34,5 @@ class VerifiedText:
     choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda logits, index: argmax(logits)
 
     def __len__(self) -> int:
-        """Tokens of the continuation, N."""
+        """Return the number of tokens of the continuation, N."""
         return int(self.ids.shape[1]) - self.prompt_length

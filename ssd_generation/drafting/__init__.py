@@ -1,1 +1,1 @@
-"""What a draft consists of: how far to draft, and prompt lookup."""
+"""Drafting: the drafters, prompt lookup, and the draft-length policies."""

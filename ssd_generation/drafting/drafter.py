@@ -1,4 +1,4 @@
-"""What drafts for the decoding loop: the protocol, and what passes between the two."""
+"""Drafters of the decoding loop: their interface, and the objects exchanged with the loop."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ __all__ = ["CheckedDrafter", "Draft", "Drafter", "Texts"]
 
 
 class Texts(Protocol):
-    """The texts of a batch as a drafter sees them: B rows, each with its own length."""
+    """Texts of a batch as a drafter sees them: B rows, each with its own length."""
 
     @property
     def context(self) -> Context:
-        """What a pass of the model follows: KV cache, mask, positions."""
+        """Context that a pass of the model continues: KV cache, mask, positions."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each row, the prompt's and the pending one included."""
+        """Number of tokens of each row, the prompt's and the pending one included."""
 
     @property
     def batch(self) -> int:
-        """Rows, B."""
+        """Number of rows, B."""
 
     @property
     def pending(self) -> torch.Tensor:
-        """The last token of each row, `(B, 1)`, which is not in the KV cache yet."""
+        """Last token of each row, `(B, 1)`, not in the KV cache yet."""
 
     def text(self, row: int, start: int = 0) -> list[int]:
-        """The tokens of a row from `start` on, the prompt's (padding included) among them."""
+        """Return the tokens of a row from `start` on, including the prompt's and their padding."""
 
     @property
     def has_processors(self) -> bool:
-        """Whether the call has logits processors."""
+        """True if the call has logits processors."""
 
     @property
     def are_greedy(self) -> bool:
-        """Whether the token with the largest logit is the one that `choose` takes."""
+        """True if `choose` takes the token with the largest logit."""
 
     def process(self, drafted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores `(B, V)`: logits `(B, V)` behind the drafted tokens `(B, i)`, after the call's logits processors."""
+        """Return scores `(B, V)`: logits `(B, V)` after the drafted tokens `(B, i)`, as processed in the call."""
 
     def choose(self, scores: torch.Tensor, ahead: int) -> torch.Tensor:
-        """The tokens `(B,)` that plain decoding would take by scores `(B, V)` behind the first `ahead` drafted ones.
+        """Return the tokens `(B,)` that plain decoding would take after `ahead` drafted ones, by scores `(B, V)`.
 
-        Under sampling it draws with the very noise that the target's own token is drawn with at that place, so that a
-        draft whose scores come near the target's takes the same token.
+        Under sampling they are drawn with the very noise with which the target's own token is drawn at that place, so
+        that a draft whose scores are close to the target's takes the same token.
         """
 
 
 @dataclass
 class Draft:
-    """The drafted tokens of one round.
+    """Drafted tokens of one round.
 
     Attributes:
-        tokens (`torch.LongTensor` of shape `(B, k)`): per row, tokens that the model drafted itself and behind them
-            tokens that were copied from somewhere; what stands behind `lengths` is ignored. On the model's device, or
-            on the CPU, which is better where the host knows them.
-        lengths: tokens drafted per row, 0 … k.
+        tokens (`torch.LongTensor` of shape `(B, k)`): per row, tokens that the model drafted itself, followed by tokens
+            that were copied from somewhere; anything beyond `lengths` is ignored. On the model's device, or on the CPU,
+            which is better where the host knows them.
+        lengths: number of tokens drafted per row, 0 … k.
         self_lengths: how many of them, the first ones, the model drafted itself.
-        scores (`torch.FloatTensor` of shape `(B, ≥ max(self_lengths), V)`): after all logits processors, whose softmax
-            those were drawn from. Only transformers' own assisted loop needs them; else `None`.
-        matches: what n-gram lookup offered behind them, per row.
+        scores (`torch.FloatTensor` of shape `(B, ≥ max(self_lengths), V)`): scores after all logits processors, from
+            whose softmax those were drawn. Only transformers' own assisted loop needs them; else `None`.
+        matches: what n-gram lookup offered after them, per row.
         complete: per row, whether the model drafted as far as the policy said at first.
     """
 
@@ -82,16 +82,16 @@ class Draft:
 
     @classmethod
     def none(cls, batch: int, device: torch.device | str = "cpu") -> Draft:
-        """A draft without tokens, which makes the round a plain decoding step."""
+        """Return a draft without tokens, which makes the round a plain decoding step."""
         return cls.of_tokens([()] * batch, device)
 
     @classmethod
     def of_tokens(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
-        """A draft of tokens that were not drawn from a distribution: copied, guessed, computed.
+        """Return a draft of tokens that were not drawn from a distribution: copied, guessed, computed.
 
         Args:
             rows: the tokens of each row; rows may have different numbers of them, or none.
-            device: where the tokens are to be; the CPU is as good as the model's.
+            device: device of the tokens; the CPU is as good as the model's.
         """
         lengths = [len(row) for row in rows]
         width = max(lengths, default=0)
@@ -106,7 +106,7 @@ class Draft:
         )
 
     def distributions(self, vocabulary: int) -> torch.Tensor:
-        """Scores `(B, k, V)` whose softmax each token was drawn from: all of it on one token where that was copied."""
+        """Return the scores `(B, k, V)` from whose softmax the tokens were drawn; a copied token has probability 1."""
         batch, length = self.tokens.shape
         if self.scores is not None and self.scores.shape[1] == length and self.lengths == self.self_lengths:
             return self.scores
@@ -119,7 +119,7 @@ class Draft:
 
 
 class Drafter(ABC):
-    """Drafts tokens for the decoding loop, which has the target model verify them.
+    """Drafter of tokens for the decoding loop, which has the target model verify them.
 
     To write one, define `propose`; the rest has defaults. `generate(..., self_speculative=drafter)` takes it:
 
@@ -133,44 +133,44 @@ class Drafter(ABC):
     One object serves one call at a time; what it learns may be carried from call to call.
 
     Attributes:
-        draft_passes: passes of a model made for drafts so far, for the statistics.
+        draft_passes: number of passes of a model made for drafts so far, for the statistics.
     """
 
     draft_passes: int = 0
 
     @abstractmethod
     def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
-        """The draft of one round.
+        """Return the draft of one round.
 
         Args:
-            texts: the rows of the batch as they stand.
-            limits: the most tokens that are of use, per row; 0 for a row that has ended or waits for others. More are
-                cut off.
+            texts: the current rows of the batch.
+            limits: largest number of useful tokens, per row; 0 for a row that has ended or waits for others. More
+                tokens are cut off.
 
         Returns:
             The draft; one without tokens makes the round a plain decoding step.
         """
 
     def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:  # noqa: B027 - may be ignored
-        """How a round went.
+        """Learn from the outcome of a round.
 
         Args:
-            draft: what was drafted.
+            draft: the draft of the round.
             accepted: how many of the drafted tokens the target accepted, per row of the batch.
             rows: the rows that drafted.
         """
 
     def state(self) -> dict[str, Any]:
-        """What was learnt, as plain numbers, for the statistics of the call."""
+        """Return what was learnt, as plain numbers, for the statistics of the call."""
         return {}
 
 
 class CheckedDrafter(Drafter):
-    """A drafter of somebody else's making, whose drafts are seen to be drafts before the target model is given them.
+    """Wrapper of a user's drafter that checks its drafts before the target model verifies them.
 
     Args:
         drafter: the drafter.
-        vocabulary: tokens that the model knows, V.
+        vocabulary: size of the model's vocabulary, V.
     """
 
     def __init__(self, drafter: Drafter, vocabulary: int) -> None:
@@ -180,15 +180,15 @@ class CheckedDrafter(Drafter):
 
     @property
     def draft_passes(self) -> int:  # type: ignore[override]
-        """Passes made for drafts in this call."""
+        """Number of passes made for drafts in this call."""
         return self.drafter.draft_passes - self._passes_before
 
     def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
-        """The drafter's own, cut to the limits.
+        """Return the drafter's own draft, cut to the limits.
 
         Raises:
-            TypeError: it is no `Draft`, or its tokens are no integers.
-            ValueError: it is not of this batch, or has tokens that the model does not know.
+            TypeError: it is not a `Draft`.
+            ValueError: its tokens are not integers or not known to the model, or it does not fit this batch.
         """
         draft = self.drafter.propose(texts, limits)
         name = f"{type(self.drafter).__name__}.propose"
@@ -223,9 +223,9 @@ class CheckedDrafter(Drafter):
         )
 
     def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:
-        """As `Drafter.learn`."""
+        """Pass on to `Drafter.learn` of the drafter."""
         self.drafter.learn(draft, accepted, rows)
 
     def state(self) -> dict[str, Any]:
-        """As `Drafter.state`."""
+        """Return `Drafter.state` of the drafter."""
         return self.drafter.state()

@@ -18,9 +18,9 @@ class NGramIndex:
     n-gram is enough. Adding a token costs O(`max_ngram`); memory is at most `max_ngram` entries per token of text.
 
     Args:
-        max_ngram: the longest n-gram looked for, 1 to 16.
-        min_ngram: the shortest, 1 to `max_ngram`.
-        max_tokens: the most tokens that `find` returns, 1 to 128.
+        max_ngram: length of the longest n-gram searched for, 1 to 16.
+        min_ngram: length of the shortest, 1 to `max_ngram`.
+        max_tokens: largest number of tokens that `find` returns, 1 to 128.
 
     Raises:
         TypeError: a number that is not an integer.
@@ -34,20 +34,20 @@ class NGramIndex:
         self.max_tokens = DRAFT_LENGTH.check("max_tokens", max_tokens)
         self._lengths = range(max_ngram, min_ngram - 1, -1)
         self._text: list[int] = []
-        # Per length: n-gram → where the most recent one ends (the position behind its last token). A followed one.
+        # Per length: n-gram → end of its most recent followed occurrence (the position after its last token).
         self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._lengths}
 
     def __len__(self) -> int:
-        """Tokens of text."""
+        """Return the number of tokens of the text."""
         return len(self._text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add committed tokens behind the text."""
+        """Append committed tokens to the text."""
         old = len(self._text)
         self._text.extend(tokens)
         text, new = self._text, len(self._text)
         for n, ends in self._ends.items():
-            first = max(old, n)  # the first end that has got a follower now; `new` itself has none yet
+            first = max(old, n)  # the first end that now has a follower; `new` itself has none yet
             if first == new - 1:
                 ends[tuple(text[first - n : first])] = first
             elif first < new:
@@ -55,20 +55,20 @@ class NGramIndex:
                 ends.update(zip(zip(*(part[i:] for i in range(n)), strict=False), range(first, new), strict=True))
 
     def find(self, tail: Sequence[int] = ()) -> tuple[list[int], int]:
-        """The continuation of the n-gram that ends the text.
+        """Return the continuation of the n-gram that ends the text.
 
         Args:
-            tail: drafted tokens that stand behind the committed text for this search only. The n-grams that they form
-                count as text, too.
+            tail: drafted tokens that follow the committed text for this search only. The n-grams that they form count
+                as text, too.
 
         Returns:
             The tokens, at most `max_tokens`, and the length of the n-gram that matched; `([], 0)` where none did. A
-            continuation that reaches the end of the text goes on as a copy of the growing text would: "a b a b" goes on
-            "a b a b …".
+            continuation that reaches the end of the text continues as a copy of the growing text would: "a b a b" is
+            followed by "a b a b …".
         """
         text, committed = self._text, len(self._text)
         length = committed + len(tail)
-        # All that an n-gram that touches the tail can reach.
+        # Enough text for any n-gram that overlaps the tail.
         offset = max(committed - self._lengths[0], 0)
         recent = text[offset:]
         recent.extend(tail)

@@ -1,8 +1,8 @@
-"""What earlier texts went on with: drafts copied from other texts than the one that is decoded.
+"""Continuations of earlier texts: drafts copied from texts other than the one that is decoded.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975), by an index of n-grams in the place of suffix trees: of the
-places where the last tokens stood before, the ones with the longest match decide, by the token that followed most often
-and latest; the longer the match, the longer the draft.
+This follows SuffixDecoding (Oliaro et al., arXiv 2411.04975), with an index of n-grams instead of suffix trees. Among
+the places at which the last tokens occurred before, the longest match decides, then the token that followed most often,
+then the latest place; the longer the match, the longer the draft.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from .lookup import NGramIndex
 __all__ = ["NGramStore", "RememberingIndex", "StorePart"]
 
 _NGRAM = 3
-"""Tokens that have to match at the least: fewer say little about another text."""
+"""Smallest number of tokens that have to match: fewer say little about another text."""
 
 _PLACES = 8
-"""Latest places that are held of each n-gram."""
+"""Number of latest places stored for each n-gram."""
 
 _LONGEST_MATCH = 32
-"""Tokens that are compared before a place."""
+"""Largest number of tokens compared before a place."""
 
 _PER_TOKEN = 2
-"""Tokens that are drafted at the most for each that matches (α in SuffixDecoding's adaptive length)."""
+"""Largest number of tokens drafted for each one that matches (α in SuffixDecoding's adaptive length)."""
 
 _BETWEEN = -1
-"""Stands between texts."""
+"""Separator of texts."""
 
 _RECENT = 16
-"""Texts whose beginnings are recognised, so that a conversation is not stored anew in each turn."""
+"""Number of texts whose beginnings are recognised, so that a conversation is not stored anew in each turn."""
 
 
 class NGramStore:
-    """Tokens of texts, by the n-grams in them. What adding a token and a search take does not grow with the store.
+    """Store of texts, indexed by their n-grams. The time to add a token or to search does not grow with the store.
 
     Args:
-        most_tokens: that are held; beyond, the older half goes. A token takes some 150 bytes.
+        most_tokens: capacity in tokens; beyond it, the older half is dropped. A token takes some 150 bytes.
     """
 
     def __init__(self, most_tokens: int = 1 << 18) -> None:
@@ -49,21 +49,21 @@ class NGramStore:
         self.clear()
 
     def __len__(self) -> int:
-        """Tokens that are held."""
+        """Return the number of stored tokens."""
         return len(self._text)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all texts."""
         with self._guard:
             self._text: list[int] = []
             self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             self._recent: list[list[int]] = []
 
     def add(self, text: Sequence[int]) -> None:
-        """Remember a text; of one that begins as a recent one did, what is new.
+        """Store a text; if it begins like a recent one, only its new part.
 
         Args:
-            text: its tokens.
+            text: tokens of the text.
         """
         text = list(text)
         with self._guard:
@@ -96,11 +96,11 @@ class NGramStore:
                 del places[0]
 
     def find(self, recent: Sequence[int], most: int) -> tuple[list[int], int]:
-        """The most likely continuation of a text.
+        """Return the most likely continuation of a text.
 
         Args:
-            recent: its last tokens.
-            most: tokens to return at the most.
+            recent: last tokens of the text.
+            most: largest number of tokens to return.
 
         Returns:
             The tokens, and how many of the last tokens matched; `([], 0)` where fewer than three did.
@@ -109,7 +109,7 @@ class NGramStore:
             return [], 0
         with self._guard:
             text = self._text
-            # By the token that followed: the longest match, how often it did, and the latest place of that match.
+            # By next token: its longest match, the number of its matches, and the latest place of the longest.
             votes: dict[int, tuple[int, int, int]] = {}
             for place in self._places.get(tuple(recent[-_NGRAM:]), ()):
                 length = _matching(text, place, recent)
@@ -124,7 +124,7 @@ class NGramStore:
 
 
 def _matching(text: Sequence[int], place: int, recent: Sequence[int]) -> int:
-    """How many tokens before a place are the last ones of another text."""
+    """Return how many tokens before a place agree with the last ones of another text."""
     most, length = min(_LONGEST_MATCH, len(recent), place), _NGRAM
     while length < most and text[place - length - 1] == recent[-length - 1]:
         length += 1
@@ -132,10 +132,10 @@ def _matching(text: Sequence[int], place: int, recent: Sequence[int]) -> int:
 
 
 class RememberingIndex(NGramIndex):
-    """Index of a growing text that looks into a store as well, where its own matches are short.
+    """Index of a growing text that searches a store as well, where its own matches are short.
 
     Args:
-        store: of earlier texts.
+        store: store of earlier texts.
         max_ngram, min_ngram, max_tokens: as in `NGramIndex`.
     """
 
@@ -144,18 +144,18 @@ class RememberingIndex(NGramIndex):
         self._store, self._longest = store, max_ngram
 
     def find(self, tail: Sequence[int] = ()) -> tuple[list[int], int]:
-        """See `NGramIndex.find`; of two matches the longer one, the text's own where they are alike."""
+        """Return the longer of the matches in the text (`NGramIndex.find`) and the store; the text's own on a tie."""
         own = super().find(tail)
         if own[1] >= self._longest:
             return own
         recent = [*self._text[-_LONGEST_MATCH:], *tail][-_LONGEST_MATCH:]
         found, length = self._store.find(recent, self.max_tokens)
-        # What the policy learns goes by the length of a match, of which it knows no longer ones.
+        # The policy learns by the length of a match, and knows none above `max_ngram`.
         return (found, min(length, self._longest)) if found and length > own[1] else own
 
 
 class StorePart(Part):
-    """Of a model: what its texts went on with."""
+    """State of a model: the store of its earlier texts."""
 
     def __init__(self) -> None:
         self.store = NGramStore()

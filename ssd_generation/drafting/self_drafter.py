@@ -1,4 +1,4 @@
-"""The model drafts for itself, and n-gram lookup goes on where it ends."""
+"""Drafter that uses the model itself, and continues its draft by n-gram lookup."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["SelfDrafter", "self_drafter"]
 
 _LEAD = 8
-"""A row of a batch that is so many tokens ahead of the slowest one waits: nobody is waiting for it."""
+"""Largest lead over a batch's slowest row, in tokens, with which a row drafts: the rounds are the slowest row's."""
 
 
 class SelfDrafter(Drafter):
-    """Drafts with the model in skip mode or from low-bit copies of its weights, by n-gram lookup, or by both.
+    """Drafter by the model in skip mode or from low-bit copies of its weights, by n-gram lookup, or by both.
 
-    The model's own draft comes first; what lookup finds behind it is appended.
+    The model's own draft comes first; the tokens that lookup finds after it are appended.
 
     Args:
         forward: the model's passes; its draft is set to that of the config.
-        config: what to draft with.
-        policy: how far to draft.
-        eos_token_ids: tokens behind which nothing is drafted.
-        batch: rows, B.
+        config: config of the draft.
+        policy: draft-length policy.
+        eos_token_ids: tokens after which nothing is drafted.
+        batch: number of rows, B.
         keeps_scores: whether drafts come with the scores that their tokens were drawn from.
-        store: texts of earlier calls that lookup looks into as well; `None`: none.
+        store: texts of earlier calls, searched by lookup as well; `None` for none.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -64,7 +64,7 @@ class SelfDrafter(Drafter):
         """Draft by this config from the next round on.
 
         Args:
-            config: what to draft with; its lookup is that of the config before.
+            config: config of the draft; its lookup is that of the previous config.
             policy: draft-length policy.
         """
         self.config = config
@@ -72,11 +72,11 @@ class SelfDrafter(Drafter):
         self.forward.draft_by(config)
 
     def state(self) -> dict[str, float]:
-        """What the draft-length policy has learnt."""
+        """Return what the draft-length policy has learnt."""
         return self.policy.state()
 
     def learn(self, draft: Draft, accepted: Sequence[int], rows: Sequence[int]) -> None:
-        """Tell the draft-length policy how a round went; arguments as in `Drafter.learn`."""
+        """Update the draft-length policy with the outcome of a round; arguments as in `Drafter.learn`."""
         for row in rows:
             self.policy.update(
                 draft.self_lengths[row],
@@ -89,7 +89,7 @@ class SelfDrafter(Drafter):
     # ------------------------------------------------------------------------------------------------------------------
 
     def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
-        """As far as the policy says, and at most `limits`; see `Drafter.propose`."""
+        """Draft as far as the policy says, at most `limits` tokens; see `Drafter.propose`."""
         rows = [row for row, limit in enumerate(limits) if limit > 0]
         if texts.batch > 1 and rows:
             self.policy.begin_round([texts.lengths[row] for row in rows])
@@ -102,21 +102,21 @@ class SelfDrafter(Drafter):
         wanted = [0] * texts.batch
         for row in rows:
             length = self.policy.draft_length(limits[row], self._match(row))
-            wanted[row] = length if self.config.drafts_itself else 0  # "fixed" and "confidence" do not know
+            wanted[row] = length if self.config.drafts_itself else 0  # "fixed" and "confidence" do not check this
         draft, read = self._draft(texts, rows, wanted)
         if self.indexes is not None:
             self._look_up(draft, read, rows, limits)
         return draft
 
     def _match(self, row: int, drafted: Sequence[int] = ()) -> Match:
-        """What lookup offers behind a row's drafted tokens."""
+        """Return what lookup offers after a row's drafted tokens."""
         if self.indexes is None:
             return NO_MATCH
         found, length = self.indexes[row].find(drafted)
         return Match(len(found), length)
 
     def _draft(self, texts: Texts, rows: list[int], wanted: list[int]) -> tuple[Draft, list[list[int]]]:
-        """What the model drafts itself, and per row the tokens of it that were read back from the device."""
+        """Draft with the model; return the draft and, per row, its tokens that were read back from the device."""
         length, lengths = max(wanted, default=0), list(wanted)
         tokens: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []
@@ -152,7 +152,7 @@ class SelfDrafter(Drafter):
                         if max(lengths) <= depth + 1:
                             break
         self.draft_passes += len(tokens)
-        # Nothing drafted here: what lookup adds is known to the host, and stays there.
+        # Where nothing is drafted here, the tokens that lookup adds are known to the host, and stay there.
         drafted = torch.cat(tokens, dim=1) if tokens else torch.zeros((texts.batch, 0), dtype=torch.long, device="cpu")
         return self._drafted(drafted, torch.stack(scores, dim=1) if scores else None, lengths, wanted), read
 
@@ -175,7 +175,7 @@ class SelfDrafter(Drafter):
         probability: torch.Tensor | None,
         read: list[list[int]] | None,
     ) -> None:
-        """Cut the draft of rows that end here: behind an end of sequence, or where the policy stops."""
+        """Cut the draft of rows that end here: after an end of sequence, or where the policy stops."""
         confidence = probability.tolist() if probability is not None else [1.0] * len(lengths)
         for row in rows:
             if lengths[row] <= depth:
@@ -213,7 +213,7 @@ class SelfDrafter(Drafter):
 
 
 def _probability(scores: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Softmax of the scores `(B, V)` at one token `(B, 1)` alone, `(B,)`."""
+    """Return the softmax of scores `(B, V)` at one token `(B, 1)` alone, of shape `(B,)`."""
     return torch.exp(scores.gather(1, token).squeeze(1) - torch.logsumexp(scores, dim=-1))
 
 
@@ -231,14 +231,14 @@ def self_drafter(
     keeps_scores: bool = False,
     store: NGramStore | None = None,
 ) -> SelfDrafter:
-    """Build the drafter of a config, for a call.
+    """Build the drafter of a config for a call.
 
     Args:
         forward: the model's passes.
-        config: what to draft with and how far.
+        config: config of the draft and its length.
         generation_config: the prepared generation config of the call.
         policy: draft-length policy; by default a new one.
-        batch: rows, B.
+        batch: number of rows, B.
         keeps_scores, store: as in `SelfDrafter`.
 
     Raises:

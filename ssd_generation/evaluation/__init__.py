@@ -1,1 +1,1 @@
-"""The quality of what is generated, beside its speed."""
+"""Quality of generated texts, alongside speed."""

@@ -1,8 +1,8 @@
-"""The process in which `sandbox.py` runs a program: it drops its permissions, runs the program, reports the outcome.
+"""Process in which `sandbox.py` runs a program: it drops its permissions, runs the program, reports the outcome.
 
-It knows mechanisms only; what is allowed and what is not comes from `sandbox.py`, on the standard input. It imports the
-standard library only, and as little of it as it can: that is paid for by every program. `sandbox.py` imports it too,
-for what it can tell about the kernel, and has to be importable where there is no such kernel.
+It implements mechanisms only; the policy comes from `sandbox.py`, on the standard input. It imports the standard
+library only, and as little of it as possible: every program pays for that. `sandbox.py` imports it too, to query the
+kernel, so it has to be importable without such a kernel.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["has_seccomp", "landlock_version", "main"]
 
 Instruction = tuple[int, int, int, int]
 
-# --- seccomp: which calls the kernel takes from this process (linux/filter.h, linux/seccomp.h) ---------------------
+# --- seccomp: calls that the kernel accepts from this process (linux/filter.h, linux/seccomp.h) --------------------
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
 _REFUSE: Instruction = (_RETURN, 0, 0, 0x00050000 | 1)  # EPERM
 _UNKNOWN: Instruction = (_RETURN, 0, 0, 0x00050000 | 38)  # ENOSYS
 _KILL: Instruction = (_RETURN, 0, 0, 0x80000000)
-_CALL, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # where they stand in struct seccomp_data
-# From here on the numbers are the same everywhere. No such call is needed; to a program, and to a C library that has
-# another way, this is a kernel from before them. The calls of the x32 interface have higher numbers still.
+_CALL, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+# From here on the numbers are the same on all architectures. No such call is needed; a program, or a C library that has
+# a fallback, sees a kernel older than these calls. The calls of the x32 interface have even higher numbers.
 _NEWER_CALLS = 424
 
 
 def _check(kind: str, argument: int, value: Any) -> list[Instruction]:
-    """Instructions that refuse a call unless its argument is allowed; else the next instructions follow.
+    """Return instructions that refuse a call unless its argument is allowed; otherwise the next instructions follow.
 
-    Both processors are little-endian. The kernel itself takes the lower half only of an argument that is an `int`.
+    Both processors are little-endian. The kernel itself reads only the lower half of an argument that is an `int`.
     """
     lower, upper = _ARGUMENTS + 8 * argument, _ARGUMENTS + 8 * argument + 4
     if kind == "one of":
@@ -56,11 +56,11 @@ def _check(kind: str, argument: int, value: Any) -> list[Instruction]:
 
 
 def build_filter(architecture: int, calls: dict[int, list[tuple[str, int, Any]]]) -> list[Instruction]:
-    """The program the kernel runs before each call: those named pass if all their checks hold, no others do.
+    """Return the program that the kernel runs before each call: a listed call passes if all its checks hold, no other.
 
     Args:
-        architecture: AUDIT_ARCH_… of the calls; one made in another way, whose numbers mean others, ends the process.
-        calls: number of each call that is allowed, with its checks: kind, argument, value.
+        architecture: AUDIT_ARCH_… of the calls; a call of another one, with other numbers, ends the process.
+        calls: number of each allowed call, with its checks: kind, argument, value.
     """
     program = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), _KILL, (_LOAD, 0, 0, _CALL)]
     for number, checks in calls.items():
@@ -78,10 +78,10 @@ def _library() -> Any:
 
 
 def _call(function: Any, *arguments: int) -> int:
-    """A function of the C library that returns −1 on failure.
+    """Call a function of the C library that returns −1 on failure.
 
     Raises:
-        OSError: it did.
+        OSError: the function failed.
     """
     import ctypes
 
@@ -97,7 +97,7 @@ def _prctl(option: int, value: int, second: int = 0) -> None:
 
 
 def has_seccomp() -> bool:
-    """Whether the kernel filters calls. Linux only."""
+    """Tell whether the kernel can filter calls. Linux only."""
     import ctypes
 
     action = ctypes.c_uint32(_REFUSE[3] & 0xFFFF0000)
@@ -119,13 +119,13 @@ def _filter_calls(architecture: int, calls: dict[int, list[tuple[str, int, Any]]
     _prctl(set_seccomp, mode_filter, ctypes.addressof(program))
 
 
-# --- Landlock: which files (linux/landlock.h) ----------------------------------------------------------------------
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same number everywhere
+# --- Landlock: accessible files (linux/landlock.h) -----------------------------------------------------------------
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on all architectures
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel has, or 0. Linux only."""
+    """Return the kernel's version of Landlock, or 0. Linux only."""
     ask_version = 1
     try:
         return _call(_library().syscall, _CREATE_RULESET, 0, 0, ask_version)
@@ -159,7 +159,7 @@ def _restrict_files(version: int, files: int, network: int, scope: int, readable
 
 
 # --- Without the kernel: Python's audit hook -----------------------------------------------------------------------
-# Events, or how their names begin, by the property they would break.
+# Events, or prefixes of their names, by the property they would break.
 _EVENTS = {
     "processes": ("os.fork", "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "subprocess.Popen"),
     "programs": ("os.exec", "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "subprocess.Popen"),
@@ -174,8 +174,8 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def _audit(properties: list[str], readable: list[str]) -> None:
-    """Refuse within Python what the kernel does not refuse."""
-    # Foreign functions go past every hook.
+    """Refuse in Python what the kernel does not refuse."""
+    # Foreign functions bypass every hook.
     refused = ("ctypes.", *(name for held in properties for name in _EVENTS.get(held, ())))
     no_writing, no_reading = "writing" in properties, "reading" in properties
     roots = tuple(os.path.join(os.path.realpath(path), "") for path in readable)
@@ -216,17 +216,17 @@ def _set_limits(limits: dict[str, int]) -> None:
 
 
 def _protect(settings: dict[str, Any]) -> None:
-    """Drop permissions as the settings say, permanently.
+    """Drop permissions permanently, as the settings specify.
 
     Raises:
-        OSError: the kernel does not do its part.
+        OSError: the kernel refused one of the steps.
     """
     readable = [*sys.path, *settings["readable"]]
     _set_limits(settings["limits"])
     if sys.platform == "linux":
         set_parent_death_signal, set_dumpable, set_no_new_privileges, kill = 1, 4, 38, 9
         _prctl(set_parent_death_signal, kill)
-        if os.getppid() != settings["parent"]:  # it died before that
+        if os.getppid() != settings["parent"]:  # the parent died before that
             os._exit(1)
         _prctl(set_no_new_privileges, 1)
         _prctl(set_dumpable, 0)  # a core dump would go to the system's collector, whatever its size limit
@@ -247,13 +247,13 @@ def _protect(settings: dict[str, Any]) -> None:
 
 def _read_everything() -> bytes:
     parts = []
-    while part := os.read(0, 1 << 20):  # not `sys.stdin`, whose buffer would keep it
+    while part := os.read(0, 1 << 20):  # not `sys.stdin`, whose buffer would retain it
         parts.append(part)
     return b"".join(parts)
 
 
 def _named(error: BaseException) -> str:
-    """An exception in one line, with the line of the program it came from."""
+    """Return an exception as one line, with the line number of the program that raised it."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     trace = error.__traceback__
     while trace is not None:
@@ -262,7 +262,7 @@ def _named(error: BaseException) -> str:
         trace = trace.tb_next
     try:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
-    except BaseException:  # its own __str__
+    except BaseException:  # raised by its __str__
         text = ""
     name = type(error).__name__ + (f": {text}" if text else "")
     return name[:400] + (f" (line {line})" if line else "")
@@ -271,16 +271,16 @@ def _named(error: BaseException) -> str:
 def _run(source: str, say: Callable[[str, str], None], out_of_memory: Callable[[], None]) -> None:
     try:
         code = compile(source, "<program>", "exec", dont_inherit=True)
-    except MemoryError:  # Python's parser says so too of what goes deeper than its stack
+    except MemoryError:  # Python's parser also raises it for code nested deeper than its stack
         out_of_memory()
         return
-    except (SyntaxError, ValueError) as error:  # ValueError: characters that are none, or null
+    except (SyntaxError, ValueError) as error:  # ValueError: invalid or null characters
         say("not Python", _named(error))
         return
     except BaseException as error:  # RecursionError, or SystemError, where memory ran out unnoticed
         say("stopped", f"while it was compiled: {_named(error)}")
         return
-    # What looks itself up, as a dataclass does, finds the program and not this.
+    # Code that looks up its own module, as a dataclass does, finds the program instead of this one.
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
@@ -295,12 +295,12 @@ def _run(source: str, say: Callable[[str, str], None], out_of_memory: Callable[[
 
 
 def main() -> None:
-    """Read the settings and the program, run it, and write a line of verdict to the pipe that the settings name."""
-    # The program may put others in their place.
+    """Read the settings and the program, run it, and write the verdict to the pipe that the settings name."""
+    # The program may replace these functions.
     write, leave = os.write, os._exit
     settings = marshal.loads(_read_everything())
     source, token, channel = settings["source"], settings["token"], settings["channel"]
-    # Those bytes could be read once more, and the program has nothing to ask for.
+    # Otherwise the program could read those bytes again; it needs no input.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -1,4 +1,4 @@
-"""Articles to summarise: the built-in set, a file, or a data set of the Hub, with reference summaries."""
+"""Articles to summarise, with reference summaries: the built-in set, a file, or a data set on the Hub."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FORMAT = (
 
 @dataclass(frozen=True)
 class Article:
-    """A text to summarise.
+    """Text to summarise.
 
     Attributes:
-        id: its name, unique in a run.
+        id: name, unique in a run.
         text: the article.
-        reference: a good summary of it.
+        reference: reference summary.
     """
 
     id: str
@@ -40,22 +40,22 @@ class Article:
 
 
 def built_in_articles() -> list[Article]:
-    """The articles that come with the package: 26, with reference summaries, written for this project."""
+    """Return the package's own articles: 26, with reference summaries, written for this project."""
     text = resources.files(__package__).joinpath("articles.json").read_text(encoding="utf-8")
     return [Article(entry["id"], entry["article"], entry["summary"]) for entry in json.loads(text)["articles"]]
 
 
 def read_articles(path: str | os.PathLike[str]) -> list[Article]:
-    """The articles of a `.jsonl` file.
+    """Read the articles of a `.jsonl` file.
 
     Args:
-        path: a JSON object per line, with the text under `article` or `document` and the summary under `reference`,
-            `summary` or `highlights`; `id` may be given.
+        path: file of one JSON object per line, with the text under `article` or `document` and the summary under
+            `reference`, `summary` or `highlights`; `id` is optional.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not UTF-8, a line that is no such object, an empty article or reference, an id twice, or no article
-            at all.
+        ValueError: not UTF-8, a line that is no such object, an empty article or reference, a duplicate id, or no
+            articles.
     """
     file = Path(os.path.expanduser(path))
     try:
@@ -86,16 +86,16 @@ _KNOWN: Mapping[str, str] = {
 
 
 def articles_of_the_hub(source: str, count: int | None = None) -> list[Article]:
-    """The articles of a data set of the Hub.
+    """Load the articles of a data set on the Hub.
 
     Args:
-        source: `cnn_dailymail`, `xsum`, or `ID`, `ID:CONFIG`, `ID@SPLIT` of another with the same columns. Unless it
-            names a split, it is the test split.
+        source: `cnn_dailymail`, `xsum`, or `ID`, `ID:CONFIG`, `ID@SPLIT` of another with the same columns. The
+            default split is the test split.
         count: maximum number of articles; `None`: all.
 
     Raises:
         ImportError: `datasets` is not installed.
-        ValueError: it cannot be read, or has other columns.
+        ValueError: the data set cannot be read, or has other columns.
     """
     found = hub_rows(_KNOWN.get(source, source), count, "test", "Give a .jsonl file with articles and references.")
     try:

@@ -1,4 +1,4 @@
-"""Metrics behind the interface of Hugging Face `evaluate`, without a hub; intervals and paired comparisons."""
+"""Metrics with the interface of Hugging Face `evaluate`, without the Hub; intervals and paired comparisons."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The chance that at least one of k samples is correct: the unbiased estimate from `samples` of them.
+    """Return the unbiased estimate, from n samples, of the probability that at least one of k samples is correct.
 
     `1 − C(n − c, k) / C(n, k)` (Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374,
     equation 1).
 
     Args:
-        samples: n, drawn for the problem, ≥ k.
-        correct: c, those that passed, 0 … n.
-        k: ≥ 1.
+        samples: n, number of samples drawn for the problem, ≥ k.
+        correct: c, number of those that passed, 0 … n.
+        k: number of attempts, ≥ 1.
 
     Raises:
         ValueError: a number out of range.
@@ -39,10 +39,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval.
+    """Mean with its confidence interval.
 
     Attributes:
-        mean: of the sample.
+        mean: mean of the sample.
         low: lower end of the interval.
         high: upper end.
     """
@@ -53,13 +53,13 @@ class Interval:
 
 
 def bootstrap(values: Sequence[float], confidence: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
-    """The mean, with the percentile interval of its bootstrap (Efron, The Annals of Statistics 7, 1979).
+    """Return the mean, with the percentile interval of its bootstrap (Efron, The Annals of Statistics 7, 1979).
 
     Args:
-        values: at least one.
-        confidence: of the interval, between 0 and 1.
-        resamples: drawn with replacement, ≥ 1.
-        seed: of the resampling: the same values have the same interval.
+        values: the sample, at least one value.
+        confidence: confidence level of the interval, between 0 and 1.
+        resamples: number of resamples drawn with replacement, ≥ 1.
+        seed: seed of the resampling: the same values have the same interval.
 
     Raises:
         ValueError: no values, or a number out of range.
@@ -84,19 +84,19 @@ def bootstrap(values: Sequence[float], confidence: float = 0.95, resamples: int 
 def paired_difference(
     first: Sequence[float], second: Sequence[float], confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> Interval:
-    """The mean of `first − second`, sample by sample, with the interval of its bootstrap.
+    """Return the mean of `first − second`, sample by sample, with the interval of its bootstrap.
 
-    On the same samples, the difference of two methods is far less uncertain than their own intervals.
+    On the same samples, the difference of two methods is far less uncertain than their own intervals suggest.
 
     Args:
-        first: of one method.
-        second: of the other, in the same order.
-        confidence: of the interval.
+        first: values of one method.
+        second: values of the other, in the same order.
+        confidence: confidence level of the interval.
         resamples: see `bootstrap`.
         seed: see `bootstrap`.
 
     Raises:
-        ValueError: of different length, or empty.
+        ValueError: the sequences differ in length, or are empty.
     """
     if len(first) != len(second):
         raise ValueError(
@@ -106,19 +106,19 @@ def paired_difference(
 
 
 class _Tokenizer:
-    """Wraps a function as the tokenizer object that `rouge_score` takes."""
+    """Adapter of a function to the tokenizer interface of `rouge_score`."""
 
     def __init__(self, tokenize: Callable[[str], list[str]]) -> None:
         self.tokenize = tokenize
 
 
 def load_rouge() -> Any:
-    """ROUGE as an `evaluate.Metric` over `rouge_score`; takes what the hub's `evaluate.load("rouge")` takes.
+    """Return ROUGE as an `evaluate.Metric` over `rouge_score`, with the arguments of `evaluate.load("rouge")`.
 
-    `compute(predictions=…, references=…, rouge_types=…, use_stemmer=…, tokenizer=…, use_aggregator=…)` gives
-    F-measures: with `use_aggregator=False` a list for each type, with one for each sample, as the hub's; else their
-    mean. (The hub's aggregate is the median of a bootstrap without a seed: near the mean, another in every run.)
-    References may be lists of texts; the best counts.
+    `compute(predictions=…, references=…, rouge_types=…, use_stemmer=…, tokenizer=…, use_aggregator=…)` returns
+    F-measures: with `use_aggregator=False` a list for each type, one value per sample, like the Hub's; else their
+    mean. (The Hub's aggregate is the median of a bootstrap without a seed: near the mean, but different in every run.)
+    References may be lists of texts; the best one counts.
     """
     import datasets
     import evaluate

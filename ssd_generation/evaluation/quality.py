@@ -1,4 +1,4 @@
-"""The quality of each method's answers, also compared with plain decoding's. Pure functions of the rows."""
+"""Quality of each method's answers, also compared with plain decoding's. Pure functions of the rows."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ Key = tuple[str, str, int]
 
 
 def verdicts_of(rows: Iterable[Row]) -> dict[Key, Row]:
-    """Outcomes of running the answers as programs, by prompt, method and repeat."""
+    """Return the outcomes of running the answers as programs, by prompt, method and repeat."""
     return {(row["prompt"], row["method"], row["repeat"]): row for row in rows if row["kind"] == "verdict"}
 
 
 def quality_of(task: Task, rows: Sequence[Row], methods: Sequence[str], ks: Sequence[int] = (1,)) -> dict[str, Any]:
-    """The score of each method's answers.
+    """Return the scores of each method's answers.
 
     An answer is scored by its metrics, 0 … 1; a question by the mean over its answers, or by their pass@k. Intervals
     are bootstrapped over questions. A method is compared with plain decoding on the questions that both have answered.
 
     Args:
-        task: whose questions were asked.
+        task: the task of the questions.
         rows: the lines of rows.jsonl.
-        methods: their names, plain decoding among them.
-        ks: of pass@k; a question with fewer answers than k is left out of it.
+        methods: names of the methods, plain decoding included.
+        ks: values of k in pass@k; a question with fewer answers than k is left out of it.
 
     Returns:
-        By method and metric: `mean`, `low` and `high` (95 %), `questions`; of the others also `difference` to plain
-        with the same three, and `same`, the number of questions with equal score, of `compared`. Empty where nothing
-        can be judged.
+        By method and metric: `mean`, `low` and `high` (95 %), `questions`; for methods other than plain also
+        `difference` to plain with the same three, and `same`, the number of questions with equal score, out of
+        `compared`. Empty where nothing can be judged.
     """
     scores = _pass_rates(task, rows, ks) if task.runs_code else _metrics(task, rows)
     plain = scores.get(PLAIN, {})
@@ -62,7 +62,7 @@ def quality_of(task: Task, rows: Sequence[Row], methods: Sequence[str], ks: Sequ
 
 
 def _metrics(task: Task, rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """By method, metric and question."""
+    """Return the mean scores by method, metric and question."""
     samples = {sample.id: sample for sample in task.samples}
     calls = [row for row in latest_calls(rows) if row["prompt"] in samples]
     values_by_metric = task.scores([(samples[row["prompt"]], task.answer(row["text"])) for row in calls])
@@ -80,7 +80,7 @@ def _metrics(task: Task, rows: Sequence[Row]) -> dict[str, dict[str, dict[str, f
 
 
 def _pass_rates(task: Task, rows: Sequence[Row], ks: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
-    """By method, `pass@k` and question, of the calls whose answers were run."""
+    """Return the estimates by method, `pass@k` and question, from the calls whose answers were run."""
     verdicts = verdicts_of(rows)
     outcomes: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for row in latest_calls(rows):

@@ -64,7 +64,7 @@ def _points(interval: Mapping[str, float]) -> str:
 
 
 def quality_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: the score of each method's answers, and the difference to plain decoding's, in percent."""
+    """Return header and lines: scores of each method's answers and the difference to plain decoding's, in percent."""
     metrics = _metrics_of(summary)
     header = [
         "method",
@@ -87,7 +87,7 @@ def quality_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]
 
 
 def quality_notes(summary: Mapping[str, Any]) -> list[str]:
-    """Notes on the answers, one sentence each."""
+    """Return notes on the answers, one sentence each."""
     lines = []
     metrics = _metrics_of(summary)
     if metrics:
@@ -126,10 +126,10 @@ def quality_notes(summary: Mapping[str, Any]) -> list[str]:
 
 
 def write_evaluation(folder: RunFolder, summary: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """Write summary.json, summary.md and, of a finished run, the plots.
+    """Write summary.json, summary.md and, for a finished run, the plots.
 
     Returns:
-        The summary, with the reason under `plot` where there is none.
+        The summary, with the reason under `plot` if there is none.
     """
     title = f"Evaluation: {summary['arguments']['task']}"
     summary = write_summary(folder, summary, title)
@@ -150,7 +150,7 @@ def write_evaluation(folder: RunFolder, summary: dict[str, Any], rows: Sequence[
 
 
 def evaluation_markdown(summary: Mapping[str, Any], title: str) -> str:
-    """The summary as a page: quality first, then speed as in a benchmark."""
+    """Return the summary as a page: quality first, then speed as in a benchmark."""
     page = markdown(summary, title)
     parts = ["## Quality", ""]
     if summary["quality"]:
@@ -170,7 +170,7 @@ def plot_quality(summary: Mapping[str, Any], path: Path) -> None:
     """Plot the scores of answers, by metric and method, with 95 % intervals.
 
     Args:
-        summary: of an evaluation.
+        summary: summary of an evaluation.
         path: the PNG file.
 
     Raises:
@@ -209,7 +209,7 @@ def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -
     """Plot the accepted tokens per round, and the acceptance rate by depth, of this library's methods.
 
     Args:
-        summary: of an evaluation.
+        summary: summary of an evaluation.
         rows: its rows.
         path: the PNG file.
 
@@ -259,7 +259,7 @@ def plot_drafting(summary: Mapping[str, Any], rows: Sequence[Row], path: Path) -
 
 
 def _accepted_per_round(rows: Sequence[Row]) -> dict[str, Counter[int]]:
-    """By method of this library: number of rounds that accepted 0, 1, 2, … drafted tokens."""
+    """Count the rounds that accepted 0, 1, 2, … drafted tokens, by method of this library."""
     accepted: dict[str, Counter[int]] = {}
     for row in latest_calls(rows):
         if row["speculation"] is not None and row["speculation"]["rounds"]:
@@ -281,7 +281,7 @@ def _title(summary: Mapping[str, Any]) -> str:
 
 
 def read_summaries(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The summaries of runs, by name: the folder's, with as much of the path as makes the names unique.
+    """Read the summaries of runs, by name: the folder's, with as much of the path as makes the names unique.
 
     Raises:
         FileNotFoundError: a folder without a summary.
@@ -311,7 +311,7 @@ def read_summaries(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the comparison: one line for each run and method."""
+    """Return header and lines of the comparison: one line per run and method."""
     header = ["run", "task", "method", "speed", "least–greatest", "text as plain's", "quality", "difference to plain"]
     lines = []
     for run, summary in summaries.items():
@@ -340,7 +340,7 @@ def runs_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], l
 
 
 def _witnesses(text: Mapping[str, Any] | None, z: str) -> list[str]:
-    """How many texts are plain decoding's, and how sampled ones are drawn, where that is known."""
+    """Return the count of texts that equal plain decoding's, and z for sampled ones, where known."""
     counts = [] if not text else [f"{text['identical']} of {text['calls']}"]
     return counts if z == _NONE else [*counts, f"z = {z}"]
 
@@ -352,7 +352,7 @@ def check_report_folder(folder: Path) -> None:
     """Check that writing `report.md` and `report.png` into a folder overwrites no other files.
 
     Raises:
-        ValueError: there are such files, and `ssd report` has not written them.
+        ValueError: there are such files, and `ssd report` did not write them.
     """
     page, picture = folder / "report.md", folder / "report.png"
     ours = os.path.lexists(page) and read_text(page, RESULT).startswith(_SIDE_BY_SIDE)
@@ -362,7 +362,7 @@ def check_report_folder(folder: Path) -> None:
 
 
 def runs_markdown(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """The comparison as a page, with the conditions of each run."""
+    """Return the comparison as a page, with the conditions of each run."""
     page = [_SIDE_BY_SIDE, "", *markdown_table(*runs_table(summaries)), ""]
     page += ["Speed is relative to plain decoding: the geometric mean over categories of their median ratios.", ""]
     for run, summary in summaries.items():
@@ -376,7 +376,7 @@ def plot_runs(summaries: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Plot the speed of each method in each run: medians by category (small), their geometric mean (large).
 
     Args:
-        summaries: by name of the run.
+        summaries: summaries by name of the run.
         path: the PNG file.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The evaluation: all methods answer the same questions, each until its end of sequence."""
+"""Evaluation: all methods answer the same questions, each until its end of sequence."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ PARTS = "parts"
 
 @dataclass(frozen=True)
 class EvaluationSettings(RunSettings):
-    """How the methods are run, see `RunSettings`. `repeats` is the number of answers to each question.
+    """Settings of an evaluation, see `RunSettings`. `repeats` is the number of answers to each question.
 
     Args:
-        new_tokens: of an answer, at the most.
-        top_p: of the sampling, above 0 and up to 1; `None` for the model's.
-        ks: of pass@k, each from 1 up to `repeats`.
+        new_tokens: maximum number of tokens in an answer.
+        top_p: top-p of the sampling, above 0 and up to 1; `None` for the model's.
+        ks: values of k in pass@k, each from 1 up to `repeats`.
 
     Raises:
         ValueError: a value out of range.
@@ -95,7 +95,7 @@ class EvaluationSettings(RunSettings):
 
 
 def default_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -> tuple[str, ...]:
-    """What is compared unless asked otherwise."""
+    """Return the methods compared by default."""
     return (
         PLAIN,
         "auto",
@@ -108,13 +108,13 @@ def default_methods(config: SelfSpeculativeConfig | None, has_assistant: bool) -
 def evaluation_arguments(
     settings: EvaluationSettings, task: Task, config: SelfSpeculativeConfig | None, **about: Any
 ) -> dict[str, Any]:
-    """What defines a run, for `RunFolder`.
+    """Return the arguments that identify a run, for `RunFolder`.
 
     Args:
-        settings: how the methods are run.
-        task: what they are asked.
-        config: of the methods that need one.
-        **about: the model and whatever else the results depend on.
+        settings: settings of the run.
+        task: task with the questions.
+        config: config of the methods that need one.
+        **about: the model and everything else that the results depend on.
     """
     return {
         "format_version": 1,
@@ -134,8 +134,8 @@ class CodeExecution:
     """Permission to run the code that the model writes, in the sandbox of `sandbox.run_program`.
 
     Args:
-        limits: of each program.
-        allow_weaker: run it also where the kernel confines programs only in part.
+        limits: limits of each program.
+        allow_weaker: run it even where the kernel confines programs only in part.
     """
 
     limits: Limits = DEFAULT_LIMITS
@@ -147,7 +147,7 @@ class Processes(Protocol):
 
     @property
     def process_index(self) -> int:
-        """Of this process; 0 is the one that writes the summary."""
+        """Index of this process; 0 is the one that writes the summary."""
 
     @property
     def num_processes(self) -> int:
@@ -158,7 +158,7 @@ class Processes(Protocol):
 
 
 class Alone:
-    """A single process."""
+    """Single process."""
 
     process_index = 0
     num_processes = 1
@@ -181,7 +181,7 @@ def run_evaluation(
     together: bool = False,
     observe: Observer | None = None,
 ) -> dict[str, Any] | None:
-    """Let all methods answer all questions, see `SideBySide`, and judge the answers.
+    """Run all methods on all questions, see `SideBySide`, and judge the answers.
 
     Several processes share the questions; each writes its own rows, which the first process merges. A run may be
     continued with another number of processes.
@@ -189,25 +189,25 @@ def run_evaluation(
     Args:
         model: the target model; it is enabled.
         tokenizer: its tokenizer.
-        task: whose questions are asked.
-        path: folder of the results; results that are there must be of the same run.
-        settings: of the run.
-        about: what else the results depend on; by default the model's name.
-        config: of the methods that need one.
+        task: task with the questions.
+        path: results folder; existing results must be of the same run.
+        settings: settings of the run.
+        about: everything else that the results depend on; by default the model's name.
+        config: config of the methods that need one.
         assistant: model of the method "assistant".
-        code: run the code that the model writes, see `sandbox`. Without it, code is stored and not judged; the same
-            run may be continued with it later.
-        processes: that share this run; `None`: this one alone.
-        together: they compute one model together (tensor parallel), and so answer every question together.
+        code: permission to run the code that the model writes, see `sandbox`. Without it, code is stored but not
+            judged; the same run may be continued with it later.
+        processes: processes that share this run; `None`: this one alone.
+        together: whether they compute one model together (tensor parallel), and so answer every question together.
         observe: callback with the progress, before each call.
 
     Returns:
         The summary, as in summary.json; `None` in all processes but the first.
 
     Raises:
-        OSError, ValueError: as `RunFolder`; or there are rows, or sessions, that such a run cannot have written.
+        OSError, ValueError: as in `RunFolder`; or there are rows, or sessions, that such a run cannot have written.
         RuntimeError: this system cannot confine programs; raised before anything is generated.
-        KeyboardInterrupt: passed on; finished calls are kept.
+        KeyboardInterrupt: re-raised; finished calls are stored.
     """
     group = processes or Alone()
     code = code if task.runs_code else None
@@ -215,7 +215,7 @@ def run_evaluation(
         run_program("", code.limits, code.allow_weaker)  # raises now, rather than after hours of generation
     path = Path(os.path.expanduser(path))
     described = dict({"model": model.config.name_or_path} if about is None else about)
-    # Copies of a model may differ in it, and so would their answers.
+    # Copies of a model may differ in their generation config, and so would their answers.
     if own := own_settings(model, settings.options(None)):
         described["generation_config"] = own
     arguments = evaluation_arguments(settings, task, config, **described)
@@ -232,7 +232,7 @@ def run_evaluation(
         return Evaluation(Questions(task, tokenizer, code), caller, methods, folder, settings, observe, share)
 
     if group.process_index > 0:
-        group.wait_for_everyone()  # until the first process has merged the rows that there are
+        group.wait_for_everyone()  # until the first process has merged the existing rows
         earlier = read_rows(path)
         check_rows(earlier, path / ROWS, settings.methods, questions, Evaluation.fields_of_calls)
         if together:
@@ -256,7 +256,7 @@ def run_evaluation(
 
 
 def _gather(folder: RunFolder, methods: Sequence[str], questions: Collection[str]) -> None:
-    """Move the rows that other processes of this run have written into this folder; other files are left alone."""
+    """Move the rows written by other processes of this run into this folder; other files are left alone."""
     parts = folder.path / PARTS
     if not parts.is_dir():
         return
@@ -266,26 +266,26 @@ def _gather(folder: RunFolder, methods: Sequence[str], questions: Collection[str
             continue
         if path.is_symlink():
             raise ValueError(f"{str(path)!r} is a link: no process of a run has written it. Take it out.")
-        with RunFolder(path, folder.arguments) as part:  # refuses what is not of this run
+        with RunFolder(path, folder.arguments) as part:  # refuses rows of any other run
             check_rows(part.rows, path / ROWS, methods, questions, Evaluation.fields_of_calls)
             for row in part.rows:
-                # An earlier process may have been killed after copying a row, before removing it there.
+                # An earlier process may have been killed after copying a row, before removing the original.
                 if json.dumps(row, sort_keys=True) not in known:
                     folder.append(row)
             take_over_sessions(folder, path)
             part.done_with()
-    with contextlib.suppress(OSError):  # something else is there
+    with contextlib.suppress(OSError):  # other files are left in it
         parts.rmdir()
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What an evaluation asks.
+    """Questions of an evaluation.
 
     Attributes:
-        task: whose samples are the items.
-        tokenizer: of the model.
-        code: how to run the code that the model writes; `None`: do not run it.
+        task: task whose samples are the items.
+        tokenizer: the model's tokenizer.
+        code: permission to run the code that the model writes; `None`: do not run it.
     """
 
     task: Task
@@ -316,7 +316,7 @@ class Evaluation(SideBySide):
         return {key: value.to(self.model.device) for key, value in inputs.items()}
 
     def _answers(self, index: int) -> dict[str, str]:
-        """Plain decoding's first answers to the earlier turns, which all methods continue from."""
+        """Return plain decoding's first answers to the earlier turns, which all methods continue from."""
         earlier = self.task.samples[index].earlier
         return {
             row["prompt"]: row["text"]
@@ -342,7 +342,7 @@ class Evaluation(SideBySide):
         return {"token_ids": ids, "text": text, "process": self.part[0]}
 
     def measure(self) -> None:
-        """The calls of this process, without running the answers."""
+        """Run the calls of this process, without running the answers."""
         super().everything()
 
     def everything(self) -> None:
@@ -407,7 +407,7 @@ class Evaluation(SideBySide):
 
 
 def _code_summary(task: Task, rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Any] | None:
-    """Outcomes of the programs, by method; `None` for tasks without programs."""
+    """Return the outcomes of the programs, by method; `None` for tasks without programs."""
     if not task.runs_code:
         return None
     verdicts = verdicts_of(rows)

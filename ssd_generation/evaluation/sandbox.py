@@ -1,4 +1,4 @@
-"""Runs code that a language model wrote, in a process with almost no permissions.
+"""Sandbox for code that a language model wrote: a process with almost no permissions.
 
 A program (for HumanEval: prompt, completion, tests and the call of the check) runs in its own Python process, which has
 the standard library only. Before the program begins, that process permanently drops all permissions that a program with
@@ -14,31 +14,31 @@ tests does not need. On Linux (x86-64 or ARM64) the kernel enforces this:
     reading           Landlock: nothing but the standard library, system libraries and time zones
     network           seccomp refuses every kind of socket, Unix sockets too
     other processes   seccomp refuses signals to and debugging of others; Landlock does from its version 6 on
-    environment       empty but for the language, the time zone and where libraries lie; nothing of /proc can be read
-    output            counted by the parent, and not kept
+    environment       empty but for the language, the time zone and library paths; nothing of /proc can be read
+    output            counted by the parent, and not stored
     privileges        root's are dropped, none can be gained
 
-System calls are filtered by an allowlist, not by a denylist. A denylist has a hole for each call forgotten and for each
+System calls are filtered by an allowlist, not by a denylist. A denylist has a hole for each forgotten call and for each
 that a later kernel adds (io_uring was one); a gap in an allowlist is a program that fails with "Operation not
-permitted", and the tests look for it. The list is short because nothing is written: some ninety calls. Landlock is
+permitted", and the tests check for that. The list is short because nothing is written: some ninety calls. Landlock is
 needed too because the filter sees numbers only, not paths.
 
-What is not covered:
+Not covered:
 
 - Bugs in the kernel, and side channels such as timing, caches or the load of the machine.
 - Processor time and memory up to the limits: run no more programs at once than the machine can take.
-- Whether a file exists, its size and its dates, and where a link leads: Landlock lets everybody ask.
+- Whether a file exists, its size and its dates, and the target of a link: Landlock does not restrict these queries.
 - The standard library, and what is installed inside its folder, can be read.
 - The verdict. It is written by the process that the program runs in, with a random secret for each run, after the
-  program has run to its end: printing, `sys.exit(0)` or `os._exit(0)` are no success. But a program that searches the
+  program has run to its end: printing, `sys.exit(0)` or `os._exit(0)` do not pass. But a program that searches the
   stack frames above its own finds the secret, and one whose results compare equal to everything needs no secret. The
   same is true of HumanEval's own harness: it measures models, not adversaries.
-- An empty folder stays behind when the parent is killed.
+- An empty folder remains when the parent is killed.
 - Programs that need what is refused: writing files (`os.devnull` too), sockets (`asyncio` makes one), subprocesses.
 
 Elsewhere (macOS, other processors, Linux before 5.13 or with these facilities off) nothing runs unless the caller
 allows it with `allow_weaker`: then the kernel enforces resource limits only, and Python's audit hook refuses the rest.
-This stops accidents; a malicious program gets around it. On Windows nothing runs.
+This stops accidents; a malicious program can bypass it. On Windows nothing runs.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ MOST_VERDICT = 8192
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
+    """Resource limits of a program.
 
     Attributes:
-        seconds: of wall-clock time, including some 0.05 to start Python. Processor time is limited to one more.
-        memory_bytes: of address space, including the interpreter (some 30 MiB) and 8 MiB for the stack of each thread.
+        seconds: wall-clock time, including some 0.05 to start Python. Processor time is limited to one more.
+        memory_bytes: address space, including the interpreter (some 30 MiB) and 8 MiB for the stack of each thread.
             At least 64 MiB.
-        output_bytes: printed, to both streams together.
-        threads: at the same time, including the main one.
+        output_bytes: bytes printed, to both streams together.
+        threads: threads at the same time, including the main one.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -111,14 +111,14 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """Outcome of a program.
 
     Attributes:
-        status: `passed`, it ran to its end; `failed`, an exception, or it ended itself before; `timed out`;
-            `not Python`, it cannot be compiled; `stopped`, by a limit (of memory or depth, while it is compiled too)
+        status: `passed`, it ran to its end; `failed`, it raised an exception or exited early; `timed out`;
+            `not Python`, it cannot be compiled; `stopped`, by a limit (of memory or depth, also during compilation)
             or a signal.
         detail: the error or the reason, in one line of at most 300 characters; empty when passed.
-        seconds: of wall-clock time it took, the start of Python included.
+        seconds: wall-clock time, the start of Python included.
     """
 
     status: Status
@@ -127,7 +127,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether it ran to its end."""
+        """Tell whether the program ran to its end."""
         return self.status == "passed"
 
 
@@ -141,24 +141,24 @@ class _Kernel(NamedTuple):
 
 @functools.cache
 def _kernel() -> _Kernel:
-    """The sandboxing features of this machine's kernel."""
+    """Return the sandboxing features of this machine's kernel."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return _Kernel(seccomp=False, landlock=0)
     known = os.uname().machine in _ARCHITECTURES
     return _Kernel(seccomp=known and _inside.has_seccomp(), landlock=_inside.landlock_version())
 
 
-# AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64, and which of the two numbers below is theirs.
+# AUDIT_ARCH_X86_64 and AUDIT_ARCH_AARCH64, and the column of their call numbers below.
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 _O_TMPFILE = 0o20000000  # without the bit for "folder" that Python's constant has
 _OPENS_FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | _O_TMPFILE
-# What C libraries pass: VM, FS, FILES, SIGHAND, THREAD, SYSVSEM, SETTLS, PARENT_SETTID, CHILD_CLEARTID, DETACHED.
+# Flags of C libraries: VM, FS, FILES, SIGHAND, THREAD, SYSVSEM, SETTLS, PARENT_SETTID, CHILD_CLEARTID, DETACHED.
 _CLONES_A_THREAD, _CLONE_THREAD = 0x7D0F00, 0x10000
 
-# Calls by their numbers on the two processors (None: it has no such call), with checks of (kind, argument, value).
+# Calls with their numbers on the two processors (None: it has no such call) and checks of (kind, argument, value).
 _CALLS: dict[str, tuple[int | None, int | None, list[tuple[str, int, Any]]]] = {
-    # What is open already: nothing but three pipes and an empty input.
+    # Open files: nothing but three pipes and an empty input.
     "read": (0, 63, []),
     "readv": (19, 65, []),
     "pread64": (17, 67, []),
@@ -207,7 +207,7 @@ _CALLS: dict[str, tuple[int | None, int | None, list[tuple[str, int, Any]]]] = {
     "madvise": (28, 233, []),
     "brk": (12, 214, []),
     "membarrier": (324, 283, []),
-    # Its own threads, and its end.
+    # Its own threads, and its exit.
     "clone": (56, 220, [("bit", 0, _CLONE_THREAD), ("none of the bits", 0, ~_CLONES_A_THREAD & 0xFFFFFFFF)]),
     "futex": (202, 98, []),
     "set_robust_list": (273, 99, []),
@@ -233,7 +233,7 @@ _CALLS: dict[str, tuple[int | None, int | None, list[tuple[str, int, Any]]]] = {
     "setitimer": (38, 103, []),
     "kill": (62, 129, [("own process", 0, None)]),
     "tgkill": (234, 131, [("own process", 0, None)]),
-    # Clocks, chance, and who and where it is.
+    # Clocks, random numbers, identity and machine.
     "time": (201, None, []),
     "gettimeofday": (96, 169, []),
     "times": (100, 153, []),
@@ -255,12 +255,12 @@ _CALLS: dict[str, tuple[int | None, int | None, list[tuple[str, int, Any]]]] = {
     "getresgid": (120, 150, []),
     "getrusage": (98, 165, []),
     "getrlimit": (97, 163, []),
-    "prlimit64": (302, 261, [("one of", 0, [0]), ("null", 2, None)]),  # to ask, not to set
+    "prlimit64": (302, 261, [("one of", 0, [0]), ("null", 2, None)]),  # to query, not to set
     "uname": (63, 160, []),
     "sysinfo": (99, 179, []),
 }
 
-# Where modules of the standard library find what they load; the folder of the standard library itself comes first.
+# Folders from which modules of the standard library load files; its own folder is added before them.
 _READABLE = [
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store", "/gnu/store"),
     *("/etc/ld.so.cache", "/usr/share/zoneinfo"),
@@ -277,13 +277,13 @@ def _environment() -> dict[str, str]:
 
 
 def _uncovered(kernel: _Kernel) -> list[str]:
-    """The properties that only Python's audit hook would enforce."""
+    """Return the properties that only Python's audit hook would enforce."""
     by_calls = [] if kernel.seccomp else ["processes", "programs", "writing", "network", "other processes"]
     return by_calls + ([] if kernel.landlock else ["reading"])
 
 
 def _settings(limits: Limits, kernel: _Kernel, folder: str) -> dict[str, Any]:
-    """The restrictions of the process."""
+    """Return the restrictions of the process."""
     seconds = math.ceil(limits.seconds) + 1
     resources = {"AS": limits.memory_bytes, "CPU": seconds, "FSIZE": 0, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0}
     seccomp: dict[str, Any] = {}
@@ -292,12 +292,12 @@ def _settings(limits: Limits, kernel: _Kernel, folder: str) -> dict[str, Any]:
         calls = {call[column]: call[2] for call in _CALLS.values() if call[column] is not None}
         seccomp = {"architecture": architecture, "calls": calls}
     else:
-        resources["NPROC"] = 0  # does not bind root; on Linux it takes threads away too
+        resources["NPROC"] = 0  # does not apply to root; on Linux it rules out threads too
     landlock: dict[str, Any] = {}
     if version := kernel.landlock:
-        # Executing, reading and writing; in later versions moving between folders, truncating, commands to devices.
+        # Execute, read and write; in later versions move between folders, truncate, send commands to devices.
         files = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
-        # Binding and connecting TCP; abstract Unix sockets and signals.
+        # Bind and connect TCP; abstract Unix sockets and signals.
         network, scope = 3 * (version >= 4), 3 * (version >= 6)
         landlock = {"version": version, "files": files, "network": network, "scope": scope}
     own_libraries = [os.path.join(sys.base_exec_prefix, name) for name in ("lib", "lib64")]
@@ -312,15 +312,15 @@ def _settings(limits: Limits, kernel: _Kernel, folder: str) -> dict[str, Any]:
 
 
 def _searched_libraries() -> list[str]:
-    """Libraries in LD_LIBRARY_PATH: files rather than folders, since such a folder may hold anything."""
+    """Return the libraries in LD_LIBRARY_PATH: files rather than folders, since such a folder may hold anything."""
     folders = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(path)]
     return [file for path in folders for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.so*")))]
 
 
 def protections() -> dict[str, str]:
-    """What enforces each property on this system.
+    """Return the mechanism that enforces each property on this system.
 
-    "Python's audit hook only" is no protection against a malicious program; `run_program` needs `allow_weaker` then.
+    "Python's audit hook only" is no protection against a malicious program; `run_program` then needs `allow_weaker`.
 
     Raises:
         RuntimeError: programs cannot be confined on this system.
@@ -375,7 +375,7 @@ def _usable_kernel(allow_weaker: bool) -> _Kernel:
 
 # --- Running -------------------------------------------------------------------------------------------------------
 
-# The folder comes last on the path: nothing in it can shadow a module of the standard library.
+# The folder is last on the path: nothing in it can shadow a module of the standard library.
 _START = """
 import sys
 sys.path[:] = [path for path in sys.path if path]
@@ -393,11 +393,11 @@ def run_program(source: str, limits: Limits = DEFAULT_LIMITS, allow_weaker: bool
 
     Args:
         source: the whole program. It passes if it runs to its end.
-        limits: of time, memory, output and threads.
-        allow_weaker: run it even where the kernel enforces only a part (see `protections`).
+        limits: limits of time, memory, output and threads.
+        allow_weaker: run it even where the kernel enforces only some properties (see `protections`).
 
     Raises:
-        RuntimeError: the system has no protection, or only a part of it, or the sandbox does not start.
+        RuntimeError: the system has no protection, or only partial protection, or the sandbox does not start.
         OSError: no process or temporary folder can be created.
     """
     kernel = _usable_kernel(allow_weaker)
@@ -418,20 +418,20 @@ def run_programs(
     workers: int = 1,
     observe: Callable[[int, Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Run many programs, each by itself.
+    """Run many programs, each in its own sandbox.
 
     Args:
         sources: the programs.
-        limits: of each. Time is wall-clock time, so there should not be more workers than processor cores.
+        limits: limits of each. Time is wall-clock time, so there should not be more workers than processor cores.
         allow_weaker: see `run_program`.
-        workers: programs at the same time, ≥ 1.
-        observe: callback in this thread with the index of a program and its outcome, as they end.
+        workers: number of programs at the same time, ≥ 1.
+        observe: callback in this thread with the index of a program and its outcome, as each ends.
 
     Returns:
         The outcomes, in the order of the programs.
 
     Raises:
-        ValueError: fewer workers than one.
+        ValueError: fewer than one worker.
         RuntimeError: see `run_program`.
         OSError: see `run_program`.
     """
@@ -459,7 +459,7 @@ def _run_in(folder: str, source: str, limits: Limits, kernel: _Kernel, deadline:
         try:
             settings = _settings(limits, kernel, folder)
             settings |= {"token": token, "channel": send, "parent": os.getpid(), "source": source}
-            # Not JSON, whose import would take longer than Python's start; the interpreter is the same one.
+            # Not JSON, whose import would take longer than starting Python; both ends run the same interpreter.
             process = _start(folder, marshal.dumps(settings), send)
         finally:
             os.close(send)
@@ -495,7 +495,7 @@ def _watch(
     """Wait until the process has ended, or has to be killed.
 
     Returns:
-        Why it has to be killed, or None; the bytes received through the channel; the end of its output.
+        The reason to kill it, or None; the bytes received through the channel; the end of its output.
     """
     assert process.stdout is not None
     received, tail, printed = b"", b"", 0
@@ -503,7 +503,7 @@ def _watch(
         selector.register(channel, selectors.EVENT_READ)
         selector.register(process.stdout, selectors.EVENT_READ)
         while True:
-            # Checked first: then all that it wrote is in the pipes, even if another process has them open.
+            # Checked first: after its end, all that it wrote is in the pipes, even if another process has them open.
             ended = _has_ended(process)
             left = max(0.0, deadline - time.monotonic())
             pause = LOOK_EVERY if selector.get_map() else WAIT_EVERY
@@ -530,17 +530,17 @@ def _watch(
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended, without releasing its process id, which is also the id of its session."""
+    """Tell whether a process has ended, without releasing its process id, which is also the id of its session."""
     if not hasattr(os, "waitid"):  # macOS
         return process.poll() is not None
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # where SIGCHLD is ignored, there are no children to wait for
+    except ChildProcessError:  # with SIGCHLD ignored, there are no children to wait for
         return True
 
 
 def _threads_of(pid: int) -> int:
-    """Number of threads of a process; 0 where it is unknown."""
+    """Return the number of threads of a process; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[17])
@@ -562,10 +562,10 @@ _VERDICTS: tuple[Status, ...] = ("passed", "failed", "not Python", "stopped")
 def _judge(
     reason: tuple[Status, str] | None, received: bytes, token: str, code: int, printed: bytes
 ) -> tuple[Status, str]:
-    """The verdict; only one with the token counts.
+    """Return the verdict; only one with the token counts.
 
     Raises:
-        RuntimeError: the process was not ready to run anything.
+        RuntimeError: the sandbox did not start.
     """
     if reason is not None:
         return reason
@@ -589,13 +589,13 @@ def _judge(
 
 
 def _one_line(text: str) -> str:
-    """Untrusted text in one line, without control characters."""
+    """Return untrusted text as one line, without control characters."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= 300 else text[:299] + "…"
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder and all that is in it, including folders that are not writable."""
+    """Remove a folder and everything in it, including folders that are not writable."""
     waiting = [folder]
     while waiting:
         with contextlib.suppress(OSError):

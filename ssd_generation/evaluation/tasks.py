@@ -1,4 +1,4 @@
-"""Tasks that a model is evaluated on: their prompts, and how answers are judged."""
+"""Tasks that a model is evaluated on: their prompts, and the judging of answers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Sample:
     """One question to a model.
 
     Attributes:
-        id: its name, unique in a run.
-        category: the kind of task; medians are taken per category.
-        prompt: what the model reads.
+        id: name, unique in a run.
+        category: kind of question; medians are taken per category.
+        prompt: text that the model reads.
         answer_start: beginning of the answer, which is given to the model.
-        reference: what the answer is compared with: a summary, a `Problem`, or nothing.
-        earlier: earlier turns of its conversation: ids of samples, in order.
+        reference: reference for judging the answer: a summary, a `Problem`, or nothing.
+        earlier: ids of samples that are earlier turns of its conversation, in order.
     """
 
     id: str
@@ -51,16 +51,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """Questions, and how answers are judged.
+    """Questions, and the judging of their answers.
 
     Attributes:
         name: one of `TASKS`.
         samples: the questions.
-        is_chat: whether they go through the chat template.
+        is_chat: whether they use the chat template.
         new_tokens: default of the maximum number of tokens in an answer.
         metrics: names of the metrics that `scores` returns.
         runs_code: whether answers are judged by running them.
-        about: what defines the task, for the run's config.json.
+        about: settings that define the task, for the run's config.json.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Task:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """A hash of the questions, by which a resumed run recognises them."""
+        """Return a hash of the questions, by which a resumed run recognises them."""
         text = json.dumps(
             [
                 [s.id, s.category, s.prompt, s.answer_start, s.reference.test if self.runs_code else s.reference]
@@ -85,12 +85,12 @@ class Task:
     def inputs(
         self, tokenizer: PreTrainedTokenizerBase, index: int, answers: Mapping[str, str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The model's inputs: `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
+        """Return the model's inputs: `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
 
         Args:
-            tokenizer: of the model.
-            index: of the sample.
-            answers: to earlier turns, by their samples' ids.
+            tokenizer: the model's tokenizer.
+            index: index of the sample.
+            answers: answers to earlier turns, by their samples' ids.
 
         Raises:
             ValueError: an earlier turn has no answer.
@@ -109,14 +109,14 @@ class Task:
         return dict(tokenizer(text, add_special_tokens=False, return_tensors="pt"))
 
     def answer(self, text: str) -> str:
-        """The part of the generated text that is judged."""
+        """Return the part of the generated text that is judged."""
         if self.name == "summarisation" and not self.is_chat:
             # Base models continue with another example.
             return text.split("\nArticle:")[0].strip()
         return text.strip() if not self.runs_code else text
 
     def scores(self, answers: Sequence[tuple[Sample, str]]) -> dict[str, list[float]]:
-        """The scores of answers, by metric, 0 … 1 each."""
+        """Return the scores of answers, by metric, 0 … 1 each."""
         if not self.metrics or not answers:
             return {name: [] for name in self.metrics}
         predictions, references = [text for _, text in answers], [sample.reference for sample, _ in answers]
@@ -126,7 +126,7 @@ class Task:
         return found
 
     def program(self, index: int, text: str) -> str:
-        """The program that judges an answer, see `problems.checked_program`."""
+        """Return the program that judges an answer, see `problems.checked_program`."""
         problem = self.samples[index].reference
         # The beginning of the answer was given to the model; some models repeat it.
         start = self.samples[index].answer_start
@@ -135,10 +135,10 @@ class Task:
 
 
 def check_data(name: str, data: Sequence[str]) -> None:
-    """Read the local data of a task, so that errors come before a model is loaded.
+    """Read the local data of a task, so that errors are raised before a model is loaded.
 
     Raises:
-        As `make_task`, of files and packages.
+        As `make_task`, for files and packages.
     """
     for source in data if name == "summarisation" else ():
         if source != "built-in" and _is_file(source):
@@ -158,20 +158,21 @@ def make_task(
     shots: int | None = None,
     limit: int | None = None,
 ) -> Task:
-    """A task for a model.
+    """Create a task for a model.
 
     Args:
         name: one of `TASKS`.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         data: sources of the questions; empty: the built-in one of the task.
         style: one of `STYLES`.
-        shots: examples before each question, for summarisation in the style "paper"; `None`: one, as in the paper.
-        limit: maximum number of questions of each source; of chat, of each category. `None`: all.
+        shots: number of examples before each question, for summarisation in the style "paper"; `None`: one, as in the
+            paper.
+        limit: maximum number of questions per source, for chat per category. `None`: all.
 
     Raises:
         FileNotFoundError: no such file.
         ImportError: a package that the data needs is not installed.
-        ValueError: an unknown name, data that cannot be read, or something that the task cannot do.
+        ValueError: an unknown name, data that cannot be read, or an option that the task does not support.
     """
     if name not in TASKS:
         raise ValueError(f"There is no task {name!r}. Choose from {', '.join(TASKS)}.")
@@ -206,7 +207,7 @@ def _summarisation(data: list[str], is_chat: bool, shots: int | None, limit: int
         raise ValueError(f"The number of examples must be at least 0, but got shots={shots}.")
     articles: list[tuple[Article, str]] = []
     for n, source in enumerate(data or ["built-in"]):
-        # The first articles are the examples, which are not asked.
+        # The first articles are the examples, which are not questions.
         count = None if limit is None else limit + num_shots * (n == 0)
         articles += [(article, _category(source)) for article in _articles(source, count)]
     if len({article.id for article, _ in articles}) < len(articles):
@@ -315,7 +316,7 @@ TASKS: Mapping[str, str] = {
     "chat": "prompts of any kind, in files (MT-bench with its later turns) or the built-in mixed set; texts are "
     "compared with plain decoding's only",
 }
-"""Names and what they are."""
+"""Descriptions of the tasks by name."""
 
 _MAKERS: Mapping[str, Callable[[list[str], bool, int | None, int | None], Task]] = {
     "summarisation": _summarisation,

@@ -1,4 +1,4 @@
-"""What a pass is given next to its tokens."""
+"""Inputs of a pass other than its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..support.versions import CACHE_NAMES
 
 __all__ = ["NOT_FOR_DRAFTS", "Context"]
 
-# What a draft's pass has no use for, or is given anew in each pass.
+# Arguments that a draft's pass has no use for, or receives anew in each pass.
 NOT_FOR_DRAFTS = frozenset(
     (
         *CACHE_NAMES,
@@ -36,23 +36,23 @@ NOT_FOR_DRAFTS = frozenset(
 
 @dataclass
 class Context:
-    """What a pass stands behind: the KV cache, and the model's other arguments.
+    """State that a pass continues from: the KV cache, and the model's other arguments.
 
     Attributes:
         cache: the target's; it holds `length` slots of each row.
         length: slots in the cache.
-        mask (`torch.LongTensor` of shape `(B, length + 1)`): over the cached slots and the pending token; `None` while
-            nothing is masked.
-        positions (`torch.LongTensor` of shape `(…, B, 1)`): of the pending token; `None` for a model that counts them
-            itself.
+        mask (`torch.LongTensor` of shape `(B, length + 1)`): mask over the cached slots and the pending token; `None`
+            while nothing is masked.
+        positions (`torch.LongTensor` of shape `(…, B, 1)`): position of the pending token; `None` for a model that
+            counts positions itself.
         arguments: further keyword arguments of the model's passes.
-        columns: arguments of which the model wants a column for each token, such as `token_type_ids`: that of any token
-            behind the prompt, and the dimension of the tokens.
-        limit: slots that the text may come to.
-        checkpoint: of a cache with recurrent states: where they can be put back to.
-        has_been_passed: whether the model's own code has run a pass behind the prompt.
+        columns: arguments of which the model wants a column per token, such as `token_type_ids`: the column of any
+            token after the prompt, and the dimension of the tokens.
+        limit: most slots that the text may fill.
+        checkpoint: point to which the recurrent states of a cache can be restored; `None` where it has none.
+        has_been_passed: whether the model's own code has run a pass after the prompt.
         is_as_flat: whether a captured pass, which knows neither axes of positions nor further arguments, was found to
-            compute what the model does with them here; `None`: not tried yet.
+            compute the same as the model does with them here; `None`: not tried yet.
     """
 
     cache: Cache
@@ -67,10 +67,10 @@ class Context:
     is_as_flat: bool | None = None
 
     def __post_init__(self) -> None:
-        # Of a single row this stays so: nothing behind the prompt is masked.
+        # For a single row this never changes: nothing after the prompt is masked.
         is_unmasked = self.mask is None or bool(self.mask.all())
         self._is_flat = is_unmasked and (self.positions is None or self.positions.ndim == 2)
-        # Behind a picture, the axes of time, height and width go on side by side; the first of four counts tokens.
+        # After a picture, the axes of time, height and width advance together; the first of four counts tokens.
         axes = None if self._is_flat or self.positions is None else self.positions[1:, ..., -1]
         self._may_be_flat = is_unmasked and (axes is None or bool((axes == axes[:1]).all()))
         self._ahead: int | None = None
@@ -80,23 +80,23 @@ class Context:
         self._draft_is_plain = self._is_flat and not self._draft_has_tensors
 
     def is_plain(self, rows: int) -> bool:
-        """Whether a pass has no arguments but tokens and positions, and one row; or what else there is does nothing."""
+        """Tell whether a pass has one row, and no arguments with an effect but tokens and positions."""
         if rows != 1:
             return False
         return self.is_as_flat is True or (self._is_flat and not self.columns and not self._has_tensors)
 
     def places(self, rows: int) -> Sequence[TextPlace] | None:
-        """Where each row is in the cache.
+        """Return the place of each row in the cache.
 
         Returns:
-            `None` where a pass has other arguments than tokens and a position for each, or more is masked than padding.
+            The places; `None` where a pass has arguments besides tokens and positions, or masks more than padding.
         """
         if self.is_plain(rows):
             return ONE_TEXT
         return None if self.columns or self._has_tensors else self._places_in_rows(rows)
 
     def places_for_drafts(self, rows: int) -> Sequence[TextPlace] | None:
-        """As `places`, for a pass of the draft, which some arguments are not given to."""
+        """Return `places` for a pass of the draft, which does not receive all of the arguments."""
         if rows == 1 and (self._draft_is_plain or self.is_as_flat is True):
             return ONE_TEXT
         return None if self.columns or self._draft_has_tensors else self._places_in_rows(rows)
@@ -108,7 +108,7 @@ class Context:
         return None if starts is None else [TextPlace(row, start) for row, start in enumerate(starts)]
 
     def is_to_be_tried(self, rows: int) -> bool:
-        """Whether a pass may turn out to be plain: pictures are a matter of the prompt alone in most models."""
+        """Tell whether a pass may turn out to be plain: pictures affect the prompt alone in most models."""
         return rows == 1 and self._may_be_flat and self.is_as_flat is None and self.checkpoint is None
 
     @property
@@ -118,14 +118,14 @@ class Context:
 
     @property
     def position(self) -> int:
-        """Of the pending token of a single row, which moves along with its slot."""
+        """Position of the pending token of a single row, which moves along with its slot."""
         if self._ahead is None:
             positions = self.flat_positions
             self._ahead = 0 if positions is None else int(positions[..., -1]) - self.length
         return self.length + self._ahead
 
     def positions_of(self, count: int) -> torch.Tensor | None:
-        """Positions of the pending token and those behind it, `(…, B, count)`."""
+        """Return the positions of the pending token and those after it, `(…, B, count)`."""
         if self.positions is None or count == 1:
             return self.positions
         return self.positions + torch.arange(count, device=self.positions.device)

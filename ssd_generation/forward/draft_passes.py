@@ -41,10 +41,10 @@ class DraftPasses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it, however it came to its end."""
+        """End the round's draft, completed or interrupted."""
 
     def __call__(self, token: torch.Tensor, depth: int) -> torch.Tensor:
-        """One pass.
+        """Run one pass.
 
         Args:
             token (`torch.LongTensor` of shape `(B, 1)`): the last token of each row, drafted ones included.
@@ -56,11 +56,11 @@ class DraftPasses:
         raise NotImplementedError
 
     def chain(self, first: int, length: int) -> torch.Tensor | None:
-        """Tokens that a single text's draft takes greedily one behind the other, without a look at any of them.
+        """Draft a greedy chain of tokens for a single row, without inspecting any of them in between.
 
         Args:
             first: the pending token.
-            length: of the chain.
+            length: number of tokens in the chain.
 
         Returns:
             `torch.LongTensor` of shape `(1, length)`; `None` where they are to be drafted one by one.
@@ -69,7 +69,7 @@ class DraftPasses:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The model as it is without the draft, for what others do between two passes."""
+        """Restore the model without the draft, for code that runs between two passes."""
         yield
 
 
@@ -108,7 +108,7 @@ class _ModelDraftPasses(DraftPasses):
     ) -> None:
         self._model, self._cache, self._context = model, cache, context
         self._modes = (*(mode for mode in others if mode is not None), skip_mode)
-        # One mask for all passes; each sees the left part of it.
+        # One mask for all passes; each sees its left part.
         self._mask = None if context.mask is None else functional.pad(context.mask, (0, length), value=1)
         self._width = 0 if context.mask is None else context.mask.shape[1]
         self._columns = {name: one for name, one in context.columns.items() if name not in NOT_FOR_DRAFTS}
@@ -125,7 +125,7 @@ class _ModelDraftPasses(DraftPasses):
         self._entered.__exit__(*error)  # type: ignore[arg-type]
 
     def resume_at(self, depth: int) -> None:
-        """Go on behind so many drafted tokens, whose keys and values stand behind the cache already."""
+        """Continue after `depth` drafted tokens, whose keys and values are already written after the cache."""
         self._cache.resume_at(depth)
 
     @contextmanager
@@ -141,7 +141,7 @@ class _ModelDraftPasses(DraftPasses):
         positions = None if context.positions is None else context.positions + depth
         columns, count = {name: column for name, (column, _) in self._columns.items()}, 1
         if self._again is not None:
-            # States stand behind the checkpoint: what was committed since goes first.
+            # The states are those of the checkpoint: the tokens committed since then go first.
             token, self._again = torch.cat((self._again, token), dim=1), None
             count = token.shape[1]
             columns = {name: torch.cat([column] * count, dim=dim) for name, (column, dim) in self._columns.items()}
@@ -160,7 +160,7 @@ class _ModelDraftPasses(DraftPasses):
 
 
 class _GraphDraftPasses(DraftPasses):
-    """Replayed, and by the model's own code from where that fails."""
+    """Replayed passes, and passes by the model's own code from the first replay that fails."""
 
     def __init__(self, graphs: GraphPasses, context: Context, of_the_model: Callable[[], _ModelDraftPasses]) -> None:
         self._graphs, self._context, self._of_the_model = graphs, context, of_the_model
@@ -193,7 +193,7 @@ class _GraphDraftPasses(DraftPasses):
 
 
 class DraftForward:
-    """What makes a model its own draft: skip mode, low-bit copies in place, and the passes captured with them."""
+    """Drafting side of a model: skip mode, low-bit copies in place, and the passes captured with them."""
 
     def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, target: GraphPasses | None) -> None:
         model = drafting_model(model, config)

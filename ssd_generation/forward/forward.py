@@ -1,4 +1,4 @@
-"""The passes of one model: whole, and as its own draft. Which way a pass is run is decided in `runners.py`."""
+"""The passes of one model, as the target and as its own draft. `runners.py` decides how each pass is run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _BY_DEFAULT = PassPlan()
 
 
 class Forward:
-    """The passes of one model: whole (`target`), and as its own draft (`draft`).
+    """The passes of one model: as the target (`target`), and as its own draft (`draft`).
 
     Args:
         model: the target model.
-        config: what to draft with; `None` where the model does not draft.
+        config: the drafting config; `None` where the model does not draft.
         plan: how passes are run.
 
     Attributes:
@@ -63,26 +63,26 @@ class Forward:
         if self._graph is None and self.plan.graph:
             graph = GraphRunner(self.model, self._eager)
             self._graph = graph if graph.is_there else None
-        # Where there are CUDA graphs, what is captured is replayed as one or not at all.
+        # Where there are CUDA graphs, a captured pass is replayed as a graph or not used at all.
         self._captured = CapturedRunner(self.model, self.plan, self._eager) if self._graph is None else None
 
     def draft_by(self, config: SelfSpeculativeConfig) -> None:
-        """Draft by this config from now on.
+        """Draft with this config from now on.
 
         Args:
-            config: what the draft leaves out, and its precision.
+            config: sub-layers that the draft leaves out, and its precision.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError: as in the constructor.
         """
         self._config = config
         self._draft = DraftForward(self.model, config, None if self._graph is None else self._graph.graphs)
 
     def renew(self) -> None:
-        """Go on with other weights, as after an adapter was switched.
+        """Continue with other weights, such as after an adapter was switched.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError: as in the constructor.
         """
         self._make_runners()
         if self._graph is not None:
@@ -99,16 +99,16 @@ class Forward:
         whole: WholeText | None = None,
         going: Sequence[int] | None = None,
     ) -> Any:
-        """The whole model's pass over the pending token of each row and the drafted ones behind it.
+        """Run the target model over the pending token of each row and the drafted ones after it.
 
         Args:
             tokens (`torch.LongTensor` of shape `(B, n)`): the pending token and n − 1 drafted ones.
-            context: what they follow. Their keys and values are appended to its cache; where the model starts a new
-                cache, that one takes its place.
+            context: the state that they follow. Their keys and values are appended to its cache; where the model starts
+                a new cache, that one replaces it.
             whole: tokens and positions of the whole text, `(B, text)` each, for a pass in which the model may want to
                 compute its cache anew.
-            going: rows whose logits count; `None`: all. For the others nothing may be computed, and nothing be written
-                into the slots that they are given.
+            going: rows whose logits count; `None`: all. The other rows may be left uncomputed, and their slots
+                unwritten.
 
         Returns:
             The model's outputs, with `logits` of shape `(B, ≥ n, V)`.
@@ -124,17 +124,17 @@ class Forward:
     def read_prompt(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor | None:
-        """Read tokens of a text, or whole prompts with padding, by the kernels that decode.
+        """Read tokens of one text, or whole prompts with padding, with the kernels used for decoding.
 
         Args:
-            cache: with buffers; it is empty where there are several texts, or padding. The tokens are appended to it.
+            cache: cache with buffers, empty where there are several texts or padding. The tokens are appended to it.
             ids (`torch.LongTensor` of shape `(B, n)`): the tokens, those of several texts padded at the left.
-            positions (`torch.LongTensor` of shape `(B, n)`): theirs.
-            starts: by row, the first token that is no padding.
+            positions (`torch.LongTensor` of shape `(B, n)`): positions of the tokens.
+            starts: index of the first token of each row that is not padding.
 
         Returns:
-            The logits of the last ones, `(B, 1, V)`; `None` where the plan has it otherwise, or these passes cannot be
-            run: nothing has happened then.
+            The logits of the last tokens, `(B, 1, V)`; `None` where the plan does not read prompts this way, or these
+            passes cannot be run: nothing has happened then.
         """
         logits = None
         if self.plan.prompts and (passes := prompt_passes(self.model, self.plan.batch_invariance)) is not None:
@@ -144,13 +144,13 @@ class Forward:
         return logits
 
     def draft(self, context: Context, rows: int, length: int) -> DraftPasses:
-        """The passes of one round's draft, to be entered with `with`.
+        """Return the passes of one round's draft, to be entered with `with`.
 
         Args:
-            context: what they follow. Its cache is read in place; the draft's own keys and values are kept until the
-                end of the round.
-            rows: of the batch, B.
-            length: tokens to draft at the most.
+            context: the state that they follow. Its cache is read in place; the draft's own keys and values are
+                retained until the end of the round.
+            rows: number of rows, B.
+            length: most tokens to draft.
         """
         assert self._draft is not None, "no config to draft by"
         return self._draft.passes(context, rows, length)
@@ -159,8 +159,8 @@ class Forward:
         """End a call.
 
         Args:
-            cache: what its passes stood behind.
-            keeps: whether anybody will look at what it holds.
+            cache: the cache that its passes used.
+            keeps: whether the contents of the cache will be read again.
         """
         if self._graph is not None:
             self._graph.end(cache, keeps)
@@ -169,29 +169,29 @@ class Forward:
     # CUDA graphs
 
     def replayed_logits(self, tokens: Tokens, context: Context) -> torch.Tensor | None:
-        """Logits `(1, n, V)` of the whole model's pass over n tokens, good until the next one.
+        """Replay the target's pass over n tokens and return logits `(1, n, V)`, valid until the next one.
 
         Args:
             tokens, context: as in `choices`.
 
         Returns:
-            `None` where the pass is not replayed, and nothing has happened then.
+            The logits; `None` where the pass is not replayed, in which case nothing has happened.
         """
         found = None if self._graph is None else self._graph.replay(tokens, context)
         return None if found is None else found[0]
 
     def choices(self, tokens: Tokens, context: Context) -> tuple[list[int], list[int]] | None:
-        """The tokens that the whole model takes greedily after each of some, where its passes are replayed.
+        """Return the target's greedy choices after each of some tokens, where its passes are replayed.
 
-        One copy to the device, and one wait for it.
+        Takes one copy to the device, and one wait for it.
 
         Args:
-            tokens: the pending one of a single row, and drafted ones behind it.
+            tokens: the pending token of a single row, and the drafted ones after it.
             context: as in `target`.
 
         Returns:
-            The tokens themselves, and as many that it takes; `None` where the pass is not replayed, and nothing has
-            happened then.
+            The tokens themselves, and the choice after each; `None` where the pass is not replayed, in which case
+            nothing has happened.
         """
         found = None if self._graph is None else self._graph.replay(tokens, context)
         if found is None:
@@ -204,20 +204,20 @@ class Forward:
 
     @property
     def replays(self) -> bool:
-        """Whether passes of the target are replayed by now, where they have been recorded."""
+        """Tell whether passes of the target that have been recorded are replayed by now."""
         return self._graph is not None and self._graph.is_ready
 
     @property
     def is_trying_to_replay(self) -> bool:
-        """Whether passes of the target are to be replayed, and have not been found to be right yet."""
+        """Tell whether passes of the target are to be replayed, but have not passed their check yet."""
         return self._graph is not None and self._graph.is_trying
 
     @property
     def replayed_passes(self) -> int:
-        """Passes of the target that were replayed so far."""
+        """Number of passes of the target replayed so far."""
         return 0 if self._graph is None else self._graph.passes
 
     @property
     def replay_refusal(self) -> str | None:
-        """Why passes are not replayed where they might be; `None` where they are, or this device has no graphs."""
+        """Reason why passes are not replayed where they might be; `None` where they are, or there are no graphs."""
         return None if self._graph is None else self._graph.refusal

@@ -1,4 +1,4 @@
-"""How the passes of a model are run."""
+"""The plan by which the passes of a model are run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["EAGER", "PassPlan"]
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How passes over so many rows are run, and why not otherwise. Made by `tuning.plan_passes`.
+    """Plan by which passes over a given number of rows are run. Made by `tuning.plan_passes`.
 
     Attributes:
-        captured: whether passes may run as they were captured: not where hidden states or attentions are asked for,
-            which a captured pass does not return, nor with more than one row.
+        captured: whether captured passes may run: not where hidden states or attentions are requested, which a captured
+            pass does not return; with more than one row only by batch-invariant JIT-compiled kernels.
         graph: whether they may be replayed as CUDA graphs, where this device has them.
-        batch_invariance: how the bits of a token's logits are kept from depending on the width of its pass; `None`:
+        batch_invariance: means by which the bits of a token's logits do not depend on the width of its pass; `None`:
             they may depend on it.
-        prompts: whether prompts are read by captured passes as well, by the kernels that decode.
-        own_kernels: whether passes that run the model's own code compute its linear layers by its own kernels, too.
-        reason: why bits may depend on the width of a pass; `None` where they do not, or nobody asked.
+        prompts: whether captured passes, with the kernels used for decoding, read prompts as well.
+        own_kernels: whether passes that run the model's own code use its own kernels for linear layers, too.
+        reason: why bits may depend on the width of a pass; `None` where they do not, or were not required not to.
     """
 
     captured: bool = True
@@ -29,7 +29,7 @@ class PassPlan:
     batch_invariance: BatchInvariance | None = None
     prompts: bool = False
     own_kernels: bool = False
-    # Says no more about how passes are run.
+    # For reports only: it does not affect how passes are run.
     reason: str | None = field(default=None, compare=False)
 
 

@@ -1,7 +1,7 @@
-"""Whether two ways to run a pass give the same logits but for rounding.
+"""Comparison of the logits of two ways to run a pass: equal but for rounding, or not.
 
 Two distances, each for its purpose: the greatest difference, where one pass is compared with another in the same state
-of the cache; and the root mean square per token, where texts are compared whose caches have been rounded otherwise.
+of the cache; and the root mean square per token, where texts are compared whose caches have been rounded differently.
 Both are in standard deviations of the logits, since those of a model have no scale of their own.
 """
 
@@ -23,11 +23,11 @@ _AVERAGE, _AVERAGE_HALF = 1e-3, 0.15
 
 
 def agree(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Tell whether logits `(1, n, V)` of two ways to run a pass differ by rounding at the most, by the greatest.
+    """Tell whether logits `(1, n, V)` of two ways to run a pass differ by rounding at most, by the greatest difference.
 
     Args:
         one, other: the logits.
-        dtype: that they were computed in; by default their own.
+        dtype: type that they were computed in; by default their own.
     """
     most = _GREATEST if (dtype or other.dtype) == torch.float32 else _GREATEST_HALF
     one, other = one.float(), other.float()
@@ -35,10 +35,10 @@ def agree(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype | None = No
 
 
 def agree_on_average(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Tell whether logits of two ways to run a pass differ by rounding at the most, by the root mean square.
+    """Tell whether logits of two ways to run a pass differ by rounding at most, by the root mean square.
 
     Args:
-        got, expected: the logits; what is not finite has to be so in both.
+        got, expected: the logits; entries that are not finite must be so in both.
     """
     tolerance = _AVERAGE if expected.dtype == torch.float32 else _AVERAGE_HALF
     got, expected = got.float(), expected.float()
@@ -48,13 +48,13 @@ def agree_on_average(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def distances(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Distance of the logits of two runs, per step and row, by the root mean square.
+    """Return the distance between the logits of two runs, per step and row, as a root mean square.
 
     Args:
         one, other: logits `(B, V)` of each step.
 
     Returns:
-        `(steps, B)`, in standard deviations; infinite where one has numbers and the other has none.
+        `(steps, B)`, in standard deviations; infinite where entries are finite in one of the two alone.
     """
     found = []
     for mine, theirs in zip(one, other, strict=True):
@@ -67,12 +67,12 @@ def distances(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tor
 
 
 def moved_embeddings(model: PreTrainedModel, ids: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Embeddings of tokens `(B, n)`, rounded otherwise: by a unit in the last place at the most.
+    """Return embeddings of tokens `(B, n)`, rounded differently: by a unit in the last place at most.
 
     Args:
         model: the target model.
         ids: the tokens.
-        seed: of the rounding.
+        seed: seed of the rounding.
     """
     embedded: torch.Tensor = model.get_input_embeddings()(ids)
     generator = torch.Generator(device="cpu").manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Three ways to run a pass of the target model: replayed as a CUDA graph, as captured, by the model's own code.
+"""Three ways to run a pass of the target model: replayed as a CUDA graph, captured, or by the model's own code.
 
-Each answers with the model's outputs, or with `None` where it cannot run this pass and nothing has happened. The first
-that answers is the pass.
+Each returns the model's outputs, or `None` where it cannot run this pass and nothing has happened. The first that
+returns outputs has run the pass.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ WholeText = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Passed(NamedTuple):
-    """What a pass gave.
+    """Result of a pass.
 
     Attributes:
-        outputs: the model's, with `logits` of shape `(B, ≥ n, V)`.
-        is_batch_invariant: whether the pass was one whose bits do not depend on its width, where there are such.
+        outputs: the model's outputs, with `logits` of shape `(B, ≥ n, V)`.
+        is_batch_invariant: whether the bits of the pass do not depend on its width, where there are such passes.
     """
 
     outputs: Any
@@ -69,8 +69,8 @@ class EagerRunner:
         self._few: tuple[SkipMode | None] | None = None
 
     def few_rows(self) -> SkipMode | None:
-        """What puts fast kernels for few rows in place; `None` where there are none."""
-        # Not a `cached_property`: until Python 3.12 these have a lock, which a fork may catch held.
+        """Return the mode that puts fast kernels for few rows in place; `None` where there are none."""
+        # Not a `cached_property`: until Python 3.12 these have a lock, which may be held when the process forks.
         if self._few is None:
             self._few = (None if self._plan.own_kernels else few_rows(self._model),)
         return self._few[0]
@@ -86,9 +86,9 @@ class EagerRunner:
 
         Args:
             tokens (`torch.LongTensor` of shape `(B, n)`): the pending token and n − 1 drafted ones.
-            context: what they follow.
+            context: the state that they follow.
             whole: the whole text, for a pass in which the model may want to compute its cache anew.
-            through: calls the model, such as to measure it.
+            through: function that calls the model, such as to time it.
         """
         new, positions = tokens.shape[1], context.positions_of(tokens.shape[1])
         tokens, positions = self._with_owed(tokens, positions, context)
@@ -121,7 +121,7 @@ class EagerRunner:
     def _with_owed(
         self, tokens: torch.Tensor, positions: torch.Tensor | None, context: Context
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Put the tokens that were committed since the checkpoint of recurrent states before these."""
+        """Prepend the tokens that were committed since the checkpoint of recurrent states."""
         checkpoint = context.checkpoint
         if checkpoint is None:
             return tokens, positions
@@ -166,18 +166,18 @@ class EagerRunner:
 
 
 class CapturedRunner:
-    """Passes as they were captured.
+    """Captured passes of the target.
 
     Args:
         model: the target model.
         plan: how its passes are run.
-        eager: runs the model's own code, with which a pass is compared where it may not be as flat as captured ones.
+        eager: runner of the model's own code, for comparison where a pass may not be as flat as captured ones.
     """
 
     def __init__(self, model: PreTrainedModel, plan: PassPlan, eager: EagerRunner) -> None:
         self._captured: CapturedPasses | None = captured_target(model, plan.batch_invariance) if plan.captured else None
         self._eager, self._plan = eager, plan
-        # In half precision a plain step is the model's own: captured, it would round otherwise.
+        # In half precision a plain step is the model's own: captured, it would round differently.
         is_half = model.dtype in (torch.bfloat16, torch.float16)
         self._shortest = 2 if plan.batch_invariance is None and is_half else 1
 
@@ -191,7 +191,7 @@ class CapturedRunner:
         """Run the pass.
 
         Args:
-            tokens, context, whole: as of `EagerRunner.run`.
+            tokens, context, whole: as in `EagerRunner.run`.
             going: rows that are computed; the logits of others are zeros. `None`: all.
         """
         rows, count = tokens.shape
@@ -203,7 +203,7 @@ class CapturedRunner:
         return self._try(tokens, context) if context.is_to_be_tried(rows) else None
 
     def _try(self, tokens: torch.Tensor, context: Context) -> Passed | None:
-        """Run the pass both ways, and find out whether a captured one computes the same here."""
+        """Run the pass both ways, and test whether a captured one computes the same here."""
         count = tokens.shape[1]
         logits = self._logits(tokens, context)
         if logits is None:
@@ -213,7 +213,7 @@ class CapturedRunner:
         context.is_as_flat = agree(logits, outputs.logits[:, -count:])
         if not context.is_as_flat or self._plan.batch_invariance is None:
             return Passed(outputs, False)
-        # The keys and values, too, are to have the bits that they have in any other pass.
+        # The keys and values must have the bits that they have in any other pass, too.
         context.cache.crop(-count)
         outputs.logits = self._logits(tokens, context)
         return Passed(outputs, True)
@@ -225,7 +225,7 @@ class CapturedRunner:
         places: Sequence[TextPlace] = ONE_TEXT,
         going: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
-        """Logits of the captured pass; `None` where it cannot run, and nothing has happened."""
+        """Return the logits of the captured pass; `None` where it cannot run, in which case nothing has happened."""
         assert self._captured is not None
         positions = context.flat_positions
         if positions is None:
@@ -244,14 +244,14 @@ class CapturedRunner:
 
 
 class GraphRunner:
-    """Passes replayed as CUDA graphs, once these are found to be right.
+    """Passes replayed as CUDA graphs, once these have passed their check.
 
     Args:
         model: the target model.
-        eager: runs the model's own code, next to which graphs are recorded.
+        eager: runner of the model's own code, next to which graphs are recorded.
 
     Attributes:
-        passes: how many were replayed.
+        passes: number of passes replayed.
     """
 
     def __init__(self, model: PreTrainedModel, eager: EagerRunner) -> None:
@@ -267,17 +267,17 @@ class GraphRunner:
 
     @property
     def is_there(self) -> bool:
-        """Whether this device replays passes of the model, or would."""
+        """Tell whether this device replays passes of the model, or would."""
         return self._graphs is not None
 
     @property
     def refusal(self) -> str | None:
-        """Why passes are not replayed where they might be; `None` where they are, or this device has no graphs."""
+        """Reason why passes are not replayed where they might be; `None` where they are, or there are no graphs."""
         return None if self._graphs is None else self._graphs.refusal
 
     @property
     def may_run(self) -> bool:
-        """Whether passes are replayed, or may turn out to be."""
+        """Tell whether passes are replayed, or may turn out to be."""
         if self._is_stale or self._graphs is None:
             return False
         self._graphs = self._graphs.in_use
@@ -285,34 +285,34 @@ class GraphRunner:
 
     @property
     def is_ready(self) -> bool:
-        """Whether passes are replayed by now, where they have been recorded."""
+        """Tell whether passes that have been recorded are replayed by now."""
         return self.may_run and self._graphs is not None and self._graphs.is_checked
 
     @property
     def is_trying(self) -> bool:
-        """Whether passes are to be replayed, and have not been found to be right yet."""
+        """Tell whether passes are to be replayed, but have not passed their check yet."""
         return self.may_run and self._graphs is not None and not self._graphs.is_checked
 
     def end(self, cache: Cache, keeps: bool) -> None:
-        """End a call; arguments as of `Forward.end`."""
+        """End a call; arguments as in `Forward.end`."""
         if self._graphs is not None:
             self._graphs.arena.take_back(cache, keeps)
             if self._graphs.refusal is not None:
                 self._graphs.arena.free()
 
     def renew(self, eager: EagerRunner) -> None:
-        """Go on with weights that may have changed in the middle of a call.
+        """Continue with weights that may have changed in the middle of a call.
 
         Args:
-            eager: runs the model's own code with these.
+            eager: runner of the model's own code with these weights.
         """
         self._eager = eager
         if self._graphs is not None:
-            # Another recording would need the memory that this call's cache has been lent.
+            # Another recording would need the memory that is lent to this call's cache.
             self._is_stale = not self._graphs.is_current(self._model)
 
     def run(self, tokens: torch.Tensor, context: Context, whole: WholeText | None = None) -> Passed | None:
-        """Run the pass; arguments as of `EagerRunner.run`."""
+        """Run the pass; arguments as in `EagerRunner.run`."""
         if whole is not None or not self.may_run or not context.is_plain(len(tokens)):
             return None
         found = self.replay(Tokens((), tokens), context)
@@ -324,11 +324,11 @@ class GraphRunner:
         """Replay a pass.
 
         Args:
-            tokens: of a single row.
-            context: what they follow.
+            tokens: tokens of a single row.
+            context: the state that they follow.
 
         Returns:
-            Logits `(1, n, V)`, good until the next pass, and the greedy choices; `None` where there is no graph yet.
+            Logits `(1, n, V)`, valid until the next pass, and the greedy choices; `None` where there is no graph yet.
         """
         if not self.may_run or not context.is_plain(1):
             return None

@@ -1,4 +1,4 @@
-"""`always`: every `generate` of a model drafts, whoever calls it."""
+"""Setting `always`, with which every `generate` of a model drafts, whatever code calls it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 __all__ = ["asks_always", "drafts_always", "note_continuous_batching", "note_undrafted", "store_default"]
 
 _WINNERS = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "assistant_early_exit")
-"""Other ways of decoding, which win where a call asks for one."""
+"""Other ways of decoding, which take precedence where a call requests one."""
 
 _CONTINUOUS_BATCHING = "continuous batching goes past `generate`, and its cache has no room for drafts"
 
 
 def store_default(model: PreTrainedModel, default: Any, always: bool | None) -> None:
-    """Store in a model's generation config what its calls draft with, and whether they do so unasked.
+    """Store in a model's generation config the default of its calls, and whether they draft without a request.
 
     Args:
         model: the target model.
-        default: a config, "auto", `True` for what is stored, or `None` to leave it.
+        default: a config, "auto", `True` for the stored one, or `None` to leave it.
         always: whether every call drafts; `None` to leave it. With `True` and no default at all, "auto" is stored.
 
     Raises:
-        TypeError: `always`, or what is stored, is of another type.
+        TypeError: `always`, or a stored value, is of another type.
         ValueError: the default does not fit the model.
     """
     config = model.generation_config
@@ -49,7 +49,7 @@ def store_default(model: PreTrainedModel, default: Any, always: bool | None) -> 
         default = stored_default(model)
     if always and default is None and getattr(config, "self_speculative", None) is None:
         default = AUTO
-    # A stored one is checked where calls are going to use it: none of them asks for it, so none should fail by it.
+    # A stored default is checked where calls are going to use it: they do not request it, so none should fail by it.
     checked = stored_default(model) if default is None and (always or (asked and always is None)) else default
     if checked is not None and checked != AUTO:
         checked = resolve(model, checked).to_dict()
@@ -59,7 +59,7 @@ def store_default(model: PreTrainedModel, default: Any, always: bool | None) -> 
         config.self_speculative = checked
     if always is not None:
         config.self_speculative_always = always
-    # Otherwise transformers makes the generation config anew from the model's, and the entries are lost.
+    # Otherwise transformers rebuilds the generation config from the model's, and the entries are lost.
     config._from_model_config = False
 
 
@@ -69,10 +69,10 @@ def asks_always(model: PreTrainedModel) -> bool:
 
 
 def drafts_always(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a call that does not say drafts all the same.
+    """Tell whether a call without `self_speculative` drafts nevertheless.
 
-    Not inside of another call, nor as an assistant of another model, nor where the call, or the generation config that
-    it was given, asks for another way of decoding or switches drafting off.
+    It does not inside another call, as an assistant of another model, or where the call, or the generation config that
+    it was given, requests another way of decoding or switches drafting off.
 
     Args:
         model: an enabled model.
@@ -91,11 +91,11 @@ def drafts_always(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping
 
 
 def note_undrafted(call: Call, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Say once, and note, that a call drafted nothing since its way of decoding has no room for it.
+    """Warn once, and record, that a call drafted nothing since its way of decoding has no room for it.
 
     Args:
-        call: one that has a refusal, and was decoded by another loop of transformers.
-        output: what that returned.
+        call: call that has a refusal, and was decoded by another loop of transformers.
+        output: output of that loop.
         args: positional arguments of `generate`.
         kwargs: its keyword arguments.
     """
@@ -111,7 +111,7 @@ def note_undrafted(call: Call, output: Any, args: tuple[Any, ...], kwargs: Mappi
 
 
 def note_continuous_batching(model: PreTrainedModel) -> None:
-    """Say once, and note, that continuous batching drafts nothing, where every call was to draft."""
+    """Warn once, and record, that continuous batching drafts nothing, where every call was to draft."""
     if asks_always(model):
         warn_undrafted(model, _CONTINUOUS_BATCHING)
         model.last_speculation = SpeculationStatistics.of_plain([], 0, frozenset(), _CONTINUOUS_BATCHING)

@@ -40,17 +40,17 @@ class Call:
 
     Attributes:
         model: the target model.
-        request: what the user asked for; `None` where the library checks a model.
-        check_batch: checks the model with more than one row.
-        script: what drafts where the library checks a model.
-        exactness: how bits are kept from depending on the width of a pass there, as in `plan_passes`.
-        refusal: why nothing can be drafted; `None` where it can.
-        is_unasked: whether the model drafts `always`, and the call did not ask: then nothing is an error.
-        has_run: whether the call came to transformers' loop for greedy decoding and sampling.
+        request: request of the user; `None` where the library checks a model.
+        check_batch: function that checks the model with more than one row.
+        script: drafter where the library checks a model.
+        exactness: exactness of that check, as in `plan_passes`.
+        refusal: why nothing can be drafted; `None` where drafting is possible.
+        is_unasked: whether the model drafts `always`, without a request of the call: then nothing is an error.
+        has_run: whether the call reached transformers' loop for greedy decoding and sampling.
         lockstep: whether all rows take the same number of tokens in each round.
         cache_is_returned: whether the caller sees the KV cache afterwards.
-        static: the static cache that it sees then, where one was asked for.
-        salt: tells keys and values that are kept for different users apart.
+        static: static cache that the caller sees instead, where one was requested.
+        salt: key that separates the stored keys and values of different users.
     """
 
     model: PreTrainedModel
@@ -67,11 +67,11 @@ class Call:
     salt: str | None = None
 
     def prepare_cache(self, given: dict[str, Any], name: str, is_users: bool, config: GenerationConfig) -> None:
-        """See what cache transformers has prepared, and exchange one that rejected tokens cannot be taken out of.
+        """Check the cache that transformers has prepared, and replace one from which tokens cannot be removed.
 
         Args:
-            given: keyword arguments of the model, the cache among them.
-            name: of the cache among these.
+            given: keyword arguments of the model, including the cache.
+            name: name of the cache among these.
             is_users: whether the user passed the cache in.
             config: generation config of the call.
 
@@ -85,7 +85,7 @@ class Call:
 
     @contextmanager
     def refusals_noted(self) -> Iterator[None]:
-        """Note what cannot be drafted as the call's refusal, where nobody asked for drafts; else it is raised."""
+        """Record a `CannotDraft` error as the call's refusal where drafts were not requested; else let it pass."""
         try:
             yield
         except CannotDraft as error:
@@ -100,16 +100,16 @@ class Call:
         model_kwargs: dict[str, Any],
         sample: Callable[[], Any],
     ) -> torch.LongTensor | SelfSpeculativeOutput | Any:
-        """Decode, with drafts where there can be any.
+        """Decode, with drafts where possible.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts.
-            request: what transformers' loop would have been asked for.
+            request: request that transformers' loop would have got.
             model_kwargs: the model's keyword arguments, with the cache.
-            sample: transformers' own loop, with the same.
+            sample: transformers' own loop, with the same arguments.
 
         Returns:
-            What transformers' loop returns, or a `SelfSpeculativeOutput` in the place of its dictionary.
+            Output of transformers' loop, or a `SelfSpeculativeOutput` in place of its dictionary.
         """
         self.has_run = True
         refusal = self.refusal or self._why_not_for(request.generation_config, input_ids.shape[0])
@@ -118,7 +118,7 @@ class Call:
         return self._decode_with_drafts(input_ids, request, model_kwargs)
 
     def _why_not_for(self, config: GenerationConfig, batch: int) -> str | None:
-        """Why nothing can be drafted for these rows; notes whether they go in lockstep."""
+        """Return why nothing can be drafted for these rows, or `None`; record whether they run in lockstep."""
         if _asks_for_states(config) and has_states(self.model):
             return "attentions and hidden states are asked for of a model that keeps recurrent states"
         if self.check_batch is None or batch == 1:
@@ -141,7 +141,7 @@ class Call:
                 forward = loan.forward = Forward(model, plan=plan)
                 drafter, between = call_drafter(forward, draft_by, config, batch)
             loan.restore_states()
-            # Recurrent states of all rows stand behind the same number of tokens.
+            # Recurrent states of all rows cover the same number of tokens.
             lockstep = self.lockstep or loan.has_states
             request = replace(request, cache_is_returned=self.cache_is_returned, lockstep=lockstep)
             prefix = Prefix(forward, cache, input_ids, model_kwargs, config, self.salt)
@@ -165,12 +165,12 @@ class Call:
         return output
 
     def _draft_by(self) -> SelfSpeculativeConfig | Drafter:
-        """What drafts: a drafter, or the model by a config."""
+        """Return the drafter of the call, or the config by which the model drafts."""
         found = self.script if self.request is None else self.request.drafter or self.request.config
         assert found is not None
         return found
 
 
 def _asks_for_states(config: GenerationConfig) -> bool:
-    """Whether attentions or hidden states are to be returned."""
+    """Tell whether attentions or hidden states are to be returned."""
     return bool(config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states))

@@ -1,4 +1,4 @@
-"""Which self-speculative call is under way on this thread."""
+"""Current self-speculative call of this thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CALL: ContextVar[Call | None] = ContextVar("ssd_generation_call", default=None)
 
 
 def current_call() -> Call | None:
-    """The call under way on this thread."""
+    """Return the current call of this thread."""
     return _CALL.get()
 
 
 @contextmanager
 def under_way(call: Call | None) -> Iterator[None]:
-    """Have a call under way; `None`: a plain call, maybe from inside of another, such as from a logits processor."""
+    """Make a call the current one; `None` for a plain call, maybe inside another, such as from a logits processor."""
     token = _CALL.set(call)
     try:
         with only_asked_drafts():

@@ -1,4 +1,4 @@
-"""The `custom_generate/generate.py` of an exported folder, which calls this and nothing else."""
+"""Implementation of the `custom_generate/generate.py` of an exported folder, which only calls it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STORED = ("self_speculative", _ALWAYS, "_from_model_config")
 def generate_drafting(
     model: PreTrainedModel, default: SelfSpeculativeRequest, inputs: Sequence[Any], arguments: Mapping[str, Any]
 ) -> Any:
-    """Generate as the model's own `generate`, drafting as a model does that was enabled with `always`.
+    """Generate like the model's own `generate`, drafting like a model that was enabled with `always`.
 
     Transformers calls the `generate` of a `custom_generate/` in two ways. Loaded with a model
     (`trust_remote_code=True`), it is the model's from then on: the model is enabled with `always`. Named in a call
@@ -30,7 +30,7 @@ def generate_drafting(
 
     Args:
         model: the target model, enabled or not.
-        default: what it drafts by, unless the call says: a config, a dictionary of one, or "auto".
+        default: default of calls that name no other: a config, a dictionary of one, or "auto".
         inputs: positional arguments of `generate`.
         arguments: its keyword arguments.
 
@@ -41,7 +41,7 @@ def generate_drafting(
         ValueError: the model cannot draft for itself (see `enable_self_speculative`), or `default` does not fit it.
     """
     if _came_with(model):
-        # The class's own takes its place, so that disable_self_speculative has its effect.
+        # The class's own `generate` replaces it, so that disable_self_speculative has its effect.
         vars(model).pop("generate", None)
         if not is_self_speculative(model) or getattr(model.generation_config, _ALWAYS, None) is None:
             enable_self_speculative(model, default, always=True)
@@ -58,7 +58,7 @@ def _came_with(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _always(model: PreTrainedModel, default: SelfSpeculativeRequest) -> Iterator[None]:
-    """Have a model draft in all calls for now."""
+    """Make a model draft in all calls, within the context."""
     config = model.generation_config
     before = {name: vars(config)[name] for name in _STORED if name in vars(config)}
     enable_self_speculative(model, default, always=True)

@@ -39,7 +39,7 @@ def enable_self_speculative(
     always: bool | None = None,
     prefix_cache: PrefixCacheSize | None = None,
 ) -> _ModelT:
-    """Teach a model `generate(..., self_speculative=…)`.
+    """Enable `generate(..., self_speculative=…)` on a model.
 
     The model stays the object it is, with its weights and its class's name; a call without `self_speculative` does
     exactly what it did before, unless `always` is set. Saving, pickling, copying, pipelines and adapters work as ever.
@@ -48,16 +48,16 @@ def enable_self_speculative(
         model: a decoder-only transformers model, a PEFT model around one, or a pipeline of either.
         default: a config, or "auto", to store in `model.generation_config.self_speculative`, used by
             `self_speculative=True`; it is saved and loaded with the generation config.
-        always: whether every `generate` of this model drafts, whoever calls it: a server, a trainer, a harness. Stored
+        always: whether every `generate` of this model drafts, whether a server, a trainer or a harness calls it. Stored
             as `model.generation_config.self_speculative_always` alongside the default ("auto" where none is given or
             stored), so that a model that was saved with it needs `enable_self_speculative(model)` alone. A call with
             `self_speculative=False` does not draft, nor does one with an assistant, prompt lookup or
             `custom_generate`; one that cannot draft, such as beam search, decodes as in transformers, with one
-            warning and the reason in `model.last_speculation.refusal`. `None`: as it is stored.
-        prefix_cache: bytes of keys and values that are kept between calls, such as `"1GB"`; `True`: 1 GB, `False`:
-            none. A self-speculative call then begins behind the longest prefix of its tokens that an earlier one has
-            read or decoded. It holds what was said: `generate(cache_salt=…)` keeps users apart. `None`: as before, at
-            first none.
+            warning and the reason in `model.last_speculation.refusal`. `None`: the stored value.
+        prefix_cache: bytes of keys and values that are retained between calls, such as `"1GB"`; `True`: 1 GB, `False`:
+            none. A self-speculative call then starts after the longest prefix of its tokens that an earlier one has
+            read or decoded. The cache holds the contents of texts: `generate(cache_salt=…)` separates users. `None`:
+            unchanged, initially none.
 
     Returns:
         The same object.
@@ -114,7 +114,7 @@ def why_no_drafts(model: torch.nn.Module) -> str | None:
 
     Raises:
         TypeError: `model` is not a transformers model.
-        ValueError: it cannot draft for itself, whatever it says (see `enable_self_speculative`).
+        ValueError: it cannot draft for itself at all (see `enable_self_speculative`).
     """
     target = _target_of(model)
     was_enabled = isinstance(target, SelfSpeculativeMixin)
@@ -125,7 +125,7 @@ def why_no_drafts(model: torch.nn.Module) -> str | None:
 
 
 def require_drafts(model: torch.nn.Module) -> None:
-    """Raise unless a model can draft, where drafting is all that was asked for.
+    """Raise unless a model can draft, for callers that need drafts.
 
     Args:
         model: a decoder-only transformers model, enabled or not.
@@ -149,7 +149,7 @@ def is_self_speculative(model: torch.nn.Module) -> bool:
 
 
 def _target_of(model: Any) -> PreTrainedModel:
-    """The transformers model itself, from inside a pipeline or a PEFT wrapper."""
+    """Return the transformers model itself, from inside a pipeline or a PEFT wrapper."""
     if not isinstance(model, torch.nn.Module) and isinstance(inside := getattr(model, "model", None), torch.nn.Module):
         model = inside
     get_base_model = getattr(model, "get_base_model", None)

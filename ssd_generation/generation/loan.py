@@ -1,4 +1,4 @@
-"""What a call borrows of its cache and its model, and gives back."""
+"""Loan of a call: what it borrows of its cache and its model, and gives back."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from ..support.versions import CACHE
 __all__ = ["Loan", "suited_cache"]
 
 _HISTORY = 160
-"""Tokens by which a row of a batch may lead when a sliding window's cache is rolled back (decoding/batch_rows.py)."""
+"""Slots retained before a sliding window, for leading rows of a batch to be rolled back by (decoding/pace.py)."""
 
 
 class Loan:
-    """Context manager: the cache of a call as passes of this library need it, and afterwards as transformers knows it.
+    """Context manager that prepares the cache of a call for this library's passes, and hands it back as transformers'.
 
-    On entering, lists of the cache's own are kept in its layers, and its layers get buffers. On leaving, whatever
-    happened, the memory of CUDA graphs is taken back, recurrent states return to the modules that keep them, and a
-    cache that the caller sees is one of transformers' again.
+    On entering, lists of the cache's own are moved into its layers, and its layers get buffers. On leaving, whatever
+    happened, the memory of CUDA graphs is reclaimed, recurrent states return to the modules that hold them, and a cache
+    that the caller sees is one of transformers' again.
 
     Args:
         model: the target model.
         cache: the cache of the call.
-        request: of the call.
-        batch: rows, B.
+        request: request of the call.
+        batch: number of rows, B.
         is_returned: whether the caller sees the cache afterwards.
-        static: the static cache that the caller sees in its place, where one was asked for.
+        static: static cache that the caller sees instead, where one was requested.
 
     Attributes:
         forward: the passes of the call, once there are any.
-        has_states: whether the cache keeps recurrent states.
-        watch: of the model's weights.
+        has_states: whether the cache holds recurrent states.
+        watch: watch over the model's weights.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Loan:
         is_returned: bool,
         static: StaticCache | None,
     ) -> None:
-        # Weights that are offloaded change all along.
+        # Offloaded weights change all the time.
         self.watch = WeightWatch(model, looks=request.has_code_of_the_users and not is_offloaded(model))
         self.forward: Forward | None = None
         self.has_states = False
@@ -79,19 +79,19 @@ class Loan:
         return self
 
     def forget_stale(self) -> None:
-        """Free what was made of weights or modules that the model no longer has."""
+        """Free what was made from weights or modules that the model no longer has."""
         forget_stale(self._model)
 
     def restore_states(self) -> None:
-        """Put back the states that modules held at first: passes that measure something leave others."""
+        """Restore the states that modules held at first: passes that measure something leave others."""
         if self._on_modules is not None and self._states is not None:
             self._on_modules.write(self._states)
 
     def deliver(self, output: SelfSpeculativeOutput) -> None:
-        """Let an output hold the cache that the caller is to see.
+        """Put the cache that the caller is to see into an output.
 
         Args:
-            output: of the call; a model may have started another cache than it was given.
+            output: output of the call; a model may have started another cache than it was given.
         """
         returned = cast(Cache, output[CACHE])
         if returned is not self._cache:
@@ -118,15 +118,15 @@ class Loan:
 
 
 def suited_cache(model: PreTrainedModel, cache: Any, is_users: bool) -> tuple[Any, StaticCache | None, str | None]:
-    """Exchange a cache that rejected tokens cannot be taken out of, where it is not the user's.
+    """Replace a cache from which rejected tokens cannot be removed, where it is not the user's.
 
     Args:
         model: the target model.
-        cache: that transformers has prepared; `None` where the model makes one in its first pass.
+        cache: cache that transformers has prepared; `None` where the model makes one in its first pass.
         is_users: whether the user passed it in.
 
     Returns:
-        The cache to decode with; the static one that the caller is to get in its place, if one was asked for; and why
+        The cache to decode with; the static one that the caller is to get instead, if one was requested; and why
         nothing can be drafted with it, or `None`.
 
     Raises:
@@ -136,7 +136,7 @@ def suited_cache(model: PreTrainedModel, cache: Any, is_users: bool) -> tuple[An
     if cache is None and kind is not None:
         cache = kind()  # as the model itself makes one in its first pass
     if not is_users and isinstance(cache, StaticCache) and not cache.offloading:
-        # Nothing has been allocated for it yet. Passes stand behind a cache of this library's own.
+        # Nothing has been allocated for it yet. Passes use a dynamic cache instead.
         static, cache = cache, DynamicCache(config=model.config.get_text_config(decoder=True))
     refusal = why_not_in(cache, kind)
     if refusal is None:

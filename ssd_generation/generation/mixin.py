@@ -28,7 +28,7 @@ __all__ = ["SelfSpeculativeMixin", "enabled_class", "original_class"]
 
 
 class SelfSpeculativeMixin:
-    """Adds `self_speculative=` to `generate`. Put in front of a model's class by `enable_self_speculative`."""
+    """Mixin that adds `self_speculative=` to `generate`; put in front of a class by `enable_self_speculative`."""
 
     last_speculation: SpeculationStatistics | None
     """Statistics of the last self-speculative call that ended on this model; `None` before the first."""
@@ -51,8 +51,8 @@ class SelfSpeculativeMixin:
                 measures what drafting costs on this machine (seconds, stored on the disk); every call then picks the
                 fastest way to draft, or none. On a model that drafts `always`, `None` is the stored default.
             draft_memory: share of the weights' bytes that low-bit copies for drafting may take, 0 (none) to 100. With
-                `"auto"` 0.3 where it is not given (0.35 of 16-bit weights); with a config that takes more, an error.
-            cache_salt: with `prefix_cache`: the call begins behind nothing but what calls with the same salt have left.
+                `"auto"`, by default 0.3 (0.35 of 16-bit weights); a config that takes more is an error.
+            cache_salt: with `prefix_cache`: the call reuses prefixes of calls with the same salt only.
             **kwargs: as in transformers' `generate`.
 
         Returns:
@@ -60,7 +60,7 @@ class SelfSpeculativeMixin:
             `speculation`; they are in `model.last_speculation` in any case.
 
         Raises:
-            ValueError: the config does not fit the model, or something was asked for that self-speculative decoding
+            ValueError: the config does not fit the model, or the call requests something that self-speculative decoding
                 cannot do (see the README); the message says what to do.
             TypeError: `self_speculative` is of another type.
         """
@@ -169,12 +169,12 @@ class SelfSpeculativeMixin:
 
 
 def _generate_of(model: Any) -> Any:
-    """The `generate` of an enabled model's own class."""
+    """Return the `generate` of an enabled model's own class."""
     return super(SelfSpeculativeMixin, model).generate
 
 
 def _rebuild(original: type) -> Any:
-    """Make an enabled model, empty. Pickles name this function as `ssd_generation.generation._rebuild`."""
+    """Create an empty enabled model. Pickles name this function as `ssd_generation.generation._rebuild`."""
     cls = enabled_class(original)
     return object.__new__(cls)
 
@@ -185,7 +185,7 @@ _CLASSES: dict[type, type] = {}
 
 
 def enabled_class(original: type) -> type:
-    """The class with the mixin in front; same name and module, since pipelines and saved configs know it by these.
+    """Return the class with the mixin in front; its name and module, which identify it to pipelines, are the same.
 
     Args:
         original: a model's own class.
@@ -204,5 +204,5 @@ def enabled_class(original: type) -> type:
 
 
 def original_class(cls: type) -> type:
-    """The model's own class, of one that `enabled_class` made."""
+    """Return the model's own class, given one that `enabled_class` made."""
     return cls.__mro__[cls.__mro__.index(SelfSpeculativeMixin) + 1]

@@ -26,17 +26,17 @@ def decode_plainly(
     sample: Callable[[], Any],
     refusal: str,
 ) -> Any:
-    """Decode as transformers does, and note why.
+    """Decode as transformers does, and record why.
 
     Args:
         model: the target model.
         input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts.
-        request: what transformers' loop is asked for.
+        request: request to transformers' loop.
         sample: transformers' own loop.
         refusal: why nothing is drafted.
 
     Returns:
-        What transformers' loop returns.
+        Output of transformers' loop.
 
     Warns:
         Once per model and reason, unless the call was too short for a draft anyway.

@@ -1,4 +1,4 @@
-"""What a call begins behind: keys and values of an earlier text of this model that begins with the same tokens."""
+"""Prefixes reused by a call: keys and values of an earlier text of this model that begins with the same tokens."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 __all__ = ["Prefix", "PrefixCacheSize", "PrefixPart", "bytes_of", "set_prefix_cache"]
 
 _BY_DEFAULT = 10**9
-"""Bytes of a cache for which no size is given."""
+"""Default size of a cache, in bytes."""
 
 _FEWEST = 32
-"""Tokens from which on a prefix is reused: before that, all weights are read once, to see that they are the same."""
+"""Shortest prefix that is reused, in tokens: reuse takes a reading of all weights, to check that they are the same."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 PrefixCacheSize = bool | int | str
-"""What `enable_self_speculative(prefix_cache=…)` takes: bytes, a size such as `"1GB"`, `True` for 1 GB, or `False`."""
+"""Type of `enable_self_speculative(prefix_cache=…)`: bytes, a size such as `"1GB"`, `True` for 1 GB, or `False`."""
 
 
 class PrefixPart(Part):
-    """Of a model: what its texts have left.
+    """State of a model: stored prefixes of its texts.
 
     Attributes:
-        cache: keys and values; `None`: nothing is kept.
-        weights: what the weights are that it was computed by, as torch counts writes.
-        digest: of their numbers; `None` until it is needed.
+        cache: keys and values; `None` where nothing is stored.
+        weights: fingerprint of the weights that these were computed with, by identity and torch's counts of writes.
+        digest: digest of the weights' numbers; `None` until it is needed.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class PrefixPart(Part):
 
 
 def bytes_of(size: PrefixCacheSize) -> int:
-    """Bytes of a size.
+    """Return the number of bytes of a size.
 
     Args:
-        size: as `PrefixCacheSize`.
+        size: a `PrefixCacheSize`.
 
     Raises:
         TypeError: it is of another type.
@@ -84,14 +84,14 @@ def bytes_of(size: PrefixCacheSize) -> int:
 
 
 def set_prefix_cache(model: PreTrainedModel, size: PrefixCacheSize) -> None:
-    """Keep keys and values of a model's texts from now on, or none.
+    """Store keys and values of a model's texts from now on, or none.
 
     Args:
         model: the target model.
-        size: as `PrefixCacheSize`.
+        size: a `PrefixCacheSize`.
 
     Raises:
-        TypeError, ValueError: as `bytes_of`.
+        TypeError, ValueError: as in `bytes_of`.
     """
     most, part = bytes_of(size), state_of(model).get(PrefixPart)
     if most == 0:
@@ -103,18 +103,18 @@ def set_prefix_cache(model: PreTrainedModel, size: PrefixCacheSize) -> None:
 
 
 class Prefix:
-    """Of one call: what it takes from the cache of prefixes, and what it leaves there.
+    """Prefix of one call: what it takes from the cache of prefixes, and what it stores there.
 
     Args:
         forward: the passes of the call.
         cache: the KV cache of the call.
         input_ids (`torch.LongTensor` of shape `(B, prompt_length)`): the prompts.
         model_kwargs: the model's keyword arguments.
-        config: of the call.
-        salt: tells entries of different users apart.
+        config: generation config of the call.
+        salt: key that separates the entries of different users.
 
     Attributes:
-        reused: tokens that were taken.
+        reused: number of tokens that were taken.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class Prefix:
         self._key = (salt, str(forward.model.dtype), str(forward.device), torch.get_num_threads(), forward.plan.prompts)
 
     def _may_be(self, model_kwargs: dict[str, Any], config: GenerationConfig) -> bool:
-        """Whether keys and values of this call hang on nothing but tokens and what the key says."""
+        """Tell whether keys and values of this call depend on nothing but tokens and the key."""
         model, plan, cache = self._forward.model, self._forward.plan, self._cache
         positions = model_kwargs.get("position_ids")
         return (
-            plan.captured  # nothing but tokens is asked
+            plan.captured  # no attentions or hidden states are requested
             and (plan.prompts or model.dtype == torch.float32)
             and isinstance(cache, Cache)
             and slots_of(cache) == 0
@@ -150,7 +150,7 @@ class Prefix:
         )
 
     def fill(self) -> None:
-        """Put what is known of the prompt into the cache of the call."""
+        """Copy what is stored of the prompt into the cache of the call."""
         prefixes, part = self._prefixes, self._part
         if prefixes is None:
             return
@@ -163,7 +163,7 @@ class Prefix:
         most = len(tokens) - 1  # the last one's logits are needed
         if min(prefixes.match(self._key, tokens), most) < _FEWEST:
             return
-        # Writes through `.data` or NumPy are none that torch counts.
+        # torch does not count writes through `.data` or NumPy.
         digest = _digest(model)
         if digest != part.digest:
             prefixes.clear()
@@ -174,7 +174,7 @@ class Prefix:
         self.reused = slots_of(self._cache)
 
     def keep(self, sequences: torch.Tensor) -> None:
-        """Leave what the call has read and decoded.
+        """Store what the call has read and decoded.
 
         Args:
             sequences (`torch.LongTensor` of shape `(1, n)`): the text.
@@ -184,7 +184,7 @@ class Prefix:
             return
         count = min(slots_of(self._cache), sequences.shape[1])
         if forward.model.dtype != torch.float32:
-            # A text must not depend on earlier ones: only what any call would have computed to the bit.
+            # A text must not depend on earlier ones: store only what any call would have computed to the bit.
             if not forward.has_read_prompt:
                 return
             if not forward.is_bitwise:
@@ -198,13 +198,13 @@ class Prefix:
 
 @looked_at_once
 def _weights(model: PreTrainedModel) -> Hashable:
-    """What the weights are, by what torch knows of writes into them."""
+    """Return a fingerprint of the weights, by their identity and torch's counts of writes into them."""
     tensors = (t for m in modules_of(model) for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
     return hash(tuple(map(fingerprint_of, tensors)))
 
 
 def _digest(model: PreTrainedModel) -> str:
-    """A digest of the numbers in all weights, which takes about as long as reading them."""
+    """Return a digest of the numbers in all weights, which takes about as long as reading them."""
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
         numbers = parameter.detach().contiguous().view(-1).view(torch.uint8)

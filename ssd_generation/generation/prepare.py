@@ -1,4 +1,4 @@
-"""How a call begins: what it drafts with, and whether its model can draft."""
+"""Preparation of a call: what it drafts with, and whether its model can draft."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["check", "prepare", "prepare_unasked"]
 
 
 GenerateOf = Callable[[PreTrainedModel], Callable[..., Any]]
-"""Of a model, the `generate` of its own class."""
+"""Function from a model to the `generate` of its own class."""
 
 
 def prepare_unasked(
@@ -32,17 +32,17 @@ def prepare_unasked(
     kwargs: Mapping[str, Any],
     generate_of: GenerateOf,
 ) -> Call:
-    """Prepare a call of a model that drafts `always`, by its stored default; what it cannot do is its refusal.
+    """Prepare a call of a model that drafts `always`, by its stored default; record what it cannot do as its refusal.
 
     Args:
         model: the target model.
         draft_memory: share of the weights' bytes that low-bit copies may take, as in `Request`.
         args: positional arguments of `generate`.
         kwargs: its keyword arguments.
-        generate_of: gives the `generate` of a model's own class.
+        generate_of: returns the `generate` of a model's own class.
 
     Raises:
-        ValueError, TypeError: the generation config of the call asks for a config that does not fit.
+        ValueError, TypeError: the generation config of the call names a config that does not fit.
     """
     call = Call(model, is_unasked=True)
     with call.refusals_noted():
@@ -55,15 +55,15 @@ def prepare(request: Request, generate_of: GenerateOf) -> Call:
     """Find out what a call drafts with, and whether its model can draft.
 
     Args:
-        request: what was asked for.
-        generate_of: gives the `generate` of a model's own class.
+        request: request of the call.
+        generate_of: returns the `generate` of a model's own class.
 
     Raises:
-        ValueError, TypeError: as `Request.resolve`.
+        ValueError, TypeError: as in `Request.resolve`.
     """
     model, tokenizer = request.model, request.kwargs.get("tokenizer")
     call = Call(model, request, check_batch=partial(check, model, generate_of, is_batch=True))
-    # What is measured or checked here is no part of a call that is under way.
+    # Measurements and checks made here are no part of a call that is under way.
     with under_way(None), looking_once():
         if not request.is_auto:
             request.resolve()
@@ -90,17 +90,17 @@ def check(
 
     Args:
         model: the target model.
-        generate_of: gives the `generate` of a model's own class; another model may be tried in this one's place.
-        is_batch: more than one row.
-        tokenizer: of the call, for models whose `generate` wants one.
-        exactness: that was asked for.
+        generate_of: returns the `generate` of a model's own class; another model may be tried in this one's place.
+        is_batch: whether to check more than one row.
+        tokenizer: tokenizer of the call, for models whose `generate` needs one.
+        exactness: the requested exactness.
     """
 
     def decode(tried: PreTrainedModel, text: ForcedText, is_drafted: bool, lockstep: bool) -> Any:
         script = ScriptedDrafts(text) if is_drafted else None
         call = Call(tried, script=script, exactness=exactness, lockstep=lockstep)
         with under_way(call if is_drafted else None):
-            # Whatever the model's own generation config says.
+            # These override the model's own generation config.
             return generate_of(tried)(
                 **text.arguments(),
                 max_new_tokens=text.most_tokens,

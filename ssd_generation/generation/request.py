@@ -1,4 +1,4 @@
-"""What a call asks for: `self_speculative=` and `draft_memory=`, validated and resolved to a config once."""
+"""Request of a call: `self_speculative=` and `draft_memory=`, validated and resolved to a config once."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ __all__ = [
 SelfSpeculativeRequest = (
     SelfSpeculativeConfig | SkipConfig | Drafter | Mapping[str, Any] | str | os.PathLike[str] | bool
 )
-"""What `generate(self_speculative=…)` takes: a config, a skip set, either as a dictionary, the path or Hub id of a
-saved config, `"auto"` (measure this machine once, draft by whatever pays), or `True` for the default stored in
+"""Type of `generate(self_speculative=…)`: a config, a skip set, either as a dictionary, the path or Hub id of a saved
+config, `"auto"` (measure this machine once, then draft in the fastest way), or `True` for the default stored in
 `model.generation_config.self_speculative`; or a `Drafter`, to draft in a way of your own."""
 
 AUTO = "auto"
 
 _SHORT = 2
-"""New tokens of a call that none can be drafted for: the first comes from the prompt, and the last token of a round is
-the target model's own."""
+"""Largest number of new tokens for which none can be drafted: the first comes from the prompt's pass, and the last
+token of a round is the target model's own."""
 
 
 @dataclass
 class Request:
-    """`self_speculative=` of one call, next to what else it was called with.
+    """Value of `self_speculative=` in one call, with the other arguments of that call.
 
     Args:
         model: the target model.
-        asked: what `self_speculative` was; neither `None` nor `False`.
-        draft_memory: share of the weights' bytes that low-bit copies may take; `None`: as many as are usual.
+        asked: value of `self_speculative`; neither `None` nor `False`.
+        draft_memory: share of the weights' bytes that low-bit copies may take; `None` for the usual share.
         args: positional arguments of `generate`.
         kwargs: its keyword arguments.
 
     Attributes:
-        drafter: the user's own, or `None`.
-        config: what to draft with; `None` before `resolve`, and with a drafter of the user's own.
+        drafter: the user's own drafter, or `None`.
+        config: config to draft by; `None` before `resolve`, and with a drafter of the user's own.
 
     Raises:
-        ValueError, TypeError: something was asked for that self-speculative decoding cannot do.
+        ValueError, TypeError: the call requests something that self-speculative decoding cannot do.
     """
 
     model: PreTrainedModel
@@ -92,24 +92,24 @@ class Request:
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """The generation config that the call was given."""
+        """Generation config that the call was given."""
         return generation_config_of(self.args, self.kwargs)
 
     @property
     def is_auto(self) -> bool:
-        """Whether the config is found by measurements, which need a model that has passes over several tokens."""
+        """True if the config is found by measurements, which need a model that can run passes over several tokens."""
         return isinstance(self.asked, str) and self.asked == AUTO
 
     @property
     def exactness(self) -> str | None:
-        """The exactness that the config asks for."""
+        """Exactness that the config requests."""
         return None if self.config is None else self.config.exactness
 
     @property
     def few_tokens(self) -> int | None:
-        """New tokens that the call asks for; `None` where that is unknown, or where it asks for more than a text.
+        """Number of new tokens that the call requests; `None` if unknown, or if it requests more than a text.
 
-        More than a text: a drafter of the user's own, a budget, exactness to the bit.
+        More than a text: a drafter of the user's own, a memory budget, bitwise exactness.
         """
         if self.drafter is not None or self.draft_memory is not None or self.exactness == BITWISE:
             return None
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def is_short(self) -> bool:
-        """Whether it is known beforehand that preparing drafts costs more than they save."""
+        """True if it is known beforehand that preparing drafts costs more than they save."""
         few = self.few_tokens
         if few is None:
             return False
@@ -128,7 +128,7 @@ class Request:
 
     @property
     def is_found_short(self) -> bool:
-        """Whether it is, now that `"auto"` has its config."""
+        """True if the same is known after `"auto"` has found its config."""
         few = self.few_tokens
         return few is not None and self.config is not None and is_short_for(self.model, self.config, few)
 
@@ -152,12 +152,12 @@ class Request:
 def resolve(
     model: PreTrainedModel, asked: SelfSpeculativeRequest, draft_memory: float | None = None
 ) -> SelfSpeculativeConfig:
-    """Return the config that was asked for, other than by `"auto"` and `True`.
+    """Return the config that was requested, other than by `"auto"` and `True`.
 
     Args:
         model: the target model.
-        asked: see `SelfSpeculativeRequest`.
-        draft_memory: share of the weights' bytes that its low-bit copies may take; `None`: any.
+        asked: a `SelfSpeculativeRequest`.
+        draft_memory: share of the weights' bytes that its low-bit copies may take; `None` for any.
 
     Raises:
         ValueError, TypeError: there is none, it does not fit the model, or its copies take more.
@@ -178,7 +178,7 @@ def resolve(
 
 
 def _check_fits(model: PreTrainedModel, config: SelfSpeculativeConfig) -> None:
-    # Of the language model inside, where the model takes pictures as well: that is what provenance records.
+    # The type of the inner language model, where the model takes images as well: provenance records that one.
     kind = str(model.config.get_text_config(decoder=True).model_type)
     config.validate_for(num_layers=len(layout_of(model)), model_type=kind)
 
@@ -200,7 +200,7 @@ def stored_default(model: PreTrainedModel, generation_config: GenerationConfig |
 
     Args:
         model: the target model.
-        generation_config: of the call, which comes before the model's own.
+        generation_config: generation config of the call, which takes precedence over the model's own.
 
     Raises:
         ValueError: nothing is stored.
@@ -210,7 +210,7 @@ def stored_default(model: PreTrainedModel, generation_config: GenerationConfig |
         stored = getattr(source, "self_speculative", None)
         if stored is None or stored is True:
             continue
-        # It came with the model, maybe a stranger's: a path there would have a file of this machine opened and parsed.
+        # It came with the model, maybe from an untrusted source: a path would make this machine open and parse a file.
         is_config = isinstance(stored, (SelfSpeculativeConfig, SkipConfig, Mapping))
         if is_config or (isinstance(stored, str) and stored == AUTO):
             return stored  # type: ignore[no-any-return]
@@ -248,11 +248,11 @@ def _read(asked: SelfSpeculativeRequest) -> SelfSpeculativeConfig:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# calls that ask for nothing
+# calls that do not request drafts
 
 
 def refuse_without_drafts(draft_memory: float | None, cache_salt: str | None) -> None:
-    """Raise `ValueError` where something was given that says nothing to a call that does not draft."""
+    """Raise `ValueError` for an argument that has no effect in a call that does not draft."""
     for name, given in (("draft_memory", draft_memory), ("cache_salt", cache_salt)):
         if given is not None:
             raise ValueError(
@@ -262,7 +262,7 @@ def refuse_without_drafts(draft_memory: float | None, cache_salt: str | None) ->
 
 
 def warn_if_nothing_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Warn once per model where a generation config asks for drafting but the call does not."""
+    """Warn once per model where a generation config requests drafting but the call does not."""
     stored = getattr(model.generation_config, "self_speculative", None)
     asked = getattr(generation_config_of(args, kwargs), "self_speculative", None)
     if asked is not None and asked is not False and asked != stored:

@@ -1,6 +1,6 @@
-"""Methods side by side: what they are asked, how they are run, and the folders that runs leave.
+"""Methods side by side: their prompts, the engine that runs them, and the folders of their results.
 
-In the order of imports: `peer_methods` and `methods` name what is compared, `texts` holds prompts and what texts are
-checked for, `results` what is stored and reported, `run` the engine that interleaves calls, `peers` other runtimes in
-processes of their own.
+In the order of imports: `peer_methods` and `methods` name what is compared, `texts` holds prompts and checks of texts,
+`results` what is stored and reported, `run` the engine that interleaves calls, `peers` other runtimes in separate
+processes.
 """

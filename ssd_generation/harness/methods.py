@@ -1,4 +1,4 @@
-"""The methods that are compared: plain decoding, this library's modes, and what transformers has to offer."""
+"""Methods to compare: plain decoding, this library's modes, and those of transformers and other runtimes."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Method:
     """One way to decode.
 
     Attributes:
-        name: as in `METHODS`, with a number for N.
-        request: what it adds to `generate`'s arguments; `"assistant_model": True` represents the assistant. Of a
-            method that another runtime runs: its model, `"peer": PeerModel`.
+        name: name as in `METHODS`, with a number for N.
+        request: arguments that it adds to those of `generate`; `"assistant_model": True` represents the assistant. For
+            a method that another runtime runs: its model, `"peer": PeerModel`.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Method:
 
 
 def of_config(config: SelfSpeculativeConfig | None) -> tuple[str, ...]:
-    """Return the methods that compare a config: there is no setting of the paper's without a skip set."""
+    """Return the methods that compare a config; `paper` needs a skip set."""
     return () if config is None else ("config", "paper") if config.skip else ("config",)
 
 
@@ -106,13 +106,13 @@ def check_methods(
     has_assistant: bool,
     peers: Mapping[str, PeerModel] | None = None,
 ) -> tuple[str, ...]:
-    """Names of methods, checked before a model is loaded, plain decoding first.
+    """Check the names of methods before a model is loaded, and return them, plain decoding first.
 
     Args:
-        names: see `METHODS`.
-        config: of the methods that need one.
+        names: names of methods, see `METHODS`.
+        config: config of the methods that need one.
         has_assistant: whether there is a model for `assistant`.
-        peers: the models of other runtimes' methods, by the method's name. Each has to be used, see `check_unused`.
+        peers: models of other runtimes, by method name. Each has to be used, see `check_unused`.
 
     Raises:
         ValueError: an unknown or repeated name, nothing to compare with plain decoding, or a method without what it
@@ -146,17 +146,17 @@ def make_methods(
     seed: int = 0,
     peers: Mapping[str, PeerModel] | None = None,
 ) -> list[Method]:
-    """Make the methods of those names for a model.
+    """Make the methods of the given names for a model.
 
     Args:
-        names: see `METHODS`.
+        names: names of methods, see `METHODS`.
         model: the target model, enabled.
-        config: what `skip`, `config` and `paper` draft by.
-        seed: of `random-half`.
-        peers: the models of other runtimes' methods, by the method's name.
+        config: config of `skip`, `config` and `paper`.
+        seed: seed of `random-half`.
+        peers: models of other runtimes, by method name.
 
     Raises:
-        ValueError: as `check_methods`, where a config or another runtime's model is concerned.
+        ValueError: a method without the config or the other runtime's model that it needs.
     """
     models = peers or {}
     return [
@@ -225,11 +225,11 @@ def _number_of(name: str) -> tuple[str, int]:
 
 
 def random_half(layout: DecoderLayout, seed: int) -> SkipConfig:
-    """Choose a random half of all sub-layers that can be skipped, with at least one attention sub-layer kept.
+    """Choose a random half of all sub-layers that can be skipped; at least one attention sub-layer remains.
 
     Args:
-        layout: of the model.
-        seed: of the choice; the same seed, the same half.
+        layout: layout of the model.
+        seed: seed of the choice; the same seed gives the same half.
     """
     attention = [layer.index for layer in layout.layers if layer.attention and layer.index not in layout.shares_kv]
     mlp = [layer.index for layer in layout.layers if layer.mlp]

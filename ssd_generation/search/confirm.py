@@ -1,4 +1,4 @@
-"""Drafts in real generation: timed in turns with plain decoding, and their acceptance rates counted."""
+"""Drafts in real generation: timed, interleaved with plain decoding, and their acceptance rates counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["NOTHING_DRAFTED", "Confirmed", "confirm", "generated_acceptance", "tokens_per_second"]
 
 NOTHING_DRAFTED = "nothing drafted"
-"""The name of this library's loop without drafting. The theoretical speed-up of a draft is relative to it."""
+"""Name of this library's loop without drafting. The theoretical speed-up of a draft is relative to it."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Confirmed:
     """Results of timed generation.
 
     Attributes:
-        ratios: by name, tokens per second relative to plain `generate` on the same text, for each text.
-        acceptance: by name, accepted / drafted tokens of all texts.
-        identical: by name, number of texts whose tokens equal those of plain decoding.
+        ratios: tokens per second relative to plain `generate` on the same text, for each text, by name.
+        acceptance: accepted / drafted tokens of all texts, by name.
+        identical: number of texts whose tokens equal those of plain decoding, by name.
     """
 
     ratios: Mapping[str, Sequence[float]]
@@ -46,11 +46,11 @@ class Confirmed:
     identical: Mapping[str, int]
 
     def median(self, name: str) -> float:
-        """The median ratio."""
+        """Return the median ratio."""
         return averages.median(self.ratios[name])
 
     def by_the_draft(self, name: str) -> float | None:
-        """The median ratio to this library's own loop without drafting; `None` where that was not timed.
+        """Return the median ratio to this library's own loop without drafting; `None` if that was not timed.
 
         This, rather than the ratio to plain `generate`, is what the theoretical speed-up predicts.
         """
@@ -59,7 +59,7 @@ class Confirmed:
         return averages.median(r / n for r, n in zip(self.ratios[name], self.ratios[NOTHING_DRAFTED], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, with medians, as plain JSON types."""
+        """Return all results, with medians, as JSON types."""
         return {
             name: {
                 "median": self.median(name),
@@ -80,11 +80,11 @@ def confirm(
     calibration: Calibration,
     progress: Callable[[str], None] | None = None,
 ) -> Confirmed:
-    """Time generation of each text by plain decoding and by each config, in turns (see `interleaved`).
+    """Time generation of each text by plain decoding and by each config (see `interleaved`).
 
     Args:
         model: the target model.
-        configs: by name.
+        configs: configs by name.
         calibration: its prompts are continued for as many tokens as its texts have.
         progress: callback with a description of each call.
     """
@@ -117,7 +117,7 @@ def confirm(
 
 
 def _record_ahead(model: PreTrainedModel, configs: Iterable[SelfSpeculativeConfig]) -> None:
-    """Capture the verification passes of all lengths now: a capture takes as long as several tokens of a short text."""
+    """Capture the verification passes of all lengths in advance: a capture takes as long as several tokens."""
     for config in configs:
         batch_invariance = plan_passes(model, exactness=config.exactness).batch_invariance
         passes = captured_target(model, batch_invariance)
@@ -137,16 +137,16 @@ def _generate(
 def tokens_per_second(
     model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration
 ) -> tuple[float, Acceptance]:
-    """Measured tokens per second with Draft & Verify's rule for the draft length (at most 8 tokens, as in its search).
+    """Measure tokens per second with Draft & Verify's rule for the draft length (at most 8 tokens, as in its search).
 
     Returns:
-        Tokens per second over all texts, and acceptance by depth with the passes that were made.
+        Tokens per second over all texts, and acceptance by depth with the number of passes.
     """
     enable_self_speculative(model)
     as_in_paper = dataclasses.replace(
         config, drafting=DraftingConfig(policy="confidence", max_draft_length=8), lookup=None
     )
-    # Captures and low-bit copies are made once for many drafts, so they are not part of the time.
+    # Captures and low-bit copies are created once for many drafts, so they are not part of the time.
     first = calibration.texts[0]
     _record_ahead(model, [as_in_paper])
     _generate(model, as_in_paper, first.ids[:, : first.prompt_length], 2)
@@ -155,11 +155,11 @@ def tokens_per_second(
 
 
 def generated_acceptance(model: PreTrainedModel, config: SelfSpeculativeConfig, calibration: Calibration) -> Acceptance:
-    """Acceptance by depth in real generation, with the passes that were made.
+    """Measure acceptance by depth in real generation, with the number of passes.
 
     Args:
         model: the target model, enabled.
-        config: of the draft.
+        config: config of the draft.
         calibration: its prompts are continued for as many tokens as its texts have.
     """
     total = Acceptance()

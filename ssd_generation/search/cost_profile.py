@@ -1,9 +1,9 @@
-"""A cost model of draft steps on this machine: seconds of each kind of sub-layer, and of verifying n tokens.
+"""Cost model of draft steps on this machine: seconds of each kind of sub-layer, and of verifying n tokens.
 
 A draft step is modelled as a sum: overhead, the LM head, and each sub-layer that is not skipped, in its precision. The
-parts come from differences between whole steps (all MLPs skipped, all attention but one, both, all in low bits), so
-that a sub-layer is measured inside a step, not on its own. Only the LM head is also timed on its own, to separate it
-from the overhead.
+terms are derived from differences between whole steps (all MLPs skipped, all attention but one, both, all in low bits),
+so that a sub-layer is measured inside a step, not in isolation. Only the LM head is also timed in isolation, to
+separate it from the overhead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CONTEXTS = (64, 512, 2048)
 
 _VERSION = 2
 _SECONDS = 4.0
-"""Passes are repeated this long, once the least number is reached."""
+"""Minimum time for which passes are repeated, after the minimum number of repeats."""
 
 
 def _shape(model_type: str, num_layers: int, hidden_size: int) -> str:
@@ -57,24 +57,24 @@ def _shape(model_type: str, num_layers: int, hidden_size: int) -> str:
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Seconds of the parts of a draft step, by kind and precision, and of verify passes.
+    """Seconds of the parts of a draft step, by kind and precision, and of verification passes.
 
     Attributes:
         contexts: tokens in the cache at which attention was measured, ascending.
-        plain_step: a step of the whole model at each context.
-        attention: by precision ("keep": as loaded), one attention sub-layer at each context. In low bits it is measured
-            at the first, and taken to grow with the context as it does as loaded.
-        mlp: by precision, one MLP sub-layer.
-        head: by precision, the LM head.
-        overhead: by the precision of most of the draft, everything else: embedding, norms outside the sub-layers,
-            casts, code that runs once per step.
+        plain_step: seconds of a step of the target model at each context.
+        attention: seconds of one attention sub-layer at each context, by precision ("keep": as loaded). In low bits it
+            is measured at the first context, and assumed to grow with the context as it does as loaded.
+        mlp: seconds of one MLP sub-layer, by precision.
+        head: seconds of the LM head, by precision.
+        overhead: seconds of everything else, by the precision of most of the draft: embedding, norms outside the
+            sub-layers, casts, code that runs once per step.
         verify: pairs (tokens in the pass, seconds), at the first context.
         spread: median / minimum of the times of a pass, the median over all passes: 1 on a quiet machine.
         checked: predicted over measured time of a draft step that mixes skipping and low bits, by precision ("skipped"
             for skipping alone).
         measured_on: device, threads, dtype, attention implementation, versions.
-        model_type: of the model.
-        num_layers: its decoder layers.
+        model_type: type of the model.
+        num_layers: number of its decoder layers.
         hidden_size: its width.
         shares: `{"attention": […], "mlp": […]}`: parameters of each layer's sub-layer relative to the mean of its kind.
     """
@@ -100,11 +100,11 @@ class CostProfile:
         return _shape(self.model_type, self.num_layers, self.hidden_size)
 
     def draft_step(self, config: SelfSpeculativeConfig, context: int | None = None) -> float:
-        """Seconds of a draft step of a config.
+        """Return the seconds of a draft step of a config.
 
         Args:
-            config: what is skipped, and the precision of the rest.
-            context: tokens in the KV cache; `None`: the smallest that was measured.
+            config: the skipped sub-layers, and the precision of the rest.
+            context: tokens in the KV cache; `None`: the smallest measured context.
 
         Raises:
             ValueError: a precision that was not measured.
@@ -127,7 +127,7 @@ class CostProfile:
         return seconds
 
     def costs(self, config: SelfSpeculativeConfig, context: int | None = None) -> Costs:
-        """The costs of a config, as `SelfSpeculativeConfig.costs` takes them."""
+        """Return the costs of a config, for `SelfSpeculativeConfig.costs`."""
         plain = self._at(self.plain_step, context)
         later = plain - self.plain_step[0]
         return Costs(
@@ -147,7 +147,7 @@ class CostProfile:
         return values[precision]
 
     def _at(self, values: Sequence[float], context: int | None) -> float:
-        """Linear interpolation between the contexts, extrapolated beyond the last; never less than the first."""
+        """Interpolate linearly between the contexts, extrapolate beyond the last; never return less than the first."""
         if context is None or context <= self.contexts[0] or len(values) == 1:
             return values[0]
         above = next((i for i, c in enumerate(self.contexts) if c >= context), len(values) - 1)
@@ -156,7 +156,7 @@ class CostProfile:
         return max(values[0], values[above - 1] + slope * (context - start))
 
     def compared_with(self, model: PreTrainedModel) -> list[str]:
-        """Differences between the machine and model of this profile and this model here; empty where equal."""
+        """List the differences between the machine and model of this profile and those in use; empty if equal."""
         here = describe_machine(model)
         differences = []
         if here != self.measured_on:
@@ -170,15 +170,15 @@ class CostProfile:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, as plain JSON types."""
+        """Return all figures as JSON types."""
         return {"version": _VERSION, **json.loads(json.dumps(dataclasses.asdict(self)))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostProfile:
-        """The inverse of `to_dict`.
+        """Create a profile from the output of `to_dict`.
 
         Raises:
-            ValueError: this is not a profile, or one of another version.
+            ValueError: the data is not a profile, or one of another version.
         """
         advice = "Measure one with `ssd profile MODEL --output FILE`."
         if not isinstance(data, Mapping) or data.get("version") != _VERSION:
@@ -206,10 +206,10 @@ class CostProfile:
         return profile
 
     def _check(self) -> None:
-        """Check that the parts fit together, so that every draft step has a cost.
+        """Check that the parts are consistent, so that every draft step has a cost.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they are not.
         """
         lists = {"plain_step": self.plain_step, **{f"attention ({p})": v for p, v in self.attention.items()}}
         for name, values in lists.items():
@@ -229,16 +229,16 @@ class CostProfile:
         self.costs(SelfSpeculativeConfig())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a JSON file, whole or not at all."""
+        """Write the profile to a JSON file, whole or not at all."""
         write_whole(Path(os.path.expanduser(path)), json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostProfile:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not a profile.
+            ValueError: the file is not a profile.
         """
         try:
             data = read_json(os.path.expanduser(path), PROFILE)
@@ -266,21 +266,21 @@ def measure_profile(
 ) -> CostProfile:
     """Measure a cost profile of a model on its device.
 
-    The passes of a part are timed in turns with a plain step, and the minima count, relative to that of the plain step:
-    if the machine slows down while one part is measured, that part does not become more expensive.
+    The passes of a part are timed interleaved with a plain step, and their minima are taken relative to that of the
+    plain step: if the machine slows down while one part is measured, that part does not become more expensive.
 
     Args:
         model: the target model.
-        precisions: "int8" and "int4", one of them or neither; `None`: those that can be had here. Their copies are made
-            one after the other, and dropped again.
+        precisions: "int8" and "int4", one of them or neither; `None`: those supported here. Their copies are built one
+            after the other, and dropped again.
         contexts: tokens in the KV cache at which attention is measured; those beyond the model's context are left out.
-        longest_verify: verification passes of 1 … this many tokens are measured, 2 … 32.
-        repeats: how often each pass is timed, ≥ 1.
+        longest_verify: most tokens of the measured verification passes, which start at 1 token; 2 … 32.
+        repeats: minimum number of timings of each pass, ≥ 1.
         progress: callback with the name of a part, the number of parts done, and of all parts.
 
     Raises:
-        ValueError: a model that cannot draft, or has fewer than two attention sub-layers, a precision that cannot be
-            had here, or a number out of range.
+        ValueError: a model that cannot draft, or has fewer than two attention sub-layers, a precision that is not
+            supported here, or a number out of range.
     """
     if not 2 <= longest_verify <= LONGEST_VERIFIED:
         raise ValueError(f"longest_verify must be 2 to {LONGEST_VERIFIED}, but got {longest_verify}.")
@@ -318,7 +318,7 @@ class _Profiler:
         self.plain: list[float] = []  # seconds, in each part
 
     def _time(self, what: str, passes: Mapping[str, tuple[Passes, int]]) -> dict[str, float]:
-        """Time of each pass in plain steps, which take turns with it; length 0 is a draft step."""
+        """Return the time of each pass in units of a plain step interleaved with it; length 0 is a draft step."""
         self.progress(what, self.done, self.parts)
         self.done += 1
         for which, length in ((self.whole, 1), *passes.values()):
@@ -337,9 +337,9 @@ class _Profiler:
     def _parts(
         self, what: str, context: int, precision: PrecisionConfig | None, cache: Any = None
     ) -> tuple[dict[str, float], float, float, float]:
-        """Times of draft steps, and from these the costs of an attention sub-layer, of an MLP, and of the rest.
+        """Time draft steps, and derive the costs of an attention sub-layer, of an MLP, and of the rest.
 
-        By weighted least squares over steps with and without either kind.
+        The costs are a weighted least-squares fit to steps with and without either kind.
         """
         import numpy as np
 
@@ -370,13 +370,13 @@ class _Profiler:
 
     def measure(self) -> CostProfile:
         with torch.no_grad():
-            # The passes by which a call without further wishes decodes.
+            # The passes of a call with default settings.
             self.whole = Passes(self.model, None, self.contexts[0], plan=plan_passes(self.model))
             profile = self._measure()
         return _in_seconds(profile, statistics.median(self.plain))
 
     def _measure(self) -> CostProfile:
-        """The profile in units of a plain step."""
+        """Return the profile in units of a plain step."""
         steps, attention = [], []
         for context in self.contexts:
             what = f"a draft step after {context} tokens"
@@ -410,14 +410,14 @@ class _Profiler:
         return dataclasses.replace(profile, checked=checked, spread=statistics.median(self.spreads))
 
     def _with_low_bits(self, name: str, profile: CostProfile) -> tuple[CostProfile, float]:
-        """The profile with one precision added, and predicted / measured time of a draft that also skips.
+        """Return the profile with one precision added, and predicted / measured time of a draft that also skips.
 
         The cost of a sub-layer in low bits is measured within a draft that is all in low bits, where its inputs and
         outputs are bfloat16.
         """
         everything = PrecisionConfig(default=name, head=name)
         before = copy_bytes(self.model)
-        copies = copies_of(self.model, SkipConfig(), everything)  # of everything first, so that all share them
+        copies = copies_of(self.model, SkipConfig(), everything)  # of all first, so that the drafts share them
         times, attention, mlp, rest = self._parts(f"{name} copies", self.contexts[0], everything, self.whole.cache)
         head = min(self._head(copies), rest)
         if before == 0:
@@ -434,7 +434,7 @@ class _Profiler:
         return added, added.draft_step(mixed) / times["mixed"]
 
     def _skips(self) -> tuple[SkipConfig, SkipConfig]:
-        """Skip sets: all attention but one, and all MLPs."""
+        """Return two skip sets: all attention sub-layers but one, and all MLPs."""
         attention = [
             layer.index for layer in self.layout.layers if layer.attention and layer.index not in self.layout.shares_kv
         ]
@@ -457,9 +457,9 @@ class _Profiler:
         return tuple(size / mean for size in sizes)
 
     def _head(self, copies: LowBitCopies | None = None) -> float:
-        """Time of the LM head for one token, in plain steps, its weights read from memory as in a step.
+        """Return the time of the LM head for one token, in plain steps, its weights read from memory as in a step.
 
-        It is timed on its own: a difference of two steps would be lost in their noise.
+        It is timed in isolation: a difference of two steps would be lost in their noise.
         """
         head = self.model.get_output_embeddings()
         if head is None:
@@ -487,7 +487,7 @@ class _Profiler:
 
 
 def _in_seconds(profile: CostProfile, seconds: float) -> CostProfile:
-    """A profile in units of a plain step, converted to seconds."""
+    """Convert a profile in units of a plain step to seconds."""
     return dataclasses.replace(
         profile,
         plain_step=tuple(cost * seconds for cost in profile.plain_step),

@@ -1,9 +1,9 @@
 """Skip sets from a dynamic programme over hidden states (CLaSp, ACL 2025), sub-layer by sub-layer.
 
-After each layer, for each number j of sub-layers skipped so far, one partial draft is kept: the one whose hidden states
-have the greatest cosine similarity to the target's. A layer has four variants: whole, without its attention, without
-its MLP, without both. (CLaSp decides on whole layers, from the last token; here every token of a text counts, each
-attending to the target's keys and values for its prefix and to its own.)
+After each layer, for each number j of sub-layers skipped so far, one partial draft is retained: the one whose hidden
+states have the greatest cosine similarity to the target's. A layer has four variants: whole, without its attention,
+without its MLP, without both. (CLaSp decides on whole layers, from the last token; here every token of a text counts,
+each attending to the target's keys and values for its prefix and to its own.)
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["layerwise_skips"]
 
 @dataclass(frozen=True)
 class _PartialDraft:
-    """A draft up to some layer: hidden states of shape `(N, H)`, and the sub-layers skipped."""
+    """Draft up to some layer: hidden states of shape `(N, H)`, and the sub-layers skipped."""
 
     hidden: torch.Tensor
     skipped: tuple[tuple[str, int], ...] = ()
 
 
 class _StopError(Exception):
-    """Ends a forward pass after the layer of interest: the later ones are not needed."""
+    """Signal that ends a forward pass after the layer of interest: the later ones are not needed."""
 
 
 def layerwise_skips(model: PreTrainedModel, text: VerifiedText, most: int | None = None) -> list[SkipConfig]:
-    """A skip set of each size, from a text of the target.
+    """Return a skip set of each size, from a text of the target.
 
     Args:
         model: the target model.
@@ -47,7 +47,7 @@ def layerwise_skips(model: PreTrainedModel, text: VerifiedText, most: int | None
         most: maximum number of skipped sub-layers; `None`: half of all.
 
     Returns:
-        The skip set of one sub-layer, of two, …; sizes for which there is none are left out.
+        The skip set of one sub-layer, of two, …; sizes without a skip set are left out.
     """
     layout = locate_sublayers(model)
     if len({id(layer.module) for layer in layout.layers}) < len(layout.layers):
@@ -100,7 +100,7 @@ def _stacked(partial: dict[int, _PartialDraft]) -> torch.Tensor:
 
 
 class _LayerRun:
-    """Runs single layers on given hidden states, inside a forward pass of the model that gives their other inputs."""
+    """Runner of single layers on given hidden states, inside a forward pass of the model that provides other inputs."""
 
     def __init__(self, model: PreTrainedModel, text: VerifiedText) -> None:
         self.model = model
@@ -108,7 +108,7 @@ class _LayerRun:
         self.layout = locate_sublayers(model)
 
     def embedded(self) -> torch.Tensor:
-        """Input of the first layer, of shape `(N, H)`."""
+        """Return the input of the first layer, of shape `(N, H)`."""
         captured: list[torch.Tensor] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class _LayerRun:
         return captured[0][0]
 
     def way(self, layer: LayerLayout, left_out: tuple[str, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that maps hidden states `(J, N, H)` of J drafts through a layer without some of its sub-layers."""
+        """Return a function that maps hidden states `(J, N, H)` of J drafts through a layer without some sub-layers."""
 
         def run(hidden: torch.Tensor) -> torch.Tensor:
             drafts, tokens, width = hidden.shape

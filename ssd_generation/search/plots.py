@@ -42,7 +42,7 @@ _NAMES = {
 
 
 def _axes(path: Path | None, width: float, height: float) -> Any:
-    """New axes. Without a path they belong to a figure of pyplot, which a notebook shows."""
+    """Create axes. Without a path they belong to a pyplot figure, which a notebook displays."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -57,14 +57,14 @@ def _axes(path: Path | None, width: float, height: float) -> Any:
 
 
 def plot_frontier(found: Found, profile: CostProfile, path: Path | None = None, ax: Any = None) -> Any:
-    """Acceptance rate against draft cost of every draft tried, with the Pareto frontier and lines of equal speed-up.
+    """Plot acceptance rate against draft cost of every draft tried, with the Pareto frontier and equal-speed-up lines.
 
     The lines assume one acceptance rate at all depths, and the profile's costs of verification.
 
     Args:
         found: results of a search.
-        profile: costs.
-        path: where to save it; `None`: nowhere.
+        profile: the costs.
+        path: PNG file to write; `None`: none.
         ax: axes to draw on; `None`: new ones.
 
     Returns:
@@ -144,13 +144,14 @@ def plot_progress(
     ax: Any = None,
     names: Sequence[str] = (),
 ) -> Any:
-    """The best theoretical speed-up so far over forward passes, a line for each search.
+    """Plot the best theoretical speed-up so far over forward passes, a line for each search.
 
     Args:
-        searches: by name.
-        path: where to save it; `None`: nowhere.
+        searches: results by name.
+        path: PNG file to write; `None`: none.
         ax: axes to draw on; `None`: new ones.
-        names: of all searches, so that each has the same colour and marker in several plots; by default those drawn.
+        names: names of all searches, so that each has the same colour and marker in several plots; by default those
+            drawn.
 
     Returns:
         The axes.
@@ -176,7 +177,7 @@ def plot_progress(
             if better:
                 xs.append(max(spent, 1))
                 ys.append(best)
-        # A mark at each step up, so that lines that end on the same value can be told apart.
+        # A mark at each improvement distinguishes lines that end on the same value.
         label = f"{for_plot(name)} ({best:.2f}×)" if better else f"{for_plot(name)} (nothing yet)"
         marker = "os^Dv*PXph"[i % 10]
         style = {"color": f"C{i}", "marker": marker, "markevery": better, "ms": 5, "lw": 1.4, "zorder": 3 - i * 0.01}
@@ -193,13 +194,13 @@ def plot_progress(
 
 
 def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path | None = None, ax: Any = None) -> Any:
-    """Layers × {attention, MLP}, coloured by the acceptance rate lost if it alone is skipped, and the chosen draft.
+    """Plot layers × {attention, MLP}, coloured by the acceptance lost by skipping one alone, and mark the chosen draft.
 
     Args:
         found: results of a search; it has skipped single sub-layers if it began with a warm start.
-        space: that was searched.
+        space: the space that was searched.
         chosen: the draft to mark; `None`: the best.
-        path: where to save it; `None`: nowhere.
+        path: PNG file to write; `None`: none.
         ax: axes to draw on; `None`: new ones.
 
     Returns:
@@ -246,7 +247,7 @@ def plot_map(found: Found, space: Space, chosen: Tried | None = None, path: Path
 
 
 def sensitivities(found: Found, space: Space) -> dict[str, float]:
-    """Loss of acceptance rate by sub-layer, if it alone is skipped."""
+    """Return the loss of acceptance rate by sub-layer, if it alone is skipped."""
     singles = [t for t in found.tried if t.origin == "single"]
     if not singles:
         return {}

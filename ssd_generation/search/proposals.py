@@ -34,16 +34,16 @@ def next_proposals(
     layerwise: Sequence[Mapping[str, str]] = (),
     scoring: Scoring = SPEEDUP,
 ) -> list[Proposal]:
-    """The drafts to try next, each with the name of its origin; none where the strategy has finished.
+    """Return the drafts to try next, each with the name of its origin; none if the strategy has finished.
 
     Args:
         strategy: "warm" (see `warm_start`) or "forward" (see `forward_selection`).
         space: the space.
-        profile: costs.
+        profile: the costs.
         tried: drafts tried so far.
         context: prefix length of a drafted token.
-        layerwise: skip sets found by hidden states (`layerwise.layerwise_skips`), by size.
-        scoring: what the search maximises.
+        layerwise: skip sets found by hidden states (`layerwise.layerwise_skips`), in order of size.
+        scoring: score that the search maximises.
     """
     if strategy == "forward":
         return forward_selection(space, tried)
@@ -63,7 +63,7 @@ def _by_key(space: Space, tried: Sequence[Tried]) -> dict[tuple[str, ...], Tried
 
 
 def uniform_drafts(space: Space) -> list[dict[str, str]]:
-    """Each precision everywhere, and int4 with the LM head in int8."""
+    """Return the drafts with one precision everywhere, and int4 with the LM head in int8."""
     drafts = [space.uniform(precision) for precision in space.precisions]
     if set(space.precisions) >= {"int4", "int8"}:
         drafts.append(space.uniform("int4", head="int8"))
@@ -79,7 +79,7 @@ def warm_start(
     most_singles: int = _MOST_SINGLES,
     scoring: Scoring = SPEEDUP,
 ) -> list[Proposal]:
-    """Drafts to try before the sampler takes over, in stages.
+    """Return the drafts to try before the sampler takes over, in stages.
 
     The stages: uniform precisions; the best of these with one sub-layer skipped, for each sub-layer; the skip sets that
     are best if the losses of single sub-layers add up, and sets found by hidden states; small changes to the best
@@ -90,8 +90,8 @@ def warm_start(
     This solves the knapsack problem of KnapSpec (ICML 2026) for every capacity at once where the sub-layers of a kind
     cost the same.
 
-    In a model with more sub-layers than `most_singles`, some are tried on their own, and the others are assumed to lose
-    as much as the nearest of these.
+    In a model with more sub-layers than `most_singles`, only some are skipped singly, and the others are assumed to
+    lose as much as the nearest of these.
     """
     by_key = _by_key(space, tried)
     uniform = uniform_drafts(space)
@@ -120,7 +120,7 @@ def warm_start(
 
 
 def _spread(names: Sequence[str], most: int) -> list[str]:
-    """At most this many of the names, spread evenly over the model, for each kind."""
+    """Return about `most` of the names, spread evenly over the model, for each kind."""
     stride = -(-len(names) // max(most, 1))
     kinds: dict[str, list[str]] = {}
     for name in names:
@@ -129,14 +129,14 @@ def _spread(names: Sequence[str], most: int) -> list[str]:
 
 
 def _nearest(name: str, known: Mapping[str, float]) -> str:
-    """The nearest known sub-layer of the same kind (of any kind, if there is none)."""
+    """Return the nearest known sub-layer of the same kind (of any kind, if there is none)."""
     kind, _, layer = name.partition(".")
     same = [other for other in known if other.startswith(f"{kind}.")] or list(known)
     return min(same, key=lambda other: (abs(int(other.partition(".")[2]) - int(layer)), other))
 
 
 def _log_acceptance(t: Tried) -> float:
-    """Log of the acceptance rate, with one accepted and one rejected token added."""
+    """Return the log of the acceptance rate, with one accepted and one rejected token added."""
     return math.log((sum(t.acceptance.accepted) + 1) / (sum(t.acceptance.tried) + 2))
 
 
@@ -149,7 +149,7 @@ def _sets(
     context: int,
     scoring: Scoring,
 ) -> list[dict[str, str]]:
-    """The sets with the best predicted score, best first, no two of neighbouring sizes."""
+    """Return the sets of best predicted score, best first, of distant sizes; without a budget also scaled sizes."""
     ordered = {
         kind: sorted((name for name in losses if name.startswith(kind)), key=lambda name: (losses[name], name))
         for kind in ("attention", "mlp")
@@ -166,7 +166,7 @@ def _sets(
     promised.sort(key=lambda p: (-p[0], p[1], p[2]))
     sizes: list[tuple[int, int]] = []
     for _, a, m in promised:
-        # In truth losses grow faster than their sum, so other sizes are tried too.
+        # In practice losses grow faster than their sum, so other sizes are tried too.
         if (a, m) != (0, 0) and all(abs(a - x) + abs(m - y) > 1 for x, y in sizes):
             sizes.append((a, m))
         if len(sizes) == (_MOST_SETS // 2 if scoring.budget is None else _MOST_SETS):
@@ -183,7 +183,7 @@ def _sets(
 
 
 def _by_hidden_states(base: Mapping[str, str], layerwise: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The base draft with some of these sets skipped."""
+    """Return the base draft with each of some of these sets skipped."""
     wanted = (1, 2, 3, 4, 6, 8, 11, 15, 20)
     return [
         _with_skipped(base, [name for name, choice in layerwise[size - 1].items() if choice == SKIP])
@@ -204,9 +204,9 @@ def _moves(
     context: int,
     scoring: Scoring,
 ) -> list[dict[str, str]]:
-    """The best draft with one sub-layer more or fewer skipped, best predicted score first.
+    """Return the best draft with one sub-layer more or fewer skipped, best predicted score first.
 
-    Under a budget also with one skipped in place of another: the best draft uses all of the budget, so that adding a
+    Under a budget also with one skipped instead of another: the best draft uses all of the budget, so that restoring a
     sub-layer means skipping another one.
     """
     whole = [t for t in tried if not t.pruned]
@@ -243,9 +243,9 @@ def _moves(
 
 
 def forward_selection(space: Space, tried: Sequence[Tried]) -> list[Proposal]:
-    """Greedy forward selection: the best set so far with each other sub-layer skipped too; the best is the next set.
+    """Select greedily: return the best set so far with each other sub-layer skipped too; the best is the next set.
 
-    It ends when half of all sub-layers are skipped.
+    The selection ends when half of the skippable sub-layers are skipped.
     """
     by_key = _by_key(space, tried)
     chosen = space.uniform(KEEP)
@@ -258,6 +258,6 @@ def forward_selection(space: Space, tried: Sequence[Tried]) -> list[Proposal]:
         waiting = [("forward", choices) for choices in candidates if _key(choices) not in by_key]
         if waiting or not candidates:
             return waiting
-        # The speed-up of a pruned draft comes from the texts that it was judged on, which is good enough.
+        # The speed-up of a pruned draft is estimated from the texts it was judged on, which is good enough.
         chosen = max(candidates, key=lambda c: by_key[_key(c)].speedup)
     return []

@@ -1,4 +1,4 @@
-"""One search from end to end: cost profile, calibration, trials, held-out texts, timed generation."""
+"""Search from end to end: cost profile, calibration, trials, held-out texts, timed generation."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class SearchObserver(Protocol):
     """Callbacks for the progress of a search."""
 
     def stage(self, name: str) -> None:
-        """A stage begins."""
+        """Report that a stage begins."""
 
     def step(self, text: str, done: int, total: int) -> None:
-        """Within a stage, `done` of `total` steps are done."""
+        """Report that `done` of `total` steps of the stage are done."""
 
     def trial(self, found: Found, trials: int) -> None:
-        """A trial has ended; `trials` are wanted in all."""
+        """Report that a trial has ended; `trials` is the number wanted in all."""
 
     def warn(self, text: str) -> None:
-        """Something differs from what was asked for."""
+        """Report a deviation from the request."""
 
 
 class _Silent:
@@ -73,17 +73,17 @@ class _Silent:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """Result of a search.
 
     Attributes:
-        best: the draft with the best value on the calibration texts.
+        best: the draft with the best value on the calibration texts, or the fastest of those timed.
         config: its config, for `generate(self_speculative=…)`; its expected acceptance rates are those on held-out
-            texts, where there are any.
-        found: everything that was tried.
+            texts, if there are any.
+        found: all drafts that were tried.
         space: the search space.
         profile: the costs.
         held_out: the best draft on held-out texts: `{"speedup": …, "draft_length": …, "acceptance": …, "texts": …}`,
-            and the same on those it was chosen on under "chosen_on"; `None` where none were held out.
+            and its figures on the texts it was chosen on under "chosen_on"; `None` if none were held out.
         confirmed: timed generation of the best drafts on the held-out texts (or the others, if there are none).
         names: the configs that were timed.
         passes: forward passes of the model, by stage.
@@ -100,7 +100,7 @@ class SearchResult:
     passes: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, as plain JSON types."""
+        """Return the figures as JSON types."""
         found = self.found
         return {
             "best": _figures(self.best),
@@ -141,32 +141,32 @@ def search(
     profile: CostProfile | None = None,
     observer: SearchObserver | None = None,
 ) -> SearchResult:
-    """Search for the best draft of a model: which sub-layers to skip, and in which precision to keep the others.
+    """Search for the best draft of a model: the sub-layers to skip, and the precision of the others.
 
     Args:
         model: the target model.
         tokenizer: its tokenizer.
-        trials: drafts to judge in all, 1 to a million; those of other workers and earlier runs on the study count.
-            Fewer where the space has fewer.
-        settings: what is searched, and how.
-        texts: what drafts are judged on.
-        results: where the study and the results go (`plots.plot_all` draws into that folder), and what is done with
-            the best drafts.
-        profile: measured costs; `None`: those of the study, or measured now. Where workers begin together, all use
-            the costs of the first.
+        trials: number of drafts to judge in all, 1 to a million; those of other workers and earlier runs on the study
+            count. Fewer if the space has fewer.
+        settings: settings of the search.
+        texts: settings of the texts that drafts are judged on.
+        results: destination of the study and the results (`plots.plot_all` draws into that folder), and use of the
+            best drafts.
+        profile: measured costs; `None`: those of the study, or measured now. If workers begin together, all use the
+            costs of the first.
         observer: callback for progress.
 
     Raises:
         ValueError: a bad argument, a model with nothing to search, a study of something else, or a storage that cannot
             be reached.
-        OSError: the folder cannot be written, or the storage fails; finished trials are kept.
+        OSError: the folder cannot be written, or the storage fails; finished trials are retained.
     """
     _TRIALS.check("trials", trials)
     settings, texts, results = settings or SearchSettings(), texts or CalibrationSettings(), results or ResultSettings()
     observer = observer or _Silent()
     folder = None if results.output is None else _folder(results.output)
     storage = _storage(results.storage, folder)
-    # Errors come before anything slow.
+    # Errors are raised before anything slow.
     require_drafts(model)
     space = space_of(model, settings.draft_memory, PRECISIONS if settings.precisions is None else settings.precisions)
     check_search(model, space, settings)
@@ -227,7 +227,7 @@ def search(
 
 
 def _prompts(texts: CalibrationSettings, observer: SearchObserver) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to judge drafts on, and those held back."""
+    """Return the prompts to judge drafts on, and those held out."""
     chosen = calibration_prompts(texts.prompts, texts.num_prompts)
     held_back: list[Prompt] = []
     if texts.held_out_prompts > 0:
@@ -251,10 +251,10 @@ def _storage(url: str | None, folder: Path | None) -> Any:
 
 
 def _profile_of(study: optuna.Study, given: CostProfile | None) -> CostProfile | None:
-    """The costs that a study is searched with; `None` where it has none yet.
+    """Return the costs that a study is searched with; `None` if it has none yet.
 
     Raises:
-        ValueError: they are others than those given.
+        ValueError: they differ from those given.
     """
     known = None if "profile" not in study.user_attrs else CostProfile.from_dict(study.user_attrs["profile"])
     if given is not None and known is not None and known != given:
@@ -266,13 +266,13 @@ def _profile_of(study: optuna.Study, given: CostProfile | None) -> CostProfile |
 
 
 class _Winners:
-    """The best drafts of a search: judged on held-out texts, and timed in generation.
+    """Best drafts of a search: judged on held-out texts, and timed in generation.
 
     Args:
-        worker: that has searched.
-        found: everything that was tried.
+        worker: the worker that searched.
+        found: all drafts that were tried.
         held_out: texts that the drafts were not chosen on.
-        results: how many to look at.
+        results: settings, with the number of drafts to time.
     """
 
     def __init__(self, worker: Search, found: Found, held_out: Calibration | None, results: ResultSettings) -> None:
@@ -283,7 +283,7 @@ class _Winners:
         self.drafts = found.best(max(1, results.confirmed))
         assert self.drafts, "the first draft that is judged is never pruned"
         self.passes = {"calibration": worker.calibration.passes, "trials": sum(found.passes)}
-        self.unseen: dict[int, Acceptance] = {}  # by trial, acceptance on the texts held back
+        self.unseen: dict[int, Acceptance] = {}  # acceptance on the held-out texts, by trial
         self.names: dict[str, SelfSpeculativeConfig] = {}
         self.timed: Confirmed | None = None
 
@@ -310,11 +310,11 @@ class _Winners:
         self.timed = confirm(self.worker.model, compared, texts, progress)
 
     def result(self) -> SearchResult:
-        """The best draft, by measured speed where there is any."""
+        """Return the best draft, by measured speed if there is any."""
         best, timed = self.drafts[0], self.timed
         if timed is not None:
             best = max(self.drafts, key=lambda draft: timed.median(_name(draft)))
-        # The rates on the texts that it was chosen on are biased upwards.
+        # The acceptance rates on the texts that the draft was chosen on are biased upwards.
         unseen = self.unseen.get(best.number)
         config = self.worker.config_of(best, unseen, lookup=LookupConfig() if self.results.lookup else None)
         held = None
@@ -367,14 +367,14 @@ def _write(folder: Path, result: SearchResult) -> None:
 
 
 class StoredStudy(NamedTuple):
-    """A study that `search` made.
+    """Stored study of a `search`.
 
     Attributes:
         study: the Optuna study.
         space: the search space.
         profile: the costs that it is searched with.
         context: prefix length of a drafted token.
-        provenance: of the model, and where it was searched.
+        provenance: the model, and the machine of the search.
     """
 
     study: optuna.Study
@@ -385,11 +385,11 @@ class StoredStudy(NamedTuple):
 
 
 def read_study(storage: str, name: str | None = None) -> StoredStudy:
-    """A study that `search` made, as it is now; nothing is written to its storage.
+    """Read a study that `search` created, in its current state; nothing is written to its storage.
 
     Args:
-        storage: URL of its storage, a folder that `search` wrote, or a file of SQLite.
-        name: of the study; `None`: the only one there.
+        storage: URL of its storage, a folder that `search` wrote, or an SQLite file.
+        name: name of the study; `None`: the only one there.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -435,22 +435,22 @@ def read_study(storage: str, name: str | None = None) -> StoredStudy:
 def retarget(
     storage: str, profile: CostProfile, name: str | None = None, context: int | None = None
 ) -> tuple[list[Tried], StoredStudy]:
-    """The drafts of a study by their theoretical speed-up with other costs, best first; no forward pass is needed.
+    """Rank the drafts of a study by theoretical speed-up with other costs, best first; no forward pass is needed.
 
-    Pruned drafts take part, with the acceptance counted until then (`pruned` says which): where drafting costs less,
-    they may be the best.
+    Pruned drafts are included, with the acceptance counted until they were pruned (see `pruned`): where drafting costs
+    less, they may be the best.
 
     Args:
         storage: see `read_study`.
-        profile: of the other machine.
-        name: of the study.
+        profile: costs on the other machine.
+        name: name of the study.
         context: prefix length of a drafted token; `None`: as in the study.
 
     Returns:
-        The drafts with their figures for that machine, and the study, with its context as asked for.
+        The drafts with their figures for that machine, and the study with this context.
 
     Raises:
-        ValueError: as `read_study`; a profile of another model; no draft can be had with these costs.
+        ValueError: as in `read_study`; a profile of another model; no draft is covered by these costs.
     """
     stored = read_study(storage, name)
     if profile.shape != stored.profile.shape:

@@ -1,4 +1,4 @@
-"""How a search goes: what is searched and how, on which texts, and where the results go."""
+"""Settings of a search: space and method, texts, and destination of the results."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ OBJECTIVES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What is searched, and how.
+    """Settings of the space and the method of a search.
 
     Args:
         objective: one of `OBJECTIVES`.
         sampler: one of `SAMPLERS`.
-        warm_start: propose uniform precisions, each sub-layer on its own, and the sets that follow from these, before
-            the sampler takes over (see `proposals.warm_start`).
-        prune: stop judging a draft as soon as it is significantly worse than the best.
+        warm_start: whether to propose uniform precisions, single sub-layers skipped, and the sets that follow from
+            these, before the sampler takes over (see `proposals.warm_start`).
+        prune: whether to stop judging a draft as soon as it is significantly worse than the best.
         depth: draft length of the rounds in which drafts are judged, ≥ 1.
-        exact_depth: tokens of a round that are judged exactly, which costs as many times more; 1 to `depth`, see
+        exact_depth: number of tokens of a round that are judged exactly, at proportional cost; 1 to `depth`, see
             `judge`.
         budget: for the objective "acceptance": the greatest cost of a draft step, relative to a plain one.
-        seed: of sampler and proposals.
+        seed: seed of sampler and proposals.
         draft_memory: share of the weights' bytes that low-bit copies may take, ≥ 0; 0: skipping alone.
-        precisions: that are searched; `None`: those that can be had here.
+        precisions: precisions to search; `None`: those supported here.
         start_from: drafts to try first.
 
     Raises:
@@ -83,7 +83,7 @@ class SearchSettings:
 
     @property
     def scoring(self) -> Scoring:
-        """The score by which drafts are proposed and pruned; where speed is measured, the theoretical speed-up."""
+        """Score by which drafts are proposed and pruned; where speed is measured, the theoretical speed-up."""
         return Scoring(self.budget if self.objective == "acceptance" else None)
 
     @property
@@ -94,14 +94,14 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """The texts that drafts are judged on.
+    """Settings of the texts that drafts are judged on.
 
     Args:
         prompts: source of the calibration prompts, see `calibration.calibration_prompts`.
-        num_prompts: that drafts are judged on, ≥ 1.
-        held_out_prompts: further prompts that only the best drafts are judged on; 0: none.
+        num_prompts: number of prompts that drafts are judged on, ≥ 1.
+        held_out_prompts: number of further prompts that only the best drafts are judged on; 0: none.
         new_tokens: tokens of each continuation, ≥ 2.
-        use_chat_template: put the prompts into the tokenizer's chat template, if it has one.
+        use_chat_template: whether to apply the tokenizer's chat template to the prompts, if it has one.
     """
 
     prompts: str | None = None
@@ -113,16 +113,16 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class ResultSettings:
-    """Where the study and the results go, and what is done with the best drafts.
+    """Destination of the study and the results, and use of the best drafts.
 
     Args:
-        output: folder for the config, the figures, and the study where `storage` names none; `None`: nothing is
+        output: folder for the config, the figures, and the study if there is no `storage`; `None`: nothing is
             written, and the study is held in memory.
         storage: URL of the study's storage, see `storage.storage_of`.
-        study_name: of the study.
-        confirmed: number of the best drafts that are timed in generation, in turns with plain decoding; 0: none.
-        lookup: let the config that is found draft by prompt lookup too, which costs nothing. Searched and timed is
-            without it.
+        study_name: name of the study.
+        confirmed: number of the best drafts that are timed in generation, interleaved with plain decoding; 0: none.
+        lookup: whether the resulting config drafts by prompt lookup too, which costs nothing. The search and the
+            timing do not use it.
     """
 
     output: str | Path | None = None
@@ -136,7 +136,7 @@ def check_sampler(sampler: str) -> None:
     """Check that the packages of a sampler are installed.
 
     Raises:
-        ImportError: one is not.
+        ImportError: one of them is not.
     """
     if sampler == "gp":
         try:

@@ -1,4 +1,4 @@
-"""The search space: the choice for each sub-layer in the draft."""
+"""Search space: the choices for each sub-layer in the draft."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ KEEP, SKIP = "keep", "skip"
 HEAD = "head"
 
 Choices = Mapping[str, str]
-"""By name of a sub-layer (`attention.3`, `mlp.0`, `head`), the choice for it."""
+"""Choice for each sub-layer, by its name (`attention.3`, `mlp.0`, `head`)."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The sub-layers, and the choices allowed for each.
+    """Sub-layers, and the choices allowed for each.
 
     Attributes:
-        choices: by name, in the order of the model: those of `keep`, `skip`, `int8`, `int4` that are allowed.
+        choices: allowed ones of `keep`, `skip`, `int8`, `int4`, by name, in the order of the model.
         needed: names of attention sub-layers of which at least one must not be skipped.
-        group_size: of int4.
+        group_size: group size of int4.
     """
 
     choices: Mapping[str, tuple[str, ...]]
@@ -40,7 +40,7 @@ class Space:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions in the space."""
+        """Precisions in the space."""
         return tuple(p for p in PRECISIONS if any(p in choices for choices in self.choices.values()))
 
     @property
@@ -57,7 +57,7 @@ class Space:
         )
 
     def complete(self, choices: Choices) -> dict[str, str]:
-        """Choices for all sub-layers: `keep` for those that are not named.
+        """Return choices for all sub-layers: `keep` for those that are not named.
 
         Raises:
             ValueError: a name or choice that is not in the space.
@@ -69,24 +69,24 @@ class Space:
         return {name: choices.get(name, KEEP) for name in self.choices}
 
     def uniform(self, choice: str, head: str | None = None) -> dict[str, str]:
-        """The same choice wherever it is allowed.
+        """Return the same choice wherever it is allowed, `keep` elsewhere.
 
         Args:
-            choice: for the sub-layers.
-            head: for the LM head; `None`: as the sub-layers.
+            choice: choice for the sub-layers.
+            head: choice for the LM head; `None`: as for the sub-layers.
         """
         wanted = {name: choice if name != HEAD or head is None else head for name in self.choices}
         return {name: wanted[name] if wanted[name] in allowed else KEEP for name, allowed in self.choices.items()}
 
     def is_possible(self, choices: Choices) -> bool:
-        """Whether such a draft still has an attention sub-layer, and so depends on the context."""
+        """Tell whether a draft still has an attention sub-layer, and so depends on the context."""
         return not self.needed or any(choices[name] != SKIP for name in self.needed)
 
     def config(self, choices: Choices, **others: Any) -> SelfSpeculativeConfig:
-        """The config of a complete set of choices.
+        """Return the config of a complete set of choices.
 
         Args:
-            choices: for all sub-layers.
+            choices: choices for all sub-layers.
             others: further fields of the config.
         """
         skipped: dict[str, list[int]] = {"attention": [], "mlp": []}
@@ -113,10 +113,10 @@ class Space:
         )
 
     def from_config(self, config: SelfSpeculativeConfig) -> dict[str, str]:
-        """The choices of a config, the reverse of `config`.
+        """Return the choices of a config, the inverse of `config`.
 
         Raises:
-            ValueError: it skips or converts something that the space does not allow.
+            ValueError: the config skips or quantises a sub-layer in a way that the space does not allow.
         """
         precision = config.precision or PrecisionConfig()
         choices = {}
@@ -140,18 +140,18 @@ class Space:
         return self.complete(choices)
 
     def describe(self) -> dict[str, Any]:
-        """What defines the space, as plain JSON types: a study can only be continued in the same space."""
+        """Return the definition of the space as JSON types: a study can only be continued in the same space."""
         return {"choices": {name: list(c) for name, c in self.choices.items()}, "group_size": self.group_size}
 
 
 def space_of(model: PreTrainedModel, draft_memory: float = 0.0, precisions: Sequence[str] = PRECISIONS) -> Space:
-    """The space of a model.
+    """Return the search space of a model.
 
     Args:
         model: the target model.
         draft_memory: share of the weights' bytes that low-bit copies may take; 0: every sub-layer is kept or skipped.
             A precision is in the space if copies of all sub-layers in it fit.
-        precisions: to consider.
+        precisions: precisions to consider.
 
     Raises:
         ValueError: the model has fewer than four sub-layers that can be skipped, or `draft_memory` is negative.

@@ -1,7 +1,7 @@
 """Storages of studies: SQLite files, journals, and database servers.
 
-An existing file is checked before anything is written. A file that holds something else than studies is left as it is,
-and reading a study changes nothing, neither in its file nor next to it.
+An existing file is checked before anything is written. A file that holds anything but studies is left unchanged, and
+reading a study changes nothing, neither in its file nor next to it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["quiet", "storage_errors", "storage_of", "storage_to_read"]
 
 _ATTEMPTS = 8
 _LOCKED_SECONDS = 60.0
-"""How long to wait for another worker's lock on an SQLite file."""
+"""Timeout for another worker's lock on an SQLite file."""
 _LINE_BEGINS = b'{"op_code":'
 _FORMS = "Give a file, an RDB URL such as sqlite:///study.db or postgresql://user@host/name, or journal:PATH."
 
 
 def storage_of(url: str) -> Any:
-    """Open a storage to search in; it is created where there is none.
+    """Open a storage to search in; it is created if there is none.
 
     Args:
         url: an RDB URL (`sqlite:///study.db`, `postgresql://…`, `mysql://…`), or `journal:PATH` for a file that workers
-            on one file system append to. A plain path stands for an SQLite file.
+            on one file system append to. A plain path is an SQLite file.
 
     Raises:
-        ValueError: the storage cannot be reached, the URL means nothing, or the file holds something else.
+        ValueError: the storage cannot be reached, the URL is invalid, or the file holds something else.
     """
     journal = _journal_of(url)
     if journal is not None:
@@ -51,7 +51,7 @@ def storage_of(url: str) -> Any:
     with _connection_errors(url):
         file = _sqlite_of(url)
     if file is not None:
-        with contextlib.suppress(FileNotFoundError):  # then it is made
+        with contextlib.suppress(FileNotFoundError):  # then it is created
             _check_is_ours(file.path)
     with _connection_errors(url), quiet():
         storage = _open_database(url, file)
@@ -62,14 +62,14 @@ def storage_of(url: str) -> Any:
 
 
 def storage_to_read(url: str) -> Any:
-    """Open a storage to read: of a file, its contents at this moment; nothing is written to it.
+    """Open a storage to read; for a file, a snapshot of its contents. Nothing is written to it.
 
     Args:
         url: as in `storage_of`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the storage cannot be reached, the URL means nothing, or there is no study.
+        ValueError: the storage cannot be reached, the URL is invalid, or there is no study.
     """
     journal = _journal_of(url)
     if journal is not None:
@@ -85,7 +85,7 @@ def storage_to_read(url: str) -> Any:
             except BaseException:
                 content.close()
                 raise
-        weakref.finalize(storage, content.close)  # Python 3.13 warns of a connection that nobody closes
+        weakref.finalize(storage, content.close)  # Python 3.13 warns of a connection that is never closed
         return storage
     with _connection_errors(url), quiet():
         _check_has_tables(url)
@@ -94,13 +94,13 @@ def storage_to_read(url: str) -> Any:
 
 @contextlib.contextmanager
 def storage_errors(study_name: str) -> Iterator[None]:
-    """Turn errors of a storage during the search into an OSError that says what can be done."""
+    """Convert errors of a storage during the search to an OSError that suggests a remedy."""
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError, sqlite3.Error) as error:
-        # Optuna's own message is general; the database's message is the cause.
+        # Optuna's own message is generic; the database's message states the cause.
         chain = (error.__cause__, error.__context__, error)
         message = next((str(e).splitlines()[0] for e in chain if e is not None and str(e)), type(error).__name__)
         raise OSError(
@@ -113,11 +113,11 @@ def storage_errors(study_name: str) -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Silence Optuna's log messages and warnings."""
     before = optuna.logging.get_verbosity()
-    # A discarded trial is no failure to warn of; real failures are raised.
+    # A discarded trial is not a failure to warn of; real failures are raised.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
-            # Heartbeats and GPSampler are "experimental" in optuna; what of them is used here is tested.
+            # Heartbeats and GPSampler are "experimental" in optuna; the parts used here are tested.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             yield
     finally:
@@ -130,7 +130,7 @@ def _connection_errors(url: str) -> Iterator[None]:
         yield
     except _NoStudyError:
         raise
-    except Exception as error:  # of sqlalchemy, of the driver, or of a driver that is not installed
+    except Exception as error:  # from sqlalchemy, from the driver, or for a driver that is not installed
         reason = str(error).splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"The storage {_without_password(url)!r} cannot be reached: {_without_password(reason[:300])}. {_FORMS}"
@@ -138,7 +138,7 @@ def _connection_errors(url: str) -> Iterator[None]:
 
 
 class _NoStudyError(ValueError):
-    """The file or database holds something else than studies."""
+    """File or database that holds something other than studies."""
 
     def __init__(self, shown: str, why: str) -> None:
         super().__init__(f"There is no study in {shown}: {why}. It is left as it is. {_FORMS}")
@@ -155,7 +155,7 @@ def _without_password(text: str) -> str:
 
 
 def _journal_of(url: str) -> Path | None:
-    """The path in the URL of a journal; `None` for other URLs."""
+    """Return the path in the URL of a journal; `None` for other URLs."""
     if not url.startswith("journal:"):
         return None
     return Path(os.path.expanduser(url.removeprefix("journal:").removeprefix("//")))
@@ -177,11 +177,11 @@ def _journal_to_write(path: Path, url: str) -> Any:
 
 
 def _lines_of(path: Path) -> tuple[list[dict[str, Any]], bytes]:
-    """The lines of a journal, and the unfinished last line that a full disk has left.
+    """Return the lines of a journal, and the unfinished last line that a full disk has left.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is something else.
+        ValueError: the file is not a journal.
     """
     content = read_bytes(path, JOURNAL)
     unfinished = content[content.rfind(b"\n") + 1 :]
@@ -201,11 +201,11 @@ def _lines_of(path: Path) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def _cut_unfinished_line(path: Path, lock: Any) -> None:
-    """Remove an unfinished last line: once another line follows it, the journal could not be read any more."""
+    """Remove an unfinished last line: once another line follows it, the journal is no longer readable."""
     with quiet():
         lock.acquire()
     try:
-        lines, unfinished = _lines_of(path)  # now that nobody is writing
+        lines, unfinished = _lines_of(path)  # now that no other worker is writing
         _journal_storage(path, lines)
         if unfinished:
             os.truncate(path, path.stat().st_size - len(unfinished))
@@ -214,7 +214,7 @@ def _cut_unfinished_line(path: Path, lock: Any) -> None:
 
 
 class _ReadOnlyJournal(BaseJournalBackend):
-    """The lines of a journal at the moment when it was read."""
+    """Snapshot of the lines of a journal."""
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self.lines = lines
@@ -237,7 +237,7 @@ def _journal_errors(path: Path) -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:  # Optuna trusts every line to be one of its own
+    except Exception as error:  # Optuna assumes that it wrote every line itself
         raise _NoStudyError(
             repr(str(path)), f"its lines are not those of a journal ({type(error).__name__}: {shown(str(error))})"
         ) from error
@@ -248,17 +248,17 @@ def _journal_errors(path: Path) -> Iterator[None]:
 
 
 class _SQLite(NamedTuple):
-    """An SQLite file, and options of its connections."""
+    """SQLite file, and options of its connections."""
 
     path: Path
     options: Mapping[str, Any]
 
 
 def _sqlite_of(url: str) -> _SQLite | None:
-    """The SQLite file of a path or URL; `None` for databases in memory or of a server."""
+    """Return the SQLite file of a path or URL; `None` for databases in memory or on a server."""
     from sqlalchemy.engine import URL, make_url
 
-    # Not by way of a text: a `?` in a path would begin the options.
+    # Not through a string: a `?` in a path would begin the options.
     parsed = make_url(url) if "://" in url else URL.create("sqlite", database=url)
     if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
         return None
@@ -274,7 +274,7 @@ def _check_is_ours(path: Path) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is something else.
+        ValueError: the file is something else.
     """
     if check_file(path, DATABASE):
         with _read_only(path):
@@ -282,11 +282,11 @@ def _check_is_ours(path: Path) -> None:
 
 
 def _in_memory(path: Path) -> sqlite3.Connection:
-    """A copy in memory of a storage of Optuna.
+    """Return an in-memory copy of a storage of Optuna.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is something else.
+        ValueError: the file is something else.
     """
     with _read_only(path) as connection:
         content = sqlite3.connect(":memory:", check_same_thread=False)
@@ -296,13 +296,13 @@ def _in_memory(path: Path) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to a storage of Optuna that changes nothing, neither in its file nor next to it."""
+    """Yield a connection to a storage of Optuna that changes nothing, neither in its file nor next to it."""
     check_file(path, DATABASE)
     shown = repr(str(path))
     try:
         with tempfile.TemporaryDirectory(prefix="ssd_study_") as folder, _reader(path, Path(folder)) as connection:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            # Not all: another worker may be making them.
+            # Not all of them: another worker may be creating the tables.
             if not any(
                 name in tables and columns <= {row[1] for row in connection.execute(f"PRAGMA table_info({name})")}
                 for name, columns in _TABLES.items()
@@ -315,13 +315,13 @@ def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 _TABLES = {"studies": {"study_id", "study_name"}, "version_info": {"schema_version", "library_version"}}
-"""The tables that Optuna creates first, with columns that all of its versions have."""
+"""Tables that Optuna creates first, with columns that all of its versions have."""
 
 
 def _reader(path: Path, folder: Path) -> contextlib.closing[sqlite3.Connection]:
     with path.open("rb") as file:
         header = file.read(20)
-    if 2 not in header[18:20]:  # not in WAL mode, in which SQLite writes beside the file even to read
+    if 2 not in header[18:20]:  # not in WAL mode, in which SQLite writes next to the file even to read
         connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=_LOCKED_SECONDS)
         try:
             connection.execute("SELECT count(*) FROM sqlite_master")
@@ -330,7 +330,7 @@ def _reader(path: Path, folder: Path) -> contextlib.closing[sqlite3.Connection]:
             connection.close()
             if not os.path.exists(f"{path}-journal"):
                 raise
-            # A worker was killed while it wrote; what it wrote has to be taken back, which is done in a copy.
+            # A worker was killed while it wrote; its transaction has to be rolled back, which is done in a copy.
     for ending in ("", "-journal", "-wal"):
         with contextlib.suppress(FileNotFoundError):
             check_file(f"{path}{ending}", DATABASE)
@@ -339,14 +339,14 @@ def _reader(path: Path, folder: Path) -> contextlib.closing[sqlite3.Connection]:
 
 
 def _shared_connection(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Options with which SQLAlchemy uses this one connection."""
+    """Return the options with which SQLAlchemy uses this one connection."""
     from sqlalchemy.pool import StaticPool
 
     return {"creator": lambda: connection, "poolclass": StaticPool}
 
 
 def _connections_to_file(file: _SQLite) -> dict[str, Any]:
-    """Options with which SQLAlchemy connects to this file."""
+    """Return the options with which SQLAlchemy connects to this file."""
     from sqlalchemy.pool import QueuePool
 
     options = {"timeout": _LOCKED_SECONDS, "check_same_thread": False, **file.options}
@@ -354,7 +354,7 @@ def _connections_to_file(file: _SQLite) -> dict[str, Any]:
 
 
 def _check_has_tables(url: str) -> None:
-    """Check that a database has tables of Optuna, which would otherwise create them."""
+    """Check that a database has Optuna's tables, which Optuna would otherwise create."""
     from sqlalchemy import create_engine, inspect
 
     engine = create_engine(url)
@@ -366,7 +366,7 @@ def _check_has_tables(url: str) -> None:
 
 
 def _open_database(url: str, file: _SQLite | None) -> Any:
-    """The storage, its tables created where there are none. Another worker may create them at the same moment."""
+    """Open the storage, and create its tables if there are none. Another worker may create them at the same moment."""
     from sqlalchemy.exc import IntegrityError
 
     if file is not None:
@@ -384,7 +384,7 @@ def _open_database(url: str, file: _SQLite | None) -> Any:
 
 
 def _lock_from_the_beginning(engine: Any) -> None:
-    """Let SQLite take its lock at the beginning of each transaction.
+    """Make SQLite take its lock at the beginning of each transaction.
 
     Optuna takes a trial from the queue by reading its state `FOR UPDATE` and then writing it. SQLite ignores this
     clause, so that two workers could take the same trial.
@@ -392,11 +392,11 @@ def _lock_from_the_beginning(engine: Any) -> None:
     from sqlalchemy import event
 
     def connected(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # Python's module would begin transactions of its own, too late
+        connection.isolation_level = None  # Python's module would begin its own transactions, too late
 
     def begun(connection: Any) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     event.listen(engine, "connect", connected)
     event.listen(engine, "begin", begun)
-    engine.dispose()  # what was connected before
+    engine.dispose()  # earlier connections

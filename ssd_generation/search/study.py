@@ -1,9 +1,9 @@
-"""The search: an Optuna study whose trials are drafts, judged in one or two forward passes per calibration text.
+"""Search as an Optuna study whose trials are drafts, judged in one or two forward passes per calibration text.
 
 Any number of workers, on one machine or several, may run on one study. The trial of a worker that dies is repeated by
 the others, or when the search is started again. A draft counts once: a trial that proposes it again fails without a
-forward pass. Exactly as many trials as were asked for are finished in the end, whatever the number of workers, and none
-is waiting: those left in the queue fail as well, and come back when the search continues.
+forward pass. Exactly the requested number of trials is finished in the end, whatever the number of workers, and none is
+waiting: those left in the queue fail as well, and are queued again when the search continues.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ __all__ = [
 
 SOURCE = "ssd search"
 ABOUT = "ssd_generation"
-"""Study attribute with what the study was made for."""
+"""Study attribute that describes the model, space, texts and settings of the study."""
 _CLAIM = "claims"
 _LEFT_OVER = "left over"
-"""Why a trial was discarded that waited in the queue when the search ended."""
+"""Reason for discarding a trial that waited in the queue when the search ended."""
 _UNKNOWN_WORKER_SECONDS = 30.0
 _HEARTBEAT_SECONDS = 60.0
 """Interval of a worker's heartbeats. (Optuna's own, in databases only, are more frequent.)"""
@@ -82,13 +82,13 @@ def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping
     """Create a study, or open it to continue.
 
     Args:
-        name: of the study.
-        storage: as `storage.storage_of` gives it.
-        settings: how the search goes.
-        about: what the study is made for (model, space, texts), as plain JSON types.
+        name: name of the study.
+        storage: storage from `storage.storage_of`.
+        settings: settings of the search.
+        about: model, space and texts of the study, as JSON types.
 
     Raises:
-        ValueError: the study was made for another model, space, objective, or other texts, or it cannot be read.
+        ValueError: the study was created for another model, space, objective, or other texts, or cannot be read.
         OSError: the storage fails.
     """
     wanted = json.loads(json.dumps({**about, "settings": _settings_of_values(settings)}))
@@ -115,12 +115,12 @@ def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping
 
 @contextlib.contextmanager
 def explain_unreadable(what: str) -> Iterator[None]:
-    """Turn errors while reading a study into a ValueError that names it."""
+    """Convert errors while reading a study to a ValueError that names it."""
     try:
         yield
     except OSError:  # the storage fails
         raise
-    except Exception as error:  # Optuna, too, trusts what it finds to be what it has written
+    except Exception as error:  # Optuna, too, assumes that it wrote the contents itself
         raise ValueError(
             f"{what} cannot be understood ({type(error).__name__}: {shown(str(error))}): it was spoilt, or not made "
             "by `ssd search`."
@@ -128,14 +128,14 @@ def explain_unreadable(what: str) -> Iterator[None]:
 
 
 def claim(study: optuna.Study, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Facts that all workers on a study share: those of the worker that came first.
+    """Return the facts that all workers on a study share: those of the first worker.
 
-    The last writer of an attribute of an Optuna study wins, but numbers of trials are unique and ascending. So each
+    The last writer of an attribute of an Optuna study wins, but trial numbers are unique and ascending. So each
     worker that finds no facts stores its own in a trial that does not count, and the one with the lowest number wins.
 
     Args:
-        study: as `open_study` gives it.
-        facts: of this worker, as plain JSON types.
+        study: study from `open_study`.
+        facts: facts of this worker, as JSON types.
 
     Returns:
         The facts to use.
@@ -158,7 +158,7 @@ def _claims(study: optuna.Study) -> list[Mapping[str, Any]]:
 
 
 def _settings_of_values(settings: SearchSettings) -> dict[str, Any]:
-    """The settings that the values of trials depend on; workers may use different samplers."""
+    """Return the settings that the values of trials depend on; workers may use different samplers."""
     return {
         "objective": settings.objective,
         "depth": settings.depth,
@@ -186,7 +186,7 @@ def _differences(before: Mapping[str, Any], wanted: Mapping[str, Any], prefix: s
 
 
 def _counted(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """The trials that count: of finished trials of the same draft, the one with the lowest number.
+    """Return the trials that count: of finished trials of the same draft, the one with the lowest number.
 
     Two workers may begin the same draft at the same moment, so duplicates are resolved when trials are read, not when
     they are written.
@@ -199,7 +199,7 @@ def _counted(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def tried_in(study: optuna.Study) -> Found:
-    """The drafts that were tried in a study."""
+    """Return the drafts that were tried in a study."""
     trials = _counted(study.get_trials(deepcopy=False))
     return Found(tuple(_tried(t) for t in trials), tuple(int(t.user_attrs["acceptance"]["passes"]) for t in trials))
 
@@ -225,7 +225,7 @@ def _tried(trial: FrozenTrial) -> Tried:
 
 
 class _DiscardedTrialError(Exception):
-    """The trial does not count: there are enough already, it is no valid draft, or another worker has it."""
+    """Trial that does not count: there are enough already, the draft is invalid, or another worker has it."""
 
 
 def check_search(model: PreTrainedModel, space: Space, settings: SearchSettings) -> list[dict[str, str]]:
@@ -234,7 +234,7 @@ def check_search(model: PreTrainedModel, space: Space, settings: SearchSettings)
     Args:
         model: the target model.
         space: the search space.
-        settings: of the search.
+        settings: settings of the search.
 
     Returns:
         The choices of the drafts to try first.
@@ -251,15 +251,15 @@ def check_search(model: PreTrainedModel, space: Space, settings: SearchSettings)
 
 
 class Search:
-    """A worker on a study.
+    """Worker on a study.
 
     Args:
         model: the target model.
         calibration: the texts that drafts are judged on.
         profile: costs of the parts of a draft step.
         space: the search space.
-        study: as `open_study` gives it.
-        settings: of the search.
+        study: study from `open_study`.
+        settings: settings of the search.
 
     Raises:
         ValueError: drafts of this model cannot be judged, or a draft to try first is not in the space.
@@ -288,12 +288,12 @@ class Search:
         """Work until the study has this many trials, those of other workers and of earlier runs included.
 
         Args:
-            trials: in all, ≥ 1; fewer where the space has fewer drafts.
+            trials: number of trials in all, ≥ 1; fewer if the space has fewer drafts.
             observe: callback with the results so far, after each trial, and while waiting for other workers.
 
         Raises:
             ValueError: `trials` is below 1.
-            OSError: the storage fails; finished trials are kept.
+            OSError: the storage fails; finished trials are retained.
         """
         if trials < 1:
             raise ValueError(f"A search needs at least one trial, but got {trials}.")
@@ -308,17 +308,17 @@ class Search:
                         lambda trial: self._objective(trial, trials), n_trials=1, catch=(_DiscardedTrialError,)
                     )
                 except (ValueError, optuna.exceptions.UpdateFinishedTrialError) as error:
-                    # This process was suspended and believed dead: another worker has the draft now.
+                    # This process was suspended and considered dead: another worker has the draft now.
                     if isinstance(error, ValueError) and not str(error).startswith("Cannot tell a "):
                         raise
                 report(tried_in(self.study))
             self._empty_queue()
             return tried_in(self.study)
 
-    # -- whose turn it is ----------------------------------------------------------------------------------------------
+    # -- scheduling ----------------------------------------------------------------------------------------------------
 
     def _needs_trial(self, trials: int, report: Callable[[Found], None]) -> bool:
-        """Whether another trial is needed; waits while those that other workers run might be enough."""
+        """Tell whether another trial is needed; wait while those that other workers run might suffice."""
         while True:
             self._recover()
             all_trials = self.study.get_trials(deepcopy=False)
@@ -330,7 +330,7 @@ class Search:
             time.sleep(_POLL_SECONDS)
 
     def _recover(self) -> None:
-        """End the trials of dead workers, and put their drafts into the queue again."""
+        """Fail the trials of dead workers, and queue their drafts again."""
         optuna.storages.fail_stale_trials(self.study)  # where optuna has heartbeats: in a database
         trials = self.study.get_trials(deepcopy=False)
         for trial in trials:
@@ -350,12 +350,12 @@ class Search:
         for trial in self.study.get_trials(deepcopy=False):
             lost = trial.state is TrialState.FAIL and "dropped" not in trial.user_attrs
             fixed = trial.system_attrs.get("fixed_params")
-            # A draft that a sampler had proposed, it will propose again.
+            # A draft that a sampler proposed is not queued: the sampler will propose it again.
             if lost and fixed and trial.number not in retried:
                 self._enqueue_again(trial)
 
     def _empty_queue(self) -> None:
-        """Discard what nobody will take from the queue any more; `_propose` brings it back if the search continues."""
+        """Discard queued trials that no worker will run; `_propose` queues them again if the search continues."""
         self.study.sampler = optuna.samplers.RandomSampler()  # nothing is to be sampled
         while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             # Taken from the queue first, which only one worker can do.
@@ -368,7 +368,7 @@ class Search:
         self.study.enqueue_trial(trial.system_attrs["fixed_params"], user_attrs={**attrs, "retry_of": trial.number})
 
     def _propose(self) -> None:
-        """Put the next proposals into the queue, if it is empty: first of all those that were left over."""
+        """Queue the next proposals if the queue is empty: first of all those that were left over."""
         trials = self.study.get_trials(deepcopy=False)
         if any(t.state is TrialState.WAITING for t in trials):
             return
@@ -389,7 +389,7 @@ class Search:
                 strategy, self.space, self.profile, done, self.context, layerwise, self.settings.scoring
             )
         last = [t for t in trials if t.state.is_finished()][-_REPEATS_IN_A_ROW:]
-        # By key: the same draft may be proposed by several.
+        # By key: several strategies may propose the same draft.
         fresh: dict[str, tuple[str, dict[str, str]]] = {}
         for origin, choices in proposals:
             if _key(self.space, choices) not in known and self.space.is_possible(choices):
@@ -401,7 +401,7 @@ class Search:
             self.study.enqueue_trial(self._params(choices), user_attrs={"origin": origin})
 
     def _layerwise(self) -> list[dict[str, str]]:
-        """Skip sets of a dynamic programme over hidden states, computed by the first worker."""
+        """Return the skip sets of a dynamic programme over hidden states, computed by the first worker."""
         known = self.study.user_attrs.get("layerwise")
         if known is None:
             skips = layerwise_skips(self.model, self.calibration.texts[0])
@@ -414,7 +414,7 @@ class Search:
         return choices
 
     def _neighbour(self, done: list[Tried], known: set[str], count: int) -> list[tuple[str, dict[str, str]]]:
-        """The best draft with one sub-layer changed: for a sampler that repeats itself."""
+        """Return the best draft with one or more sub-layers changed, for a sampler that repeats itself."""
         best = Found(tuple(done)).best()
         start = dict(best[0].choices) if best else self.space.uniform("keep")
         generator = random.Random(f"{self.settings.seed} {count}")
@@ -430,7 +430,7 @@ class Search:
         return {name: choices[name] for name, allowed in self.space.choices.items() if len(allowed) > 1}
 
     def _sampler(self) -> optuna.samplers.BaseSampler:
-        """A sampler whose proposal depends on the seed and on the trials in the storage only."""
+        """Return a sampler whose proposal depends only on the seed and on the trials in the storage."""
         return _KnowingRepeats(self._own_sampler())
 
     def _own_sampler(self) -> optuna.samplers.BaseSampler:
@@ -465,8 +465,8 @@ class Search:
         trial.set_user_attr("key", key)
         self._check_unique(trial, key)
         trial.set_user_attr("choices", choices)
-        # Checked again when the draft has been judged: what another worker began before this one may not have been in
-        # the storage then. Of two at the same moment, the one with the lower number counts.
+        # Checked again when the draft has been judged: a trial that another worker began earlier may not have been in
+        # the storage before. Of two at the same moment, the one with the lower number counts.
         try:
             value = self._evaluate(trial, choices)
         except optuna.TrialPruned:
@@ -494,7 +494,7 @@ class Search:
             self._discard(trial, "repeats another")
 
     def _same_draft(self, trial: optuna.Trial, key: str) -> FrozenTrial | None:
-        """Another trial of the same draft that counts, or a running one with a lower number."""
+        """Return another trial of the same draft that counts, or a running one with a lower number."""
         same = [t for t in self.study.get_trials(deepcopy=False) if t.user_attrs.get("key") == key]
         for other in _counted(same):
             return other
@@ -539,7 +539,7 @@ class Search:
 
     @staticmethod
     def _record(trial: optuna.Trial, acceptance: Acceptance, costs: Costs, started: float) -> float:
-        """Store what a trial has found; the theoretical speed-up."""
+        """Store the results of a trial, and return the theoretical speed-up."""
         speedup, length = predicted_speedup(acceptance, costs)
         trial.set_user_attr("draft_cost", costs.draft_step / costs.plain_step)
         trial.set_user_attr("speedup", speedup)
@@ -548,10 +548,10 @@ class Search:
         trial.set_user_attr("acceptance", acceptance.to_dict())
         return speedup
 
-    # -- what comes out ------------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def config_of(self, tried: Tried, acceptance: Acceptance | None = None, **others: Any) -> SelfSpeculativeConfig:
-        """The config of a draft, with its acceptance, its costs on this machine, and where it came from.
+        """Return the config of a draft, with its acceptance, its costs on this machine, and its provenance.
 
         Args:
             tried: the draft.
@@ -571,7 +571,7 @@ def found_config(
     acceptance: Acceptance | None = None,
     **others: Any,
 ) -> SelfSpeculativeConfig:
-    """The config of a draft that was tried, with its expected acceptance rates and its costs."""
+    """Return the config of a draft that was tried, with its expected acceptance rates and its costs."""
     config = space.config(tried.choices)
     rates = [round(min(max(rate, 0.0), 1.0), 4) for rate in (acceptance or tried.acceptance).by_depth(PRIOR)]
     return dataclasses.replace(
@@ -584,12 +584,12 @@ def found_config(
 
 
 class _KnowingRepeats(optuna.samplers.BaseSampler):
-    """A sampler to which a trial that repeats a draft is finished, with the value of that draft.
+    """Sampler that sees a trial that repeats a draft as finished, with the value of that draft.
 
     Such trials fail, so that they are not counted. A sampler that ignored them would propose the same draft again.
 
     Args:
-        sampler: that proposes.
+        sampler: the sampler that proposes.
     """
 
     def __init__(self, sampler: optuna.samplers.BaseSampler) -> None:
@@ -612,7 +612,7 @@ class _KnowingRepeats(optuna.samplers.BaseSampler):
 
 
 class _WithRepeats:
-    """A study as `_KnowingRepeats` shows it."""
+    """View of a study that `_KnowingRepeats` gives to its sampler."""
 
     def __init__(self, study: optuna.Study) -> None:
         self._shown = study
@@ -646,7 +646,7 @@ def _is_left_over(trial: FrozenTrial) -> bool:
 
 
 def _key(space: Space, choices: Mapping[str, str]) -> str:
-    """A short string that identifies a draft: a letter for each sub-layer's choice."""
+    """Return a short string that identifies a draft: a character for each sub-layer's choice."""
     letters = {"keep": "k", "skip": "s", "int8": "8", "int4": "4"}
     return "".join(letters[choices[name]] for name in space.choices)
 
@@ -663,13 +663,13 @@ def _is_alive(worker: Mapping[str, Any]) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # it is somebody else's, and there
-    # A number is used again by another process sooner or later.
+        pass  # the process exists, and belongs to another user
+    # Process ids are reused sooner or later.
     return worker.get("started") is None or _started(int(worker["pid"])) == worker["started"]
 
 
 def _started(pid: int) -> str | None:
-    """Start time of a process, in the system's units; `None` where it is unknown."""
+    """Return the start time of a process, in the system's units; `None` if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

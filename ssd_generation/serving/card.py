@@ -15,34 +15,34 @@ from ..tuning.speedup import theoretical_speedup
 __all__ = ["TAG", "CardError", "write_card"]
 
 TAG = "custom_generate"
-"""Tag by which the Hub lists repositories with a `generate` of their own."""
+"""Tag under which the Hub lists repositories with their own `generate`."""
 
 _BEGIN, _END = "<!-- ssd_generation -->", "<!-- end of ssd_generation -->"
 _MOST_PASSES = 8  # verification passes in a card's table
 
 
 class CardError(ValueError):
-    """A model card whose metadata cannot be read, so that no tag can be added to it."""
+    """Model card whose metadata cannot be read, so that no tag can be added to it."""
 
 
 def write_card(path: Path, name: str, default: SelfSpeculativeConfig | Literal["auto"], only: bool) -> None:
-    """Write a model card, or add the tag and a section to the one that is there.
+    """Write a model card, or add the tag and a section to the existing one.
 
     Args:
-        path: of the README.md.
-        name: the model's.
-        default: what the folder drafts by.
+        path: path of the README.md.
+        name: name of the model.
+        default: the folder's drafting config.
         only: whether the folder has no model, only `custom_generate/`.
 
     Raises:
-        CardError: the card that is there has malformed metadata; it is left as it is.
+        CardError: the existing card has malformed metadata; it is left unchanged.
     """
     from huggingface_hub import metadata_save
 
     section = f"{_BEGIN}\n{_section(name, default, only)}{_END}\n"
     try:
         metadata = _metadata(path)
-    except Exception as error:  # the YAML parser has errors of its own
+    except Exception as error:  # the YAML parser raises its own error types
         raise CardError(clipped(" ".join(str(error).split()))) from error
     tags = metadata.get("tags") or []
     tags = [tags] if isinstance(tags, str) else list(tags)
@@ -50,7 +50,7 @@ def write_card(path: Path, name: str, default: SelfSpeculativeConfig | Literal["
     text = (
         path.read_text(encoding="utf-8") if path.exists() else f"# Self-speculative decoding of {for_markdown(name)}\n"
     )
-    text = re.sub(f"{_BEGIN}.*?{_END}", "", text, flags=re.DOTALL)  # of an export of an export
+    text = re.sub(f"{_BEGIN}.*?{_END}", "", text, flags=re.DOTALL)  # the section of an earlier export
     path.write_text(f"{text.rstrip()}\n\n{section}", encoding="utf-8", newline="\n")
     metadata_save(path, metadata)
 
@@ -62,7 +62,7 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _section(name: str, default: SelfSpeculativeConfig | Literal["auto"], only: bool) -> str:
-    """How to use it, by what it drafts, and the figures."""
+    """Return the section: usage, drafting config and measured figures."""
     if only:
         use = (
             f'model = AutoModelForCausalLM.from_pretrained("MODEL")  # {_comment(name)}\n'
@@ -94,7 +94,7 @@ def _comment(name: str) -> str:
 
 
 def _figures(config: SelfSpeculativeConfig) -> str:
-    """The table of what was measured; empty where nothing was."""
+    """Return the table of measured figures; an empty string if there are none."""
     rows = [*_conditions(config), *(_costs(config.costs) if config.costs is not None else [])]
     acceptance = config.drafting.acceptance
     if acceptance:
@@ -110,7 +110,7 @@ def _figures(config: SelfSpeculativeConfig) -> str:
 
 
 def _conditions(config: SelfSpeculativeConfig) -> list[tuple[str, str]]:
-    """The model, the machine and the versions."""
+    """Return table rows for the model, the machine and the versions."""
     found, costs = config.provenance, config.costs
     rows: list[tuple[str, str | None]] = []
     if found is not None:

@@ -1,4 +1,4 @@
-"""The `custom_generate/` that makes transformers draft with a model wherever `generate` is called."""
+"""Code of `custom_generate/`, which makes transformers draft with a model wherever `generate` is called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["generate_code", "is_ours", "requirements", "served_code"]
 
 _PACKAGE = __name__.partition(".")[0]
 
-# Only a public name: a folder outlives the version that wrote it.
+# Imports a public name only: a folder outlives the version that wrote it.
 _CODE = '''"""Self-speculative decoding: the model drafts for itself and verifies the draft, so the text stays its own.
 
 Written by `ssd export`. Needs the package: pip install ssd_generation
@@ -44,7 +44,7 @@ def generate(*inputs, model, **arguments):
 
 
 def generate_code(default: SelfSpeculativeConfig | Literal["auto"]) -> str:
-    """Return `custom_generate/generate.py` for a folder that stays."""
+    """Return `custom_generate/generate.py` for an exported folder."""
     return _CODE.format(default=_literal(default))
 
 
@@ -54,14 +54,14 @@ def served_code(default: SelfSpeculativeConfig | Literal["auto"]) -> str:
 
 
 def requirements() -> str:
-    """Return `custom_generate/requirements.txt`, which transformers checks."""
+    """Return the content of `custom_generate/requirements.txt`, which transformers checks."""
     here = Version(sys.modules[_PACKAGE].__version__)
-    # Transformers reads digits and dots, and takes a development version for older than what it becomes.
+    # transformers reads digits and dots, and considers a development version older than its release.
     return f"{_PACKAGE}\n" if here.is_prerelease else f"{_PACKAGE}>={here.base_version}\n"
 
 
 def is_ours(code: str) -> bool:
-    """Tell whether a `custom_generate/generate.py` was written here, so that another may replace it."""
+    """Tell whether a `custom_generate/generate.py` was written by this library, so that it may be replaced."""
     return "from ssd_generation" in code
 
 

@@ -1,4 +1,4 @@
-"""A folder from which transformers drafts: a model's files, copied or linked, with `custom_generate/` next to them."""
+"""Folder from which transformers drafts: a model's files, copied or linked, with `custom_generate/` next to them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["Export", "export_model", "fill"]
 
 _CODE_FOLDER = "custom_generate"
 _CARD = "README.md"
-# Of git, of the Hub's client and of Python: no part of a model.
+# Folders of git, of the Hub's client and of Python: not part of a model.
 _NO_PART = (".git", ".cache", "__pycache__")
 
 
 @dataclass(frozen=True)
 class Export:
-    """The folder that was written.
+    """Result of an export: the folder that was written.
 
     Attributes:
         folder: its path.
         files: number of files in it.
-        bytes: their sizes, linked ones left out.
-        card_problem: why the model card did not get the tag `custom_generate`; `None` where it has it.
+        bytes: total size of those that are not links.
+        card_problem: reason why the model card lacks the tag `custom_generate`; `None` if it has it.
     """
 
     folder: Path
@@ -57,16 +57,16 @@ def export_model(
 
     Args:
         source: the model.
-        output: the folder; made if it does not exist.
-        default: what it drafts by.
+        output: the folder, created if missing.
+        default: its drafting config.
         only: leave the model's own files out.
         link: link to the model's files instead of copying them.
         force: write into a folder that is not empty, and replace its files of the same names.
-        advance: called with the name of each of the model's files before it is copied.
+        advance: callback with the name of each of the model's files before it is copied.
 
     Raises:
         ValueError: `output` is a file, not empty, in the model's folder, or cannot be written to; or the model has a
-            `custom_generate/` of somebody else.
+            `custom_generate/` that this library did not write.
     """
     output = output.absolute()
     _check_output(source.folder, output, force)
@@ -91,8 +91,8 @@ def fill(folder: Path, default: SelfSpeculativeConfig | Literal["auto"], code: s
 
     Args:
         folder: the folder.
-        default: what it drafts by.
-        code: of `custom_generate/generate.py`.
+        default: its drafting config.
+        code: content of `custom_generate/generate.py`.
     """
     within = folder / _CODE_FOLDER
     within.mkdir()
@@ -103,7 +103,7 @@ def fill(folder: Path, default: SelfSpeculativeConfig | Literal["auto"], code: s
 
 
 def model_files(folder: Path) -> list[Path]:
-    """List a model's files, relative to its folder; those that an export writes itself are left out."""
+    """List a model's files, relative to its folder, without those that an export writes itself."""
     found = []
     for root, folders, names in os.walk(folder):
         here = Path(root).relative_to(folder)
@@ -120,12 +120,12 @@ def copy_or_link(source: Path, folder: Path, link: bool, advance: Callable[[str]
 
     Args:
         source: the model's folder.
-        folder: an empty one.
-        link: make links.
-        advance: called with each file's name before its turn.
+        folder: empty folder to fill.
+        link: link to the files instead of copying them.
+        advance: callback with each file's name before it is copied or linked.
 
     Raises:
-        ValueError: this file system has no links.
+        ValueError: links cannot be created on this file system.
     """
     for file in model_files(source):
         advance(str(file))
@@ -140,7 +140,7 @@ def copy_or_link(source: Path, folder: Path, link: bool, advance: Callable[[str]
 def _link(file: Path, target: Path) -> None:
     try:
         target.symlink_to(file)
-    except OSError:  # of Windows, without the right to make them
+    except OSError:  # on Windows, without the right to create them
         try:
             target.hardlink_to(file)
         except OSError as error:
@@ -151,7 +151,7 @@ def _link(file: Path, target: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# where it goes
+# output folder
 
 
 def _check_output(model: Path, output: Path, force: bool) -> None:
@@ -180,7 +180,7 @@ def _check_code(model: Path) -> None:
 
 @contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """Yield an empty folder whose files move to `output` once it is complete."""
+    """Yield an empty folder whose files are moved to `output` once it is complete."""
     staged = output.with_name(temporary_name(""))
     try:
         staged.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""One request of a served model: it drafts, is logged, and ends when the server does."""
+"""Requests of a served model: each drafts, is logged, and ends when the server does."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from ..support.messages import clipped
 __all__ = ["LOG", "enable", "end_requests", "log_line", "serve_request"]
 
 LOG = logging.getLogger("uvicorn.error")
-"""The server's own log, in spite of its name: uvicorn's, which transformers runs."""
+"""Log of uvicorn, the server that transformers runs; in spite of its name, not for errors alone."""
 
 _ENDING = threading.Event()
 _RUNNING = threading.Lock()  # transformers' server runs one request of a model at a time
-_PATIENCE = 5.0  # seconds in which a request ends: more than a pass takes
+_PATIENCE = 5.0  # seconds to wait for a request to end: longer than a pass
 
 
 class ServerEnds(RuntimeError):
-    """The server ends, and this request with it."""
+    """Error that ends a request because the server ends."""
 
     def __init__(self) -> None:
         super().__init__("The server ends.")
 
 
 def enable(model: PreTrainedModel, default: Mapping[str, Any] | str) -> None:
-    """Have a model draft, whoever calls its `generate`.
+    """Make a model draft in every call of its `generate`.
 
     Args:
         model: the target model.
-        default: a config as its `to_dict()`, or "auto".
+        default: a config as a dict (`to_dict()`), or "auto".
     """
     if not is_self_speculative(model):
         config = default if isinstance(default, str) else SelfSpeculativeConfig.from_dict(default)
@@ -49,16 +49,16 @@ def enable(model: PreTrainedModel, default: Mapping[str, Any] | str) -> None:
 def serve_request(
     model: PreTrainedModel, default: Mapping[str, Any] | str, inputs: Sequence[Any], arguments: Mapping[str, Any]
 ) -> Any:
-    """Generate for a request, and log what it took.
+    """Generate for a request, and log its tokens, time and acceptance rate.
 
     Args:
         model: the target model.
-        default: see `enable`.
+        default: as in `enable`.
         inputs: positional arguments of `generate`.
         arguments: its keyword arguments.
 
     Returns:
-        As `generate`.
+        The result of `generate`.
     """
     enable(model, default)
     stream = _stream_of(arguments)
@@ -74,7 +74,7 @@ def serve_request(
             return result
     except ServerEnds as error:
         problem = error
-        if stream is None or stream.client is not None:  # the client of a stream is told
+        if stream is None or stream.client is not None:  # a streaming client receives the error
             raise
         return stream.text_so_far(arguments["input_ids"])
     except Exception as error:
@@ -88,7 +88,7 @@ def serve_request(
 
 
 def end_requests() -> None:
-    """End the request under way, and refuse those that wait."""
+    """End the running request, and refuse those that wait."""
     _ENDING.set()
     if _RUNNING.acquire(timeout=_PATIENCE):
         _RUNNING.release()
@@ -97,13 +97,13 @@ def end_requests() -> None:
 def log_line(
     tokens: int, seconds: float, statistics: SpeculationStatistics | None, problem: Exception | None = None
 ) -> str:
-    """Say what a request took, in a line.
+    """Return the log line of a request.
 
     Args:
-        tokens: new ones.
-        seconds: that they took.
-        statistics: of the call; `None` where it was not self-speculative.
-        problem: why it did not end by itself.
+        tokens: number of new tokens.
+        seconds: time they took.
+        statistics: statistics of the call; `None` where it was not self-speculative.
+        problem: error that ended it, if any.
     """
     amount = "1 token" if tokens == 1 else f"{tokens} tokens"
     took = f"{amount} in {seconds:.2f} s ({tokens / max(seconds, 1e-9):.1f} tokens/s)"
@@ -127,7 +127,7 @@ class _Stream(BaseStreamer):
     """Streamer that counts tokens, and ends the request when the server ends.
 
     Args:
-        client: the streamer of a client; `None` for a request that is answered in one piece.
+        client: streamer of the client; `None` for a request that is answered in one piece.
     """
 
     def __init__(self, client: Any = None) -> None:
@@ -136,7 +136,7 @@ class _Stream(BaseStreamer):
 
     @property
     def new_tokens(self) -> int:
-        """Tokens so far."""
+        """Number of new tokens so far."""
         return sum(piece.numel() for piece in self.pieces[1:])
 
     def put(self, value: torch.Tensor) -> None:
@@ -151,12 +151,12 @@ class _Stream(BaseStreamer):
             self.client.end()
 
     def text_so_far(self, prompt: torch.Tensor) -> torch.Tensor:
-        """Return what `generate` would have, had it ended here."""
+        """Return the sequence that `generate` would return if it ended here."""
         return torch.cat([prompt.cpu(), *(piece.reshape(1, -1) for piece in self.pieces[1:])], dim=-1)
 
 
 def _stream_of(arguments: Mapping[str, Any]) -> _Stream | None:
-    """A streamer in the place of the request's own; `None` where beams are searched, and transformers allows none."""
+    """Return a streamer that replaces the request's own; `None` for beam search, where transformers allows none."""
     beams = [arguments.get("num_beams"), getattr(arguments.get("generation_config"), "num_beams", None)]
     return None if any(count not in (None, 1) for count in beams) else _Stream(arguments.get("streamer"))
 
@@ -168,5 +168,5 @@ def _new_tokens(arguments: Mapping[str, Any], stream: _Stream | None, result: An
 
 
 def _is_cancelled(problem: Exception) -> bool:
-    # transformers raises an exception of its own, which it does not export, from the streamer of a client that hung up.
+    # transformers raises an exception that it does not export from the streamer of a client that disconnected.
     return isinstance(problem, ServerEnds) or type(problem).__name__ == "_GenerationCancelled"

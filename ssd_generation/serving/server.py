@@ -1,4 +1,4 @@
-"""transformers' own server (`transformers serve`), of one model that drafts."""
+"""transformers' own server (`transformers serve`) for one model that drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .source import Source
 __all__ = ["Drafting", "ModelServer", "free_port", "linked_folder", "require_packages"]
 
 _PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "starlette", "accelerate")
-_WARM_UP = 24  # tokens that make low-bit copies and capture passes before the first request
+_WARM_UP = 24  # tokens generated before the first request, so that low-bit copies are built and passes captured
 _GRACE = 2  # seconds for streams to end once the server does
 _POLL = 0.05  # seconds
 
@@ -39,13 +39,13 @@ Default = SelfSpeculativeConfig | Literal["auto"]
 
 @dataclass(frozen=True)
 class Drafting:
-    """The way in which a served model drafts.
+    """Drafting of a served model.
 
     Attributes:
-        config: what it drafts by.
+        config: its config.
         weight_bytes: memory of the model's weights.
         copy_bytes: memory of their low-bit copies.
-        refusal: why nothing can be drafted with this model; else `None`.
+        refusal: reason why this model cannot draft; `None` if it can.
     """
 
     config: SelfSpeculativeConfig
@@ -55,12 +55,12 @@ class Drafting:
 
 
 class ModelServer(Serve):
-    """transformers' server of one model, which is loaded here and served from `run` on.
+    """transformers' server for one model, which is loaded at construction and served from `run` on.
 
     Args:
-        model: name of the model's folder, relative to the working directory: the name by which clients know it.
-        default: what it drafts by.
-        **options: of `transformers serve`.
+        model: name of the model's folder, relative to the working directory: the model's name for clients.
+        default: its drafting config.
+        **options: options of `transformers serve`.
     """
 
     def __init__(self, model: str, default: Default, **options: Any) -> None:
@@ -68,10 +68,10 @@ class ModelServer(Serve):
         super().__init__(force_model=model, trust_remote_code=True, non_blocking=True, **options)
 
     def start_server(self) -> None:
-        """Load no other model from now on; transformers calls this once the model is loaded.
+        """Refuse to load other models from now on; transformers calls this once the model is loaded.
 
-        Nothing is served yet: the draft is prepared first. Any client may ask for other models to be loaded
-        (`/load_model`), and code that comes with them would be trusted.
+        Otherwise any client could have other models loaded (`/load_model`), and their code would be trusted. Serving
+        begins only in `run`, so that the draft is prepared first.
         """
         manager = self._model_manager
         load, key = manager.load_model_and_processor, manager.process_model_name(self._name)
@@ -84,11 +84,11 @@ class ModelServer(Serve):
         manager.load_model_and_processor = load_ours
 
     def prepare(self, text: str, prefix_cache: PrefixCacheSize = False) -> Drafting:
-        """Measure what drafting costs where that is not known, and generate once, on the thread that serves.
+        """Measure the costs of drafting where they are unknown, and generate once, on the thread that serves.
 
         Args:
-            text: a prompt to try drafts on.
-            prefix_cache: bytes of keys and values that are kept between requests.
+            text: prompt to try drafts on.
+            prefix_cache: bytes of keys and values retained between requests.
         """
         key = self._model_manager.process_model_name(self._name)
         model, processor = self._model_manager.load_model_and_processor(key)
@@ -100,12 +100,12 @@ class ModelServer(Serve):
         """Serve until Ctrl-C, or until the server ends by itself.
 
         Args:
-            ready: called once requests are answered.
+            ready: callback once requests are answered.
 
         Raises:
             OSError: the server did not start; its log says why.
         """
-        # Where a request does not end by itself then, it is cancelled, as if its client had hung up.
+        # A request that has not ended by then is cancelled, as if its client had disconnected.
         self.server.config.timeout_graceful_shutdown = _GRACE
         with _warnings_in_the_log():
             super().start_server()
@@ -133,7 +133,7 @@ class ModelServer(Serve):
 def _prepare(
     model: Any, processor: Any, default: Default, text: str, prefix_cache: PrefixCacheSize = False
 ) -> Drafting:
-    """The work of `ModelServer.prepare`."""
+    """Do the work of `ModelServer.prepare`."""
     enable(model, default if isinstance(default, str) else default.to_dict())
     enable_self_speculative(model, prefix_cache=prefix_cache)
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -152,17 +152,17 @@ def _prepare(
 
 @contextlib.contextmanager
 def linked_folder(source: Source, default: Default) -> Iterator[str]:
-    """Make a folder of links to a model, to be served from, and work next to it meanwhile.
+    """Create a folder of links to a model for serving, and make its parent the working directory meanwhile.
 
-    transformers' server calls a model by its path. A path relative to the working directory is the model's own name, so
-    that clients need not know where it lies.
+    transformers' server names a model by its path. A path relative to the working directory is the model's own name, so
+    that clients need not know where it is stored.
 
     Args:
         source: the model.
-        default: what it drafts by.
+        default: its drafting config.
 
     Yields:
-        The path.
+        The relative path.
     """
     name = "".join(c if c.isalnum() or c in "-._/" else "-" for c in source.name)
     before = os.getcwd()
@@ -179,7 +179,7 @@ def linked_folder(source: Source, default: Default) -> Iterator[str]:
 
 
 def require_packages() -> None:
-    """Raise `ImportError` where a package is missing that transformers' server needs."""
+    """Raise `ImportError` if a package that transformers' server needs is missing."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
@@ -189,22 +189,22 @@ def require_packages() -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    """Check that a server may listen there, before a model is loaded for it.
+    """Check that a server can listen on a port, before a model is loaded for it.
 
     Args:
         host: the address.
-        port: 0 for any that is free.
+        port: the port; 0 for any that is free.
 
     Returns:
         The port.
 
     Raises:
-        ValueError: it is taken, or there is no such address here.
+        ValueError: the port is taken, or this machine has no such address.
     """
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as tried:
-                if os.name == "posix":  # as the server does: a port whose last connections still fade is free
+                if os.name == "posix":  # like the server: a port whose last connections are still closing is free
                     tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind((address[0], port, *address[2:]))
                 port = port or tried.getsockname()[1]
@@ -218,7 +218,7 @@ def free_port(host: str, port: int) -> int:
 
 @contextlib.contextmanager
 def _warnings_in_the_log() -> Iterator[None]:
-    """Log a warning that concerns the user, in a line; leave out those that concern developers."""
+    """Log warnings that concern the user, one line each; suppress those that concern developers."""
 
     def log(message: Warning | str, *_: Any, **__: Any) -> None:
         LOG.warning(visible(message))

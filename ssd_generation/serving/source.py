@@ -1,4 +1,4 @@
-"""The folder of a model that is named by a path, a Hub id or `demo`, and the config stored with it."""
+"""Folder of a model given as a path, a Hub id or `demo`, and the config stored with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEMO = "demo"
 _DEMO_NAME = "SmolLM2-135M-Instruct"
 _ALLOWED = "Give a folder written by `save_pretrained`, a Hub id (`organisation/model`) or `demo`."
 
-# Weights for other frameworks, which a repository may hold next to those that transformers reads.
+# Weights for other frameworks, which a repository may hold alongside those that transformers reads.
 _OTHER_FRAMEWORKS = ("*.h5", "*.msgpack", "*.ot", "*.tflite", "*.onnx*", "onnx/*", "openvino/*", "coreml/*", "*.gguf")
 _PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
@@ -34,8 +34,8 @@ class Source:
     """A model's folder on this machine.
 
     Attributes:
-        folder: holds `config.json` and the weights.
-        name: the model's name for people and clients: a Hub id, or the name of the folder.
+        folder: folder with `config.json` and the weights.
+        name: the model's name for users and clients: a Hub id, or the name of the folder.
     """
 
     folder: Path
@@ -43,13 +43,13 @@ class Source:
 
 
 def find_model(model: str) -> Source:
-    """Find a model's folder; one on the Hub is downloaded into the Hub's cache.
+    """Find a model's folder; a model on the Hub is downloaded into the Hub's cache.
 
     Args:
         model: a folder, a Hub id, or `demo`.
 
     Raises:
-        FileNotFoundError: no such folder, no model in it, or none that the Hub could give.
+        FileNotFoundError: no such folder, no model in it, or the Hub could not provide it.
         ValueError: a file, or an adapter, which transformers loads in another way.
     """
     if model == _DEMO:
@@ -84,7 +84,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _downloaded(repo_id: str) -> Path:
-    """Download a repository: safetensors where there are any, else the weights of PyTorch."""
+    """Download a repository: safetensors if there are any, else PyTorch weights."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -99,7 +99,7 @@ def _downloaded(repo_id: str) -> Path:
         errors.HFValidationError,
         errors.HfHubHTTPError,
         errors.OfflineModeIsEnabled,
-        OSError,  # of the connection
+        OSError,  # a connection error
     ) as error:
         reason = clipped((str(error).strip().splitlines() or [type(error).__name__])[0], most=150)
         raise FileNotFoundError(
@@ -111,10 +111,11 @@ def stored_default(folder: Path) -> SelfSpeculativeConfig | Literal["auto"]:
     """Return the config stored in a model's folder; "auto" where there is none.
 
     Args:
-        folder: `self_speculative_config.json` in it comes first, then `self_speculative` in `generation_config.json`.
+        folder: the model's folder; in it, `self_speculative_config.json` takes precedence over `self_speculative` in
+            `generation_config.json`.
 
     Raises:
-        TypeError, ValueError: a config that is none.
+        TypeError, ValueError: an invalid config.
     """
     if (folder / CONFIG_NAME).is_file():
         return SelfSpeculativeConfig.from_json_file(folder / CONFIG_NAME)
@@ -126,11 +127,11 @@ def stored_default(folder: Path) -> SelfSpeculativeConfig | Literal["auto"]:
 
 
 def check_fits(folder: Path, default: SelfSpeculativeConfig | Literal["auto"]) -> None:
-    """Check from a model's description alone that it may draft, and by this config.
+    """Check from a model's `config.json` alone that it can draft, and by this config.
 
     Args:
-        folder: the model's.
-        default: the config, or "auto".
+        folder: the model's folder.
+        default: the drafting config, or "auto".
 
     Raises:
         ValueError: an encoder-decoder model, or a config made for another model.
@@ -140,7 +141,7 @@ def check_fits(folder: Path, default: SelfSpeculativeConfig | Literal["auto"]) -
     document: Any = read_json(folder / "config.json", CONFIG)
     if not isinstance(document, Mapping):
         raise ValueError(f"{path_shown(folder / 'config.json')} is no model's config: it holds no JSON object.")
-    if "auto_map" in document:  # of a class that comes with the model, whose code is not run for this
+    if "auto_map" in document:  # a class that comes with the model, whose code is not run for this check
         return
     config = AutoConfig.from_pretrained(folder)
     if config.is_encoder_decoder:
@@ -155,7 +156,7 @@ def check_fits(folder: Path, default: SelfSpeculativeConfig | Literal["auto"]) -
 
 
 def require_no_code(source: Source) -> None:
-    """Raise `ValueError` where a model comes with code of its own, which loading it would run."""
+    """Raise `ValueError` if a model comes with its own code, which loading it would run."""
     for file in sorted(source.folder.glob("*.json")):
         if file.stat().st_size > CONFIG.most_bytes:  # a vocabulary or an index of weights
             continue

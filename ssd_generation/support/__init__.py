@@ -1,1 +1,1 @@
-"""What every package stands on: files, strings and numbers from outside, measurements, locks."""
+"""Foundations of all packages: files, strings and numbers from outside, measurements, locks."""

@@ -1,7 +1,7 @@
-"""What a number, a text or a list from outside may be: stated with its field, checked in one place, named in errors.
+"""Bounds of numbers, texts and lists from outside: stated with their fields, checked in one place, named in errors.
 
-A config from the Hub is input from a stranger. Whatever it says within these bounds is planned, indexed and shown in
-no time and little memory; whatever lies beyond them is refused in a message that names both ends and stays short.
+A config from the Hub is input from a stranger. Values within these bounds are planned, indexed and shown in no time and
+little memory; values outside are refused in a message that names both ends and stays short.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Bound(ABC):
-    """What one value may be. `str(bound)` says it in words."""
+    """Bound of one value; `str(bound)` describes it in words."""
 
     @property
     def metadata(self) -> dict[str, Bound]:
-        """For `dataclasses.field(metadata=…)`; `checked_fields` finds it there."""
+        """Metadata for `dataclasses.field(metadata=…)`, where `checked_fields` finds the bound."""
         return {"bound": self}
 
     @abstractmethod
     def check(self, name: str, value: Any) -> Any:
-        """The value in its own type.
+        """Return the value in its own type.
 
         Args:
-            name: of the value, for the message.
-            value: as it came.
+            name: name of the value, for the message.
+            value: the value from outside.
 
         Raises:
             TypeError: a value of another type.
@@ -57,13 +57,13 @@ class Bound(ABC):
         """
 
     def refusal(self, kind: type[Exception], name: str, value: Any) -> Exception:
-        """The error that says what the value must be, and what came."""
+        """Build the error that describes the bound and the value given."""
         return kind(f"{name} must be {self}, but got {shown(value)}.")
 
 
 @dataclass(frozen=True)
 class Integer(Bound):
-    """An integer of whatever library (a bool is none)."""
+    """An integer of any library (a bool is none)."""
 
     least: int
     most: int
@@ -82,11 +82,11 @@ class Integer(Bound):
 
 @dataclass(frozen=True)
 class Number(Bound):
-    """A real number of whatever library (a bool is none).
+    """A real number of any library (a bool is none).
 
     Attributes:
-        what: what it is a number of.
-        advice: what to do about one that is out of bounds.
+        what: meaning of the number, with its article.
+        advice: remedy for a number that is out of bounds.
     """
 
     least: float
@@ -112,7 +112,7 @@ class Number(Bound):
 
 @dataclass(frozen=True)
 class Text(Bound):
-    """A string that UTF-8 can hold."""
+    """A string that UTF-8 can encode."""
 
     most: int
 
@@ -131,12 +131,12 @@ class Text(Bound):
 
 @dataclass(frozen=True)
 class Choice(Bound):
-    """One of a few values of one type: strings, integers, or True and False (beside which None may stand).
+    """One of a few values of one type: strings, integers, or True and False (and possibly None).
 
     Attributes:
         values: those that are allowed.
-        none: what None stands for, in the message; that it is allowed as well is for `checked_fields` to see.
-        unknown: how the message about another value begins, such as "There is no precision".
+        none: meaning of None, in the message; `checked_fields` decides whether it is allowed.
+        unknown: start of the message about another value, such as "There is no precision".
     """
 
     values: tuple[Any, ...]
@@ -162,10 +162,10 @@ class Entries(Bound):
     """A sequence of at most so many entries.
 
     Attributes:
-        most: entries.
-        each: what one of them may be.
-        form: the whole in words, such as "be a sequence of probabilities, such as [0.9, 0.85]".
-        entry: what an entry is called in errors, with its place counted from 1; "" for the name of the whole.
+        most: maximum number of entries.
+        each: bound of each entry.
+        form: description of the whole in words, such as "be a sequence of probabilities, such as [0.9, 0.85]".
+        entry: name of an entry in errors, with its place counted from 1; "" for the name of the whole.
     """
 
     _refused: ClassVar[tuple[type, ...]] = (str, bytes, Mapping, Set)  # a set has no order
@@ -187,7 +187,7 @@ class Entries(Bound):
         return tuple(self.each.check(f"{of}{place}" if of else name, entry) for place, entry in entries)
 
     def take(self, name: str, values: Any) -> list[Any]:
-        """The entries, counted but not looked at, of something iterable that may go on without end.
+        """Return the entries, counted but not checked, of an iterable that may be infinite.
 
         Raises:
             TypeError: it is no sequence.
@@ -202,7 +202,7 @@ class Entries(Bound):
 
 
 class Items(Entries):
-    """A mapping of at most so many items, which `take` gives as pairs."""
+    """A mapping of at most so many items, which `take` returns as pairs."""
 
     _refused = ()
 
@@ -213,10 +213,11 @@ class Items(Entries):
 
 
 DRAFT_LENGTH = Integer(1, 128)
-"""Tokens drafted or looked up in a round: planning looks at all lengths from each, in milliseconds up to here."""
+"""Number of tokens drafted or looked up in a round: planning considers all lengths from each, in milliseconds up to
+here."""
 
 NGRAM = Integer(1, 16)
-"""Tokens looked for: the index holds an entry of each length per token of text."""
+"""Number of tokens in a lookup's n-gram: the index holds an entry of each length per token of text."""
 
 SHARE = Number(0, 1)
 
@@ -237,23 +238,23 @@ def checked_fields(instance: Any) -> None:
 
 
 def first_entries(values: Any, most: int, refused: tuple[type, ...] = (str, bytes, Mapping, Set)) -> list[Any] | None:
-    """The first entries of something iterable; None of what is of a refused type or cannot be iterated over."""
+    """Return the first entries of an iterable; None for a value of a refused type, or one that is not iterable."""
     try:
         return None if isinstance(values, refused) else list(islice(values, most))
-    except TypeError:  # an array of no dimensions is one of those
+    except TypeError:  # for example, an array of no dimensions
         return None
 
 
 def index_of(value: Any) -> int | None:
-    """An integer of whatever library as an int; None for anything else, bools (numpy's and torch's too) among it."""
+    """Return an integer of any library as an int; None for anything else, including bools (numpy's and torch's too)."""
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
     try:
         return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # torch: of a tensor without data
+    except (TypeError, ValueError, RuntimeError):  # torch: a tensor without data
         return None
 
 
 def _plain(number: float) -> str:
-    """A bound as one writes it: 1e-9, not 1e-09."""
+    """Format a bound as people write it: 1e-9, not 1e-09."""
     return f"{number:,}" if isinstance(number, int) else re.sub(r"e\+?(-?)0*", r"e\1", f"{number:g}")

@@ -1,4 +1,4 @@
-"""Devices that compute while the host goes on: what waits for them, and what does not."""
+"""Devices that compute while the host continues: telling them apart, and waiting for them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 __all__ = ["is_asynchronous", "sent", "wait_for"]
 
 ASYNCHRONOUS = {"cuda"}
-"""Types of devices that `torch.cuda` speaks to. The tests add one that they pretend to have."""
+"""Types of devices that `torch.cuda` serves. The tests add that of their mock GPU."""
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether the host runs ahead of a device, so that its own clock does not time it."""
+    """Tell whether the host runs ahead of a device, so that its own clock does not time it."""
     return device.type in ASYNCHRONOUS
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done what it was given; at once where the host does not run ahead of it."""
+    """Wait until a device has finished its queued work; return at once where the host does not run ahead of it."""
     if is_asynchronous(device):
         torch.cuda.synchronize(device)
 
 
 def sent(numbers: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Numbers of the host on a device, without waiting for what it is doing.
+    """Copy numbers of the host to a device, without waiting for its queued work.
 
-    A copy from any memory makes the host wait for the device; one from pinned memory takes its place among what the
-    device has to do. torch does not use that memory again before.
+    A copy from pageable memory makes the host wait for the device; one from pinned memory is queued on the device.
+    torch does not reuse that memory before the copy is done.
 
     Args:
-        numbers: a tensor, wherever it is, or whole numbers.
-        device: where they are to be.
+        numbers: a tensor on any device, or whole numbers.
+        device: target device.
     """
     if not isinstance(numbers, torch.Tensor):
         numbers = torch.tensor(numbers, dtype=torch.long, device="cpu")

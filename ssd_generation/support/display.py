@@ -1,8 +1,8 @@
-"""The one door for strings that go to a screen or into a report.
+"""Escaping of all strings that go to a screen or into a report.
 
-What a file, a model or a folder's name says is data: it must not set a terminal's title, clear its screen, turn the
-direction of writing, open a tag or break a table. `visible` shows what would act as an escape; the other functions also
-escape what means something in the format that the string goes into.
+The contents of a file, a model or a folder's name are data: they must not set a terminal's title, clear its screen,
+change the direction of writing, open a tag or break a table. `visible` shows what would act as an escape; the other
+functions also escape what has a meaning in the format that the string goes into.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["byte_size", "for_html", "for_json", "for_markdown", "for_plot", "pat
 _ACTING = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-# An underscore within a word (`top_p`) is one.
+# An underscore within a word (`top_p`) is a literal one.
 _MARKDOWN = re.compile(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))")
 _LONGEST_LABEL = 40  # characters
 _LONGEST_PATH = 400  # characters
 
 
 def visible(text: object, keep: str = "") -> str:
-    r"""A string as it may go to a screen: nothing in it acts, all of it can be seen and encoded.
+    r"""Return a string that is safe for a screen: nothing in it acts, all of it can be seen and encoded.
 
     Characters that act are shown as Python writes them (`\x1b`, `\u202e`).
 
     Args:
-        text: the string, or what `str` makes of a value.
+        text: the string, or a value that `str` converts.
         keep: characters that may act all the same, such as `"\n\t"` for a text of several lines.
     """
 
@@ -45,29 +45,29 @@ def visible(text: object, keep: str = "") -> str:
 
 
 def for_markdown(text: object) -> str:
-    """A string as a piece of Markdown that shows it, in a line or a table's cell."""
+    """Return a string as a piece of Markdown that shows it, in a line or a table's cell."""
     escaped = _MARKDOWN.sub(r"\\\1", visible(text))
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def for_html(text: object, keep: str = "\n\t") -> str:
-    """A string as HTML text or as the value of an attribute."""
+    """Return a string as HTML text or as the value of an attribute."""
     return html.escape(visible(text, keep))
 
 
 def for_json(document: str) -> str:
-    """A JSON document as it may go to a screen: the same document, with what would act escaped as JSON escapes it.
+    """Return a JSON document that is safe for a screen: the same document, with acting characters escaped as in JSON.
 
     Args:
-        document: what `json.dumps` wrote; its line breaks stay.
+        document: output of `json.dumps`; its line breaks stay.
     """
     return _ACTING.sub(lambda match: "\n" if match.group() == "\n" else json.dumps(match.group())[1:-1], document)
 
 
 def for_plot(text: object) -> str:
-    """A string as a label of matplotlib, which takes what stands between dollar signs for mathematics.
+    """Return a string as a label of matplotlib, which takes text between dollar signs for mathematics.
 
-    A long one is cut, lest it leave no room for the picture.
+    A long one is cut, so that room remains for the plot.
     """
     shown = visible(text)
     if len(shown) > _LONGEST_LABEL:
@@ -76,13 +76,13 @@ def for_plot(text: object) -> str:
 
 
 def path_shown(path: str | os.PathLike[str]) -> str:
-    """A path as an error names it, in quotes; of a very long one the end, where the file's own name stands."""
+    """Return a path as errors name it, in quotes; of a very long one the end, with the file's own name."""
     text = visible(repr(os.fspath(path)))
     return text if len(text) <= _LONGEST_PATH else f"'…{text[2 - _LONGEST_PATH :]}"
 
 
 def byte_size(count: int) -> str:
-    """A number of bytes for a person, to three digits."""
+    """Format a number of bytes for people, to three digits."""
     size = float(count)
     for unit in ("B", "kB", "MB"):
         if size < 1000:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and files that one process holds at a time."""
+"""Files that appear whole or not at all, and files that a single process holds at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ else:
 
 __all__ = ["Lock", "default_cache_dir", "is_temporary", "replacing", "temporary_name", "write_whole"]
 
-_LONGEST_SUFFIX = 16  # some writers go by the suffix; no more of a name is needed, and a name has its limits
+_LONGEST_SUFFIX = 16  # some writers depend on the suffix; no more of a name is needed, and its length is limited
 _TEMPORARY = re.compile(r"\.ssd-[0-9a-f]{32}(\..*)?")
 
 
 def default_cache_dir() -> Path:
-    """The directory where this library keeps what it fetches.
+    """Return the directory where this library stores its files.
 
     `$SSD_GENERATION_CACHE`, else `ssd_generation` under `%LOCALAPPDATA%` (Windows) or under `$XDG_CACHE_HOME`, else
     `~/.cache/ssd_generation`.
 
     Raises:
-        ValueError: that lies in a home folder, and there is none; or it is relative, so that files of whatever folder
-            a process is started in would be taken for its own.
+        ValueError: that is in a home folder, and there is none; or it is relative, so that files of whatever folder a
+            process is started in would be taken for its own.
     """
     own = os.environ.get("SSD_GENERATION_CACHE")
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
@@ -60,7 +60,7 @@ def _whole(path: Path, name: str, value: str) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside a file, to write to; it takes the file's place when that has gone well.
+    """Yield a path next to a file, to write to; on success it replaces the file.
 
     Args:
         path: the file; one that exists is replaced.
@@ -77,17 +77,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def temporary_name(suffix: str) -> str:
-    """A name for a file that is being written; nothing else is called so."""
+    """Return a unique name for a file that is being written."""
     return f".ssd-{uuid.uuid4().hex}{suffix}"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether that is such a name: a file of that name was being written when its process was killed."""
+    """Tell whether a name is a temporary one: such a file was being written when its process was killed."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of text so that nobody ever sees a part of it."""
+    """Write a file of text so that no reader ever sees a part of it."""
     with replacing(path) as temporary, open(temporary, "x", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
@@ -95,13 +95,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Lock:
-    """A file that one holder at a time has, of all processes and threads; it is let go of when its holder dies.
+    """A lock file, held by at most one thread of one process, and released when its holder dies.
 
-    Never take such a file away, unless you hold it and its folder goes with it. That is safe, since a holder has the
-    file that stands at the path: whoever had opened one that was then taken away sees that, and tries again.
+    Never delete such a file, unless you hold it and its folder is deleted with it. That is safe, since the holder's
+    file is the one at the path: a process that had opened a file deleted later detects that, and tries again.
 
     Args:
-        path: the file; made where there is none, and left there.
+        path: the file; created where there is none, and left in place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +109,7 @@ class Lock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """Take hold of it, or say that another has it.
+        """Acquire the lock; return `False` where another holds it.
 
         Raises:
             FileNotFoundError: there is no folder for it.
@@ -137,7 +137,7 @@ class Lock:
             return False
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return

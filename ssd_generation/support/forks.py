@@ -1,8 +1,7 @@
-"""What must not be carried into a forked child: locks that another thread held, and what it was about to undo.
+"""State that must not be carried into a forked child: locks that another thread held, and changes it was about to undo.
 
 `fork()` copies the thread that calls it and no other. A lock that another thread held stays locked in the child for
-ever, and what that thread had put in place for a moment (a stub on a module, an entry in a table of transformers) stays
-in place.
+ever, and that thread's temporary changes (a stub on a module, an entry in a table of transformers) stay in place.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["ForkSafeRLock", "forget_undo", "note_undo", "undone_in_child"]
 _locks: weakref.WeakSet[ForkSafeRLock] = weakref.WeakSet()
 
 _undoing: dict[object, tuple[int, Callable[[], None]]] = {}
-"""Thread and what is to be undone, by a key of its own, in the order in which it was done."""
+"""Thread and function that undoes its change, by a unique key, in the order of the changes."""
 
 
 class ForkSafeRLock:
@@ -34,7 +33,7 @@ class ForkSafeRLock:
         self._lock.acquire()
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
 
     def __enter__(self) -> ForkSafeRLock:
@@ -47,16 +46,16 @@ class ForkSafeRLock:
         self._lock.release()
 
     def begin_child(self) -> None:
-        """Let go of whoever held the lock and is not there any more."""
+        """Replace the lock if it was held by a thread that does not exist in the child."""
         if not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock = threading.RLock()
 
 
 def note_undo(undo: Callable[[], None]) -> object:
-    """From now on, a child that another thread forks begins with `undo()`; returns a key for `forget_undo`.
+    """Make a child that another thread forks from now on begin with `undo()`; return a key for `forget_undo`.
 
     Args:
-        undo: what this thread will do at the end anyway; it takes no lock.
+        undo: function that this thread will call at the end anyway; it takes no lock.
     """
     key = object()
     _undoing[key] = threading.get_ident(), undo
@@ -64,13 +63,13 @@ def note_undo(undo: Callable[[], None]) -> object:
 
 
 def forget_undo(key: object) -> None:
-    """It has been undone, or is about to be by this thread."""
+    """Forget an undo that has been done, or is about to be done by this thread."""
     _undoing.pop(key, None)
 
 
 @contextmanager
 def undone_in_child(undo: Callable[[], None]) -> Iterator[None]:
-    """`note_undo` while this is entered."""
+    """Apply `note_undo` while this context is entered."""
     key = note_undo(undo)
     try:
         yield

@@ -20,7 +20,7 @@ HUB_KEYWORDS = (
     *("cache_dir", "endpoint", "etag_timeout", "force_download", "headers", "local_dir", "local_files_only"),
     *("subfolder", "token", "user_agent"),
 )
-"""What `locate` hands on to `huggingface_hub.hf_hub_download`."""
+"""Keywords that `locate` passes on to `huggingface_hub.hf_hub_download`."""
 
 
 def locate(
@@ -30,22 +30,22 @@ def locate(
     keywords: Mapping[str, Any],
     presets: Collection[str] = (),
 ) -> str | None:
-    """The path of the file that the arguments of a `from_pretrained` mean.
+    """Return the path of the file that the arguments of a `from_pretrained` refer to.
 
-    What exists on disk comes first, then the presets, then the Hub, which is not asked about what looks like a path.
+    Files on disk come first, then the presets, then the Hub, which is not queried for anything that looks like a path.
 
     Args:
         pretrained: the file, a folder that holds it, a preset's name or a Hub id.
-        name: of the file in a folder or a repository.
+        name: name of the file in a folder or a repository.
         revision: branch, tag or commit on the Hub; None for the main one.
-        keywords: of `HUB_KEYWORDS`; `subfolder` works for a local folder too.
-        presets: names that stand for something else.
+        keywords: some of `HUB_KEYWORDS`; `subfolder` works for a local folder too.
+        presets: names of presets, which are not looked for on the Hub.
 
     Returns:
         The path; None where a preset is meant.
 
     Raises:
-        TypeError: neither a string nor a path, or an unknown keyword, which never passes in silence.
+        TypeError: neither a string nor a path, or an unknown keyword, which is never ignored.
         FileNotFoundError: no such file or folder, no such file in the folder, or none that the Hub could give.
         ValueError: the folder cannot be read.
     """
@@ -105,7 +105,7 @@ def _download(
         errors.HFValidationError,
         errors.HfHubHTTPError,
         errors.OfflineModeIsEnabled,
-        OSError,  # of the cache's folder
+        OSError,  # the cache's folder
     ) as error:
         reason = clipped((str(error).strip().splitlines() or [type(error).__name__])[0], most=150)
         at = f" (revision {shown(revision)})" if revision is not None else ""
@@ -119,11 +119,10 @@ def _download(
 def write_into(folder: str | os.PathLike[str], name: str, text: str, what: str) -> Path:
     """Write a file of text into a folder, whole or not at all.
 
-    Args:
-        folder: made if it does not exist.
-        name: of the file.
-        text: what it is to hold.
-        what: the file, as errors call it, such as "The config".
+        folder: the folder; created if it does not exist.
+        name: name of the file.
+        text: its content.
+        what: name of the file in errors, such as "The config".
 
     Returns:
         The path of the file.
@@ -153,15 +152,15 @@ def write_into(folder: str | os.PathLike[str], name: str, text: str, what: str) 
 def upload(
     text: str, name: str, repo_id: str, private: bool | None, token: str | bool | None, **keywords: Any
 ) -> CommitInfo:
-    """Upload a file to a model repository, which is made if it does not exist.
+    """Upload a file to a model repository, which is created if it does not exist.
 
     Args:
-        text: what the file holds.
-        name: of the file.
-        repo_id: such as "user/repo".
+        text: content of the file.
+        name: name of the file.
+        repo_id: repository, such as "user/repo".
         private: whether a new repository is private; None for the account's default.
-        token: of the Hub; None for the one of `hf auth login`.
-        **keywords: of `huggingface_hub.HfApi.upload_file`.
+        token: token of the Hub; None for that of `hf auth login`.
+        **keywords: keywords of `huggingface_hub.HfApi.upload_file`.
     """
     import huggingface_hub
 
@@ -172,13 +171,13 @@ def upload(
 
 
 def identity_of(name_or_path: str) -> tuple[str | None, str | None]:
-    """What a model is called that was loaded from somewhere: nothing of the folders above it is told.
+    """Return the name of a model that was loaded from somewhere, without the folders above it.
 
     Args:
-        name_or_path: what a `from_pretrained` was given.
+        name_or_path: argument of a `from_pretrained`.
 
     Returns:
-        Hub id, or the name of the folder; and the revision, where the path tells it (the Hub's cache).
+        Hub id, or the name of the folder; and the revision, where the path contains it (the Hub's cache).
     """
     parts = PureWindowsPath(name_or_path).parts  # splits at both kinds of slash
     for position, part in enumerate(parts):
@@ -188,13 +187,13 @@ def identity_of(name_or_path: str) -> tuple[str | None, str | None]:
             return hub_id, below[1] if len(below) > 1 and below[0] == "snapshots" else None
     if _looks_like_path(name_or_path) or os.path.isdir(name_or_path):
         name = os.path.basename(os.path.abspath(os.path.expanduser(name_or_path.replace("\\", "/"))))
-        # What the file system has there need not be UTF-8; the root has no name.
+        # Names in the file system need not be UTF-8; the root has no name.
         return name.encode("utf-8", errors="replace").decode() or None, None
     return name_or_path or None, None
 
 
 def _looks_like_path(text: str) -> bool:
-    """Whether a string cannot be meant as a Hub id ("name" or "user/name")."""
+    """Tell whether a string cannot be meant as a Hub id ("name" or "user/name")."""
     return (
         text.endswith((".json", "/"))
         or text.startswith((".", "/", "~"))

@@ -1,4 +1,4 @@
-"""Which processor this is."""
+"""Name and vendor of this machine's processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["cpu_name", "is_intel"]
 
 @functools.cache
 def _described() -> dict[str, str]:
-    """What Linux says about the first processor; nothing elsewhere."""
+    """Return Linux's description of the first processor; nothing elsewhere."""
     found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -24,12 +24,12 @@ def _described() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """Return the system's name for the processor."""
     found = _described()
     named = (found.get(key) for key in ("model name", "Model", "Hardware"))
     return next(filter(None, named), None) or platform.processor() or platform.machine()
 
 
 def is_intel() -> bool:
-    """Whether the processor is Intel's; MKL has other, slower paths for those of others."""
+    """Tell whether the processor is Intel's; MKL has other, slower paths for other vendors' processors."""
     return "GenuineIntel" in (_described().get("vendor_id") or platform.processor())

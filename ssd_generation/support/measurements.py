@@ -1,4 +1,4 @@
-"""The measurement store: what was measured on this machine, cached on disk for the next process."""
+"""The measurement store: measurements of this machine, cached on disk for the next process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STEADY = 1.25
 
 
 class MeasurementsPart(Part):
-    """Of a model: what was measured, by a fingerprint, and whether some of that was while the machine was busy."""
+    """Measurements of a model, by fingerprint, and whether any of them was made while the machine was busy."""
 
     def __init__(self) -> None:
         self.measurements: dict[str, Any] = {}
@@ -51,10 +51,10 @@ class NoisyMeasurement:
 
 
 def flag_if_noisy(result: Any, times: Iterable[Sequence[float]]) -> Any:
-    """The result of a measurement, as a `NoisyMeasurement` where the machine was busy.
+    """Return the result of a measurement, as a `NoisyMeasurement` where the machine was busy.
 
     Args:
-        result: derived from the times.
+        result: result derived from the times.
         times: repeated times, in seconds, of each thing measured.
     """
     spread = statistics.median(statistics.median(values) / min(values) for values in times)
@@ -62,12 +62,12 @@ def flag_if_noisy(result: Any, times: Iterable[Sequence[float]]) -> Any:
 
 
 def value_of(measured: Any) -> Any:
-    """The result of a measurement, noisy or not."""
+    """Return the result of a measurement, noisy or not."""
     return measured.result if isinstance(measured, NoisyMeasurement) else measured
 
 
 def was_noisy(model: nn.Module) -> bool:
-    """Whether a measurement for this model was noisy."""
+    """Tell whether a measurement for this model was noisy."""
     return state_of(model).get(MeasurementsPart).has_noisy_measurements
 
 
@@ -78,10 +78,10 @@ def cached_measurement(
     again: bool = False,
     use: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The result of `measure`, from memory or disk if it was measured before.
+    """Return the result of `measure`, from memory or disk if it was measured before.
 
     Args:
-        model: whose results are held in memory as long as it lives.
+        model: model that the result belongs to; results are held in memory as long as it lives.
         described: everything that the result depends on, as plain JSON types; the key in the store.
         measure: returns the result, of plain JSON types; a `NoisyMeasurement` is held in memory only.
         again: measure again in any case.
@@ -109,7 +109,7 @@ def _file(key: str) -> Path:
 
 
 def _read(key: str, use: Callable[[Any], Any] | None) -> Any:
-    """The stored result; `None` where there is none, or none that can be used."""
+    """Return the stored result; `None` where there is none, or none that can be used."""
     try:
         cache, file = default_cache_dir(), _file(key)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""Memory that this process may still take."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["available_bytes"]
 
 
 def available_bytes() -> int | None:
-    """Bytes that can be taken without swapping, files in the page cache given up; `None` where nothing says so.
+    """Return the bytes that can be taken without swapping, page cache given up; `None` where that is unknown.
 
-    The least of what the system has and what the control groups of this process (of either version) leave it.
+    The minimum of what the system has available and what this process's control groups (of either version) leave it.
     """
     found = [value for value in (_of_the_system(), *_of_the_groups()) if value is not None]
     return min(found) if found else None
@@ -29,7 +29,7 @@ def _of_the_system() -> int | None:
 
 
 def _of_the_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """What each control group with a limit leaves, from that of this process up to the uppermost."""
+    """Yield what each control group with a limit leaves, from this process's own up to the topmost."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -64,7 +64,7 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """`name[:] number …` by lines."""
+    """Parse lines of the form `name[:] number …`."""
     found: dict[str, int] = {}
     try:
         for line in path.read_text().splitlines():

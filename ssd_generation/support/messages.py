@@ -14,7 +14,7 @@ __all__ = ["clipped", "did_you_mean", "either", "listed", "shown"]
 
 
 class _Short(reprlib.Repr):
-    """`repr` of the first entries: that of a long list takes long, and only its beginning is shown."""
+    """`repr` of the first entries: a long list's takes long, and only its beginning is shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,40 +34,40 @@ class _Short(reprlib.Repr):
 
 
 _SHORT = _Short()
-_LONGEST_LIST = 250  # characters, with which a list is long enough
+_LONGEST_LIST = 250  # characters from which on a list is long enough
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """A value as a message shows it: short, on one line.
+    """Return a value as a message shows it: short, on one line.
 
     Args:
         value: anything.
-        most: characters.
+        most: maximum number of characters.
     """
     try:
         text = _SHORT.repr(value)
-    except Exception:  # such as an integer with more digits than Python prints, or a class whose `repr` fails
+    except Exception:  # for example, an integer with more digits than Python prints, or a class whose `repr` fails
         text = f"a value of type {type(value).__name__}"
     return clipped(text[: most + 1], most)
 
 
 def clipped(text: object, most: int = 200) -> str:
-    """Somebody else's words, in a message of ours.
+    """Return text of foreign origin, shortened and made safe for a message of this library.
 
     Args:
-        text: such as another library's error.
-        most: characters.
+        text: for example, another library's error.
+        most: maximum number of characters.
     """
     words = visible(str(text))
     return words if len(words) <= most else f"{words[: most - 1]}…"
 
 
 def listed(values: Iterable[Any], most: int = 6) -> str:
-    """Values as a message names them, the first few of many; "none" where there are none.
+    """Return values as a message names them, the first few of many; "none" where there are none.
 
     Args:
         values: the values.
-        most: how many of them are named; fewer where they are long.
+        most: maximum number of values named; fewer where they are long.
     """
     entries = list(values)
     texts: list[str] = []
@@ -80,12 +80,12 @@ def listed(values: Iterable[Any], most: int = 6) -> str:
 
 
 def either(values: Sequence[Any]) -> str:
-    """`a, b or c`."""
+    """Return `a, b or c`."""
     return f"{listed(values[:-1])} or {shown(values[-1])}"
 
 
 def did_you_mean(word: Any, allowed: Iterable[Any]) -> str:
-    """A question whether one of the words that are allowed was meant, where one looks alike."""
+    """Return a question whether a similar allowed word was meant; empty where there is none."""
     if not isinstance(word, str) or len(word) > 100:
         return ""
     matches = difflib.get_close_matches(word, [a for a in islice(allowed, 200) if isinstance(a, str)], n=1)

@@ -1,4 +1,4 @@
-"""All that the library knows about one model, in one place."""
+"""State of one model: all that the library knows about it, in one place."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["ModelState", "Part", "state_of"]
 
 
 class Part:
-    """What one module of this package knows about a model: attributes of its own, made without arguments.
+    """State that one module of this package holds about a model: its own attributes, created without arguments.
 
-    None of them holds the model. Of these methods a part defines those that concern it.
+    None of them holds the model. A part overrides those of these methods that concern it.
     """
 
     def drop(self) -> None:
-        """Free what takes memory, and forget what was learnt; what was measured and found out stays."""
+        """Free memory, and forget what was learnt; results of measurements and checks stay."""
 
     def drop_captures(self) -> None:
-        """Forget captured passes and kernels, which hold the weights that they were made of."""
+        """Forget captured passes and kernels, which hold the weights that they were built from."""
 
     def drop_copies(self) -> None:
-        """Free the low-bit copies of weights, and what computes from them."""
+        """Free the low-bit copies of weights, and whatever computes from them."""
 
 
 PartT = TypeVar("PartT", bound=Part)
 
 
 class ModelState:
-    """What the library knows about one model, for as long as the model lives. Nothing of it is on the model itself.
+    """State of one model, for as long as the model lives. Nothing of it is stored on the model itself.
 
     Attributes:
         lock: held while the model's modules are patched.
@@ -43,7 +43,7 @@ class ModelState:
         self._parts: dict[type[Part], Part] = {}
 
     def get(self, kind: type[PartT]) -> PartT:
-        """Return the part of a kind, made when it is first asked for.
+        """Return the part of a kind, created on first use.
 
         Args:
             kind: the class of the part.
@@ -54,17 +54,17 @@ class ModelState:
         return cast("PartT", part)
 
     def drop(self) -> None:
-        """Have every part do what `Part.drop` says; and so below."""
+        """Call `Part.drop` of every part."""
         for part in list(self._parts.values()):
             part.drop()
 
     def drop_captures(self) -> None:
-        """See `Part.drop_captures`."""
+        """Call `Part.drop_captures` of every part."""
         for part in list(self._parts.values()):
             part.drop_captures()
 
     def drop_copies(self) -> None:
-        """See `Part.drop_copies`."""
+        """Call `Part.drop_copies` of every part."""
         for part in list(self._parts.values()):
             part.drop_copies()
 
@@ -74,7 +74,7 @@ _GUARD = ForkSafeRLock()
 
 
 def state_of(model: nn.Module) -> ModelState:
-    """What is known about a model; nothing at first."""
+    """Return the state of a model; empty at first."""
     state = _STATES.get(model)
     if state is None:
         with _GUARD:

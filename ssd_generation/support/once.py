@@ -1,4 +1,4 @@
-"""What is asked of a model several times while a call is prepared, and takes milliseconds to tell: looked at once."""
+"""Memoised queries about a model that preparing a call needs several times, each of which takes milliseconds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _looks = _Looks()
 
 @contextmanager
 def looking_once() -> Iterator[None]:
-    """While this is entered, by this thread, nothing that somebody else does comes between two looks at a model.
+    """Memoise queries about a model on this thread, on the promise that no other code changes it meanwhile.
 
-    To be left before anybody's own code runs: a streamer, a logits processor.
+    Leave this before any foreign code runs: a streamer, a logits processor.
     """
     before, _looks.found = _looks.found, {} if _looks.found is None else _looks.found
     try:
@@ -34,12 +34,12 @@ def looking_once() -> Iterator[None]:
 
 
 def is_looking_once() -> bool:
-    """Whether this thread is inside `looking_once`."""
+    """Tell whether this thread is inside `looking_once`."""
     return _looks.found is not None
 
 
 def looked_at_once(function: Callable[..., T]) -> Callable[..., T]:
-    """A function of a model and of further arguments that can be told apart, computed once inside `looking_once`."""
+    """Compute a function of a model, and of further hashable arguments, once inside `looking_once`."""
 
     @functools.wraps(function)
     def looked(model: Any, *args: Any) -> T:

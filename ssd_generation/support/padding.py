@@ -14,7 +14,7 @@ def padding_at_left(mask: torch.Tensor) -> list[int] | None:
         mask (`torch.Tensor` of shape `(B, n)`): 0 where a token is masked.
 
     Returns:
-        `None` where others are masked, too, or the last one is.
+        The counts; `None` where other tokens are masked, too, or the last one is.
     """
     if mask.ndim != 2:
         return None

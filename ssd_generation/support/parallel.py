@@ -11,7 +11,7 @@ __all__ = ["broadcast", "mesh_of"]
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """The `DeviceMesh` over which the weights of a model are sharded (tensor parallelism); `None` without one."""
+    """Return the `DeviceMesh` that a model's weights are sharded over (tensor parallelism); `None` without one."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     from torch.distributed.tensor import DTensor
@@ -20,7 +20,7 @@ def mesh_of(model: nn.Module) -> Any:
 
 
 def broadcast(model: nn.Module, value: Any) -> Any:
-    """The value of the first of the processes that compute one model together: they have to draft alike."""
+    """Return the value of the first of the processes that compute one model together: they have to draft alike."""
     mesh = mesh_of(model)
     if mesh is None:
         return value

@@ -1,4 +1,4 @@
-"""Parameters as frozen dataclasses whose fields state their bounds: checked at construction, kept as JSON."""
+"""Parameters as frozen dataclasses whose fields state their bounds: checked at construction, stored as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Parameters = TypeVar("_Parameters", bound="Parameters")
 
 @dataclass(frozen=True)
 class Parameters:
-    """Base of dataclasses whose fields have a `support.bounds.Bound` in their metadata; all else follows from those.
+    """Base of dataclasses whose fields have a `support.bounds.Bound` in their metadata, which define all else.
 
-    A subclass is made with `class Costs(Parameters, title="'costs'", omits_defaults=True)`: what errors call it, and
+    A subclass is declared as `class Costs(Parameters, title="'costs'", omits_defaults=True)`: its name in errors, and
     whether `to_dict` leaves out fields that have their defaults.
     """
 
@@ -40,17 +40,17 @@ class Parameters:
         self._check_together()
 
     def _check_together(self) -> None:
-        """For a subclass: what there is to check of several fields at once, each of which is in order."""
+        """Check several fields together, in a subclass, once each of them has been checked."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as JSON can hold them."""
+        """Return the fields by name, as JSON types."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         omitted = {f.name for f in fields(self) if self._omits_defaults and values[f.name] == f.default}
         return {name: _as_json(value) for name, value in values.items() if name not in omitted}
 
     @classmethod
     def from_dict(cls: type[_Parameters], data: Mapping[str, Any]) -> _Parameters:
-        """The inverse of `to_dict`; a missing field keeps its default.
+        """Build parameters from `to_dict`'s result; a missing field has its default.
 
         Raises:
             TypeError, ValueError: an unknown or missing key, or a bad value.
@@ -73,10 +73,10 @@ class Part(Bound):
 
     Attributes:
         kind: their class.
-        form: what may stand for them besides, in words.
-        short: type of a shorter form, such as a name; where there is one, a dict of the fields is taken too.
-        read: makes the parameters of the shorter form.
-        advice: what to do about a dict that is not taken.
+        form: alternatives to the parameters themselves, in words.
+        short: type of a shorter form, such as a name; where there is one, a dict of the fields is accepted too.
+        read: builds the parameters from the shorter form.
+        advice: remedy for a dict that is not accepted.
     """
 
     kind: type[Parameters]
@@ -104,7 +104,7 @@ def check_keys(data: Iterable[Any], allowed: Iterable[str], title: str, aliases:
     """Refuse a key that is neither allowed nor an alias of one that is.
 
     Raises:
-        ValueError: there is one; the message has those that are allowed.
+        ValueError: there is such a key; the message names those that are allowed.
     """
     known = (*allowed, *aliases)
     for key in data:
@@ -116,7 +116,7 @@ def check_keys(data: Iterable[Any], allowed: Iterable[str], title: str, aliases:
 
 
 def pretty_json(value: Any, indent: str = "") -> str:
-    """JSON with objects spread over lines and lists on one."""
+    """Format JSON with objects spread over lines and lists on one."""
     if not isinstance(value, dict) or not value:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     inner = indent + "  "
@@ -125,7 +125,7 @@ def pretty_json(value: Any, indent: str = "") -> str:
 
 
 class FrozenMapping(Mapping[_Key, _Value]):
-    """A mapping that can be hashed, pickled and not changed; equal to a dict of the same items."""
+    """A mapping that is hashable, picklable and immutable; equal to a dict of the same items."""
 
     def __init__(self, items: Mapping[_Key, _Value]) -> None:
         self._items = dict(items)

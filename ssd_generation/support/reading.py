@@ -1,8 +1,8 @@
-"""The one door for files that come from outside: configs, results, prompts, measurements, journals.
+"""Reading of all files that come from outside: configs, results, prompts, measurements, journals.
 
-What comes in is a regular file of a bounded size and, where it is JSON, of bounded depth; whatever is wrong with it is
-an error that names the file. Reading never writes, never waits for another process (a FIFO, a terminal) and never
-touches a device. What this library has stored for itself is opened by `trusted`, in addition.
+Each is a regular file of a bounded size and, where it is JSON, of bounded depth; any problem with it is an error that
+names the file. Reading never writes, never waits for another process (a FIFO, a terminal) and never touches a device.
+Files that this library has stored for itself are opened by `trusted`, in addition.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ MiB = 2**20
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file, as errors call it, and the most bytes that one may have.
+    """A kind of file: its name in errors, and the most bytes that one may have.
 
     Attributes:
-        name: with its article, such as "a config".
-        most_bytes: of the file, and of what it unpacks to.
+        name: name with its article, such as "a config".
+        most_bytes: maximum size of the file, and of its unpacked content.
     """
 
     name: str
@@ -70,10 +70,10 @@ JOURNAL = Kind("a journal", 256 * MiB)
 DATABASE = Kind("a database", 256 * MiB)
 
 _DEEPEST = 64
-"""Objects and lists within each other; this library's own files go to eight."""
+"""Maximum nesting of objects and lists; this library's own files have up to eight levels."""
 
 _LONGEST_NUMBER = 40
-"""Digits of an integer; any that is meant fits 64 bits."""
+"""Maximum number of digits of an integer; any that is meant fits 64 bits."""
 
 _NOT_REGULAR = (
     (stat.S_ISDIR, "a folder"),
@@ -85,17 +85,17 @@ _NOT_REGULAR = (
 
 
 def read_bytes(path: str | os.PathLike[str], kind: Kind, within: Path | None = None) -> bytes:
-    """What a file holds.
+    """Return the content of a file.
 
     Args:
         path: the file; links are followed, unless `within` is given.
-        kind: of file, which says how large it may be.
-        within: for a file that this library has stored: the folder from which on it has to be trusted (`opened`).
+        kind: kind of file, which limits its size.
+        within: for a file that this library has stored: the outermost folder that has to be trusted (`opened`).
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is no regular file (a folder, a FIFO, a socket, a device), too large, or cannot be read; the
-            message names it. An `UntrustedError`: somebody else may have written it.
+            message names it. An `UntrustedError`: another user may have written it.
     """
     shown = path_shown(path)
     if within is not None:
@@ -105,7 +105,7 @@ def read_bytes(path: str | os.PathLike[str], kind: Kind, within: Path | None = N
         _check_size(len(content), shown, kind)
         return content
     with _named_errors(shown):
-        # Looked at before it is opened: opening alone may wait (a FIFO) or do something (a device).
+        # Checked before it is opened: opening alone may wait (a FIFO) or have an effect (a device).
         _check_regular(os.stat(path), shown, kind)
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(descriptor, "rb") as file:
@@ -116,11 +116,11 @@ def read_bytes(path: str | os.PathLike[str], kind: Kind, within: Path | None = N
 
 
 def check_file(path: str | os.PathLike[str], kind: Kind) -> int:
-    """That there is a file that may be opened by what reads it for us, such as SQLite.
+    """Check that a file may be opened by another reader, such as SQLite.
 
     Args:
         path: the file; links are followed.
-        kind: of file.
+        kind: kind of file.
 
     Returns:
         Its size in bytes.
@@ -136,15 +136,15 @@ def check_file(path: str | os.PathLike[str], kind: Kind) -> int:
 
 
 def read_text(path: str | os.PathLike[str], kind: Kind, within: Path | None = None) -> str:
-    """The text of a UTF-8 file, unpacked where it is called `.gz`; a byte-order mark at its front is left out.
+    """Return the text of a UTF-8 file, unpacked where its name ends in `.gz`, without a byte-order mark.
 
     Args:
         path: the file.
-        kind: of file.
+        kind: kind of file.
         within: as for `read_bytes`.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_bytes`; or it is not UTF-8, or not what gzip wrote.
+        FileNotFoundError, ValueError: as `read_bytes`; or it is not UTF-8, or not written by gzip.
     """
     content = read_bytes(path, kind, within)
     if os.fspath(path).endswith(".gz"):
@@ -156,11 +156,11 @@ def read_text(path: str | os.PathLike[str], kind: Kind, within: Path | None = No
 
 
 def read_json(path: str | os.PathLike[str], kind: Kind, unique_keys: bool = False, within: Path | None = None) -> Any:
-    """The JSON document in a file.
+    """Return the JSON document in a file.
 
     Args:
         path: the file.
-        kind: of file.
+        kind: kind of file.
         unique_keys: refuse an object that has a key twice.
         within: as for `read_bytes`.
 
@@ -175,7 +175,7 @@ def read_json(path: str | os.PathLike[str], kind: Kind, unique_keys: bool = Fals
 
 
 def parse_json(text: str, unique_keys: bool = False) -> Any:
-    """A JSON document from outside.
+    """Parse a JSON document from outside.
 
     Args:
         text: the document.
@@ -203,11 +203,11 @@ def parse_json(text: str, unique_keys: bool = False) -> Any:
 
 
 def filled_lines(path: str | os.PathLike[str], kind: Kind) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that hold anything, numbered from 1.
+    """Return the lines of a text file that are not blank, numbered from 1.
 
     Args:
         path: the file.
-        kind: of file.
+        kind: kind of file.
 
     Raises:
         FileNotFoundError, ValueError: as `read_text`.
@@ -221,12 +221,12 @@ def filled_lines(path: str | os.PathLike[str], kind: Kind) -> Iterator[tuple[int
 
 @contextmanager
 def _named_errors(shown: str) -> Iterator[None]:
-    """Whatever keeps a file from being read, as an error that names it."""
+    """Raise whatever prevents reading a file as an error that names it."""
     try:
         yield
     except UntrustedError:
         raise
-    except ValueError as error:  # of the name itself: a null byte
+    except ValueError as error:  # from the name itself: a null byte
         if str(error).startswith(shown):
             raise
         raise ValueError(f"{shown} cannot be the name of a file: {error}.") from error
@@ -289,7 +289,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_document(document: Any) -> None:
-    """Walk a document without recursion."""
+    """Check depth and strings of a document, without recursion."""
     waiting = [(document, 1)]
     while waiting:
         value, depth = waiting.pop()

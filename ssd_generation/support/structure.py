@@ -1,4 +1,4 @@
-"""A model's modules and the kinds of its weights: walked once a call; what follows from them alone is found once."""
+"""A model's modules and kinds of weights: walked once per call; results that depend on nothing else are found once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Structure:
-    """The modules of a model, and of which class, type, shape and device its weights are.
+    """The modules of a model, and the classes, types, shapes and devices of its weights.
 
     Attributes:
-        key: differs from that of another structure.
-        modules: in the order of `nn.Module.modules`, not held.
-        found: what follows from them, by function and arguments.
+        key: differs from that of any other structure.
+        modules: weak references, in the order of `nn.Module.modules`.
+        found: results that depend on them, by function and arguments.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,7 +36,7 @@ class Structure:
         self._walk(model)
 
     def _walk(self, model: nn.Module) -> None:
-        """Walk as `nn.Module.modules` does, which takes five times as long."""
+        """Walk the modules in the order of `nn.Module.modules`, which takes five times as long."""
         key, met, waiting = self.key, set(), [model]
         while waiting:
             module = waiting.pop()
@@ -51,12 +51,12 @@ class Structure:
                     if tensor is not None:
                         key += (type(tensor), tensor.dtype, tensor.shape, tensor.device)
                         if type(tensor) not in _PLAIN:
-                            key.append(id(tensor))  # one of a class of its own has settings
+                            key.append(id(tensor))  # a tensor of a subclass has settings
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
 
 
 class StructurePart(Part):
-    """Of a model: its structure when it was last looked at."""
+    """Structure of a model when it was last walked."""
 
     def __init__(self) -> None:
         self.structure: Structure | None = None
@@ -75,7 +75,7 @@ def _structure_of(model: nn.Module) -> Structure:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules of a model, in the order of `model.modules()`."""
+    """Return all modules of a model, in the order of `model.modules()`."""
     if not is_looking_once():
         return list(model.modules())
     return [module for reference in _structure_of(model).modules if (module := reference()) is not None]
@@ -85,8 +85,8 @@ def follows_from_structure(function: Callable[..., T]) -> Callable[..., T]:
     """Compute a function of a model once inside `looking_once`, and anew when the structure has changed.
 
     Args:
-        function: of a model, and of further arguments that can be told apart. It depends on the model's modules and the
-            kinds of its weights alone; what it returns holds no module and no tensor.
+        function: function of a model, and of further hashable arguments. It depends only on the model's modules and the
+            kinds of its weights; its result holds no module and no tensor.
     """
 
     @functools.wraps(function)

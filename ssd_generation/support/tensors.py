@@ -11,7 +11,7 @@ __all__ = ["argmax", "fingerprint_of", "inner_tensors", "place_of", "rest_of", "
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """`scores.argmax(dim=-1)`, the first of equals.
+    """Return `scores.argmax(dim=-1)`, the first of equals.
 
     On the CPU NumPy's is used, which has the same rule for equals and NaN and takes a tenth of the time: over a large
     vocabulary torch's costs as much as a small layer.
@@ -22,7 +22,7 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor of a class of its own (torchao's, quanto's) holds; of any other, itself."""
+    """Yield the tensors inside one of a subclass (torchao's, quanto's), or any other tensor itself."""
     names = _parts(tensor)[0]
     if not names:
         yield tensor
@@ -33,7 +33,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor) -> tuple[list[str], Any]:
-    """Names of the tensors inside, and what else there is to know of it, as torch's protocol for subclasses has it."""
+    """Return the names of the tensors inside, and the remaining state, by torch's protocol for subclasses."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [], None
@@ -42,7 +42,7 @@ def _parts(tensor: torch.Tensor) -> tuple[list[str], Any]:
 
 
 def rest_of(tensor: torch.Tensor) -> Any:
-    """What a tensor of a class of its own is beside the tensors that it holds: settings; `None` of any other."""
+    """Return the state of a subclass's tensor besides the tensors inside: settings; `None` for any other tensor."""
     return _parts(tensor)[1]
 
 
@@ -50,30 +50,30 @@ _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Place and layout of a tensor's numbers: address, shape, strides, type and device.
+    """Return place and layout of a tensor's numbers: address, shape, strides, type and device.
 
-    It changes where a kernel that was given the tensor before would read other numbers than the tensor has now. Of a
+    It changes where a kernel that was given the tensor before would read other numbers than the tensor has now. For a
     tensor that holds others, those of all of them.
     """
     if type(tensor) not in _PLAIN and _parts(tensor)[0]:
         return tuple(map(place_of, inner_tensors(tensor)))
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # of a class that has no numbers at an address
+    except RuntimeError:  # a class that has no numbers at an address
         address = 0
     return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Count of the writes into a tensor that torch knows of; -1 where it does not count."""
+    """Return the count of writes into a tensor that torch knows of; -1 where it does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def fingerprint_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Changes when a tensor is another one, lies elsewhere, is laid out otherwise, or was written into."""
+    """Return a key that changes with a tensor's identity, place or layout, and with every write into it."""
     return id(tensor), place_of(tensor), version_of(tensor)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes, whatever it says of its shape and type."""
+    """Return the bytes that a tensor takes, whatever its shape and type are declared to be."""
     return sum(inner.numel() * inner.element_size() for inner in inner_tensors(tensor))

@@ -13,13 +13,13 @@ __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Sums the time between `start` and `stop`.
+    """A stopwatch that sums the time between `start` and `stop`.
 
     On CUDA the work queued in between is timed, by events that are read only at the end: the host runs ahead of the
-    device, and its clock would charge one part with the waiting for another.
+    device, and its clock would charge one part with waiting for another.
 
     Args:
-        device: where the work runs.
+        device: device on which the work runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class Stopwatch:
         self._started = 0.0
 
     def start(self) -> None:
-        """Begin."""
+        """Start measuring."""
         if self._events is None:
             self._started = time.perf_counter()
             return
@@ -38,14 +38,14 @@ class Stopwatch:
         self._events.append(pair)
 
     def stop(self) -> None:
-        """End."""
+        """Stop measuring."""
         if self._events is None:
             self._total += time.perf_counter() - self._started
         else:
             self._events[-1][1].record()
 
     def seconds(self) -> float:
-        """The sum so far; on CUDA this waits for the device."""
+        """Return the sum so far; on CUDA this waits for the device."""
         if not self._events:
             return self._total
         self._events[-1][1].synchronize()

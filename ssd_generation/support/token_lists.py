@@ -8,12 +8,12 @@ __all__ = ["shared_prefix"]
 
 
 def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return with how many equal tokens two texts begin."""
+    """Return how many equal tokens two texts begin with."""
     count = min(len(one), len(other))
     one, other = list(one[:count]), list(other[:count])
     if one == other:
         return count
-    # By halves: a comparison of lists is no loop of Python's.
+    # Bisection: comparing lists takes no Python loop.
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,14 +1,14 @@
-"""The one way to open and write files that a later process relies on.
+"""Opening and writing of all files that a later process relies on.
 
 These are compiled code, which a process executes, and stored measurements, copies of weights and the demo model. A file
-is trusted by its owner: this user or root made it, nobody else may write to it, and the same is true of its folder. No
-key or signature is needed on top, since whoever may write as this user could read the key, too. Digests in such files
-find damage, not forgery.
+is trusted by its owner: this user or root made it, no other user may write to it, and the same is true of its folder.
+No key or signature is needed on top, since anyone who may write as this user could read the key, too. Digests in such
+files detect damage, not forgery.
 
-A file is opened once: what is checked is the open file, and the same descriptor is read. Opening follows no link,
-except to the outermost folder (a cache may lie on another disk), and never waits: a FIFO is refused like anything else
-that is no regular file. Folders are opened one below the other, so that nobody can exchange one in between. What lies
-above the outermost folder is not checked (it may be /tmp): who exchanges that folder cannot make files of this user.
+A file is opened once: the open file is checked, and the same descriptor is read. Opening follows no link, except to the
+outermost folder (a cache may be on another disk), and never waits: a FIFO is refused like any other file that is not
+regular. Folders are opened one below the other, so that none can be exchanged in between. The folders above the
+outermost one are not checked (they may include /tmp): a user who exchanges that folder cannot make files of this user.
 
 New folders are for this user alone (0700), new files are writable by this user alone (0644), whatever the umask allows.
 Windows has neither these modes nor these owners: there a file has to be a regular one, and its folder is what protects
@@ -63,20 +63,20 @@ _said: set[str] = set()
 
 
 class UntrustedError(ValueError):
-    """A stored file cannot be relied on, or none can be stored; the message names the path and says why."""
+    """Error where a stored file cannot be relied on, or none can be stored; the message names path and reason."""
 
 
 class UntrustedFolderError(UntrustedError):
-    """No file of a folder can be relied on, or none can be stored there; the message says what to do about it."""
+    """Error where no file of a folder can be relied on, or none can be stored there; the message names a remedy."""
 
 
 def say_once(logger: logging.Logger, consequence: str, reason: object) -> None:
     """Log a warning, unless this process has logged one for the same reason.
 
     Args:
-        logger: of the module that stores files.
-        consequence: what is done instead, such as "Compiling again".
-        reason: such as an `UntrustedError`.
+        logger: logger of the module that stores files.
+        consequence: fallback, such as "Compiling again".
+        reason: the cause, such as an `UntrustedError`.
     """
     text = clipped(reason, _LONGEST_REASON)
     if text not in _said:
@@ -88,8 +88,8 @@ def say_not_stored(logger: logging.Logger, reason: object) -> None:
     """Log, once per process, that a folder of the cache cannot be used.
 
     Args:
-        logger: of the module that stores files.
-        reason: such as an `UntrustedFolderError`.
+        logger: logger of the module that stores files.
+        reason: the cause, such as an `UntrustedFolderError`.
     """
     say_once(logger, "Nothing can be stored here, so each process compiles and measures again", reason)
 
@@ -104,8 +104,8 @@ def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
 
     Raises:
         FileNotFoundError: there is no such file, or no such folder.
-        UntrustedError: it is no regular file, or somebody else may have written it.
-        UntrustedFolderError: somebody else may write to a folder from `within` down to the file, or it cannot be
+        UntrustedError: it is no regular file, or another user may have written it.
+        UntrustedFolderError: another user may write to a folder from `within` down to the file, or it cannot be
             opened.
         OSError: the file cannot be opened.
     """
@@ -137,7 +137,7 @@ def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def name_of_open(file: BinaryIO, path: Path) -> str:
-    """Return a path by which a library opens the very file that is open here, whatever lies at its own path by now.
+    """Return a path by which a library opens this very open file, whatever is at its own path by now.
 
     Args:
         file: the open file, as `opened` yields it.
@@ -159,22 +159,22 @@ def check_folder(path: Path, within: Path | None = None) -> None:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        UntrustedFolderError: somebody else may write to it, or it cannot be opened.
+        UntrustedFolderError: another user may write to it, or it cannot be opened.
     """
     with _opened_folder(path, within):
         pass
 
 
 def make_folder(path: Path, within: Path | None = None) -> None:
-    """Make a folder that others cannot enter, with those above it that are missing, and check it.
+    """Create a folder that others cannot enter, with missing ones above it, and check it.
 
     Args:
         path: the folder; one that exists keeps its mode.
         within: as for `opened`.
 
     Raises:
-        UntrustedFolderError: somebody else may write to it.
-        OSError: it cannot be made.
+        UntrustedFolderError: another user may write to it.
+        OSError: it cannot be created.
     """
     with contextlib.suppress(FileNotFoundError):
         check_folder(path, within)
@@ -191,11 +191,11 @@ def make_folder(path: Path, within: Path | None = None) -> None:
 
 @contextmanager
 def storing(path: Path, within: Path | None = None) -> Iterator[Path]:
-    """Make a temporary file to write to, and put it at a path when that has gone well.
+    """Create a temporary file to write to, and move it to a path on success.
 
     Args:
         path: the file; one that exists is replaced.
-        within: as for `opened`. Folders that are missing are made.
+        within: as for `opened`. Folders that are missing are created.
 
     Yields:
         The path of the temporary file, which is empty.
@@ -206,7 +206,7 @@ def storing(path: Path, within: Path | None = None) -> Iterator[Path]:
     try:
         make_folder(path.parent, within)
         temporary = path.with_name(temporary_name(path.suffix))
-        # Never writable by others, not even before it is complete: who has opened it then could still change it later.
+        # Never writable by others, not even before it is complete: a user who had it open could still change it later.
         os.close(os.open(temporary, _NEW_FILE, 0o644))
         try:
             yield temporary
@@ -230,7 +230,7 @@ def store(path: Path, content: bytes, within: Path | None = None) -> None:
 
     Args:
         path: the file; one that exists is replaced.
-        content: what it will hold.
+        content: its content.
         within: as for `opened`.
 
     Raises:
@@ -245,7 +245,7 @@ def store(path: Path, content: bytes, within: Path | None = None) -> None:
 
 @contextmanager
 def _opened_folder(path: Path, within: Path | None) -> Iterator[int | None]:
-    """A descriptor of a folder that is trusted, from `within` down to it; `None` on Windows."""
+    """Yield a descriptor of a folder that is trusted, from `within` down to it; `None` on Windows."""
     root = path if within is None else within
     names = path.relative_to(root).parts
     if not _HAS_OWNERS:
@@ -280,7 +280,7 @@ def _open_folder(path: Path, flags: int, above: int | None) -> int:
         status = os.fstat(descriptor)
         reason = _reason(status)
         if reason is not None:
-            # Of a folder such as /tmp everybody is meant to be able to write to it.
+            # A folder such as /tmp is meant to be writable by all users.
             is_to_mend = status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX
             advice = f"Run `chmod -R go-w {path_shown(path)}`, or {_ADVICE}" if is_to_mend else f"N{_ADVICE[1:]}"
             raise UntrustedFolderError(f"The folder {path_shown(path)} {reason}. {advice}.")
@@ -296,7 +296,7 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
 
 
 def _reason(status: os.stat_result) -> str | None:
-    """Why a file or folder is not trusted; `None` where it is."""
+    """Return why a file or folder is not trusted; `None` where it is."""
     if not _HAS_OWNERS:
         return None
     if status.st_uid not in (0, os.geteuid()):

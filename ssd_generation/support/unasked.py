@@ -1,4 +1,4 @@
-"""Drafting that a call does not ask for: switched on for a model by `always`, and off inside of other calls."""
+"""Drafting that a call does not request: switched on for a model by `always`, and off inside other calls."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _ONLY_ASKED: ContextVar[bool] = ContextVar("ssd_generation_only_asked_drafts", d
 
 
 def may_draft_unasked() -> bool:
-    """Tell whether a call may draft without being asked to: not inside of `only_asked_drafts`."""
+    """Tell whether a call may draft without requesting it: not inside `only_asked_drafts`."""
     return not _ONLY_ASKED.get()
 
 
 def only_asked_drafts() -> AbstractContextManager[None]:
-    """Have calls on this thread draft only where they ask for it.
+    """Let calls on this thread draft only where they request it.
 
-    Inside of a `generate` call, since its processors, streamers and checks expect the model as it is; and around the
+    Used inside a `generate` call, since its processors, streamers and checks expect the model as it is; and around the
     baselines that drafting is compared with.
     """
     return _with_only_asked(True)
 
 
 def drafts_unasked() -> AbstractContextManager[None]:
-    """Have calls on this thread draft without being asked to, though inside of a call that does not.
+    """Let calls on this thread draft without requesting it, though inside a call that does not.
 
-    For the code that a call with `custom_generate="folder"` runs in its own place.
+    Used for the code that a call with `custom_generate="folder"` runs in place of `generate`'s own.
     """
     return _with_only_asked(False)
 

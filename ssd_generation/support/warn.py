@@ -12,11 +12,11 @@ from .model_state import Part, state_of
 __all__ = ["WarningsPart", "warn_once", "warn_user"]
 
 _PASSED_THROUGH = (__package__.partition(".")[0], "transformers", "torch", "contextlib")
-"""Packages whose code stands between the user's call and a warning."""
+"""Packages whose code is between the user's call and a warning."""
 
 
 class WarningsPart(Part):
-    """Of a model: warnings that were given once."""
+    """Warnings about a model that were given once."""
 
     def __init__(self) -> None:
         self.warnings: set[str] = set()
@@ -26,10 +26,10 @@ class WarningsPart(Part):
 
 
 def warn_user(message: str) -> None:
-    """Warn where the user's code called into this library, however many frames of others lie between.
+    """Warn at the line of the user's code that called into this library, however many frames of others are in between.
 
     Args:
-        message: what is wrong and what to do.
+        message: description of the problem and its remedy.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_THROUGH and frame.f_back is not None:

@@ -1,1 +1,1 @@
-"""What is measured and learnt of one model on this machine."""
+"""Measurements of one model on this machine, and what drafting has learnt of it."""

@@ -1,18 +1,18 @@
-"""How often a draft would be accepted, judged on text that the target has already generated.
+"""Acceptance rate of a draft, judged on text that the target has already generated.
 
-Real drafting goes round by round: behind the verified prefix, whose keys and values are the target's, each drafted
-token sees the target's prefix and the draft's own keys and values of the tokens drafted in that round. Under greedy
-decoding a drafted token counts only while all before it in the round were right, so the draft reads the target's own
-tokens all along. Hence whole rounds can be laid side by side in *one* pass: tokens of the text as inputs, and a mask
-under which the token at depth d of a round sees the target's keys and values up to where the round starts, and the
-draft's own for the d tokens since. That is exact for greedy decoding, at every depth, for as many rounds as one likes;
-nothing is decoded.
+Real drafting goes round by round: after the verified prefix, whose keys and values are the target's, each drafted token
+sees the target's prefix and the draft's own keys and values of the tokens drafted in that round. Under greedy decoding
+a drafted token counts only while all before it in the round were right, so the draft reads the target's own tokens all
+along. Hence whole rounds can be laid out next to each other in *one* pass: tokens of the text as inputs, and a mask
+under which the token at depth d of a round sees the target's keys and values up to the start of the round, and the
+draft's own for the d tokens since. That is exact for greedy decoding, at every depth, for any number of rounds; nothing
+is decoded.
 
-Where rounds start matters: behind the token with which the target ended the round before, hence most often where the
-text is hard to guess. With an answer for each token of the text, the rounds of a generation are replayed. Cheapest is
-to ask for each token as the first of a round alone, as many inputs as the text has tokens: deeper ones, which see a few
-keys and values of the draft's own, then count as right where they are so as a first token. With rounds at places of
-their own (at every fourth token, or at each) predictions are further off, see docs/search.md.
+Where rounds start matters: after the token with which the target ended the previous round, hence most often where the
+text is hard to guess. With an answer for each token of the text, the rounds of a generation are replayed. The cheapest
+way predicts each token only as the first of a round, with as many inputs as the text has tokens: deeper tokens, which
+see a few keys and values of the draft's own, then count as right where they are right as a first token. With rounds at
+fixed places (at every fourth token, or at each) predictions are less accurate, see docs/search.md.
 
 (A pass with the draft's keys and values for the whole past, as in SWIFT, arXiv 2410.06916, is the case of a single
 round as long as the text.)
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _MOST_TOKENS = 256
-"""Inputs of one judging pass; the logits of a large vocabulary take half a megabyte each."""
+"""Most inputs of one judging pass; the logits of a large vocabulary take half a megabyte each."""
 
 
 @dataclass
@@ -67,10 +67,10 @@ class Acceptance:
     """Acceptance by depth, counted.
 
     Attributes:
-        tried: at index d, how often a draft got as far as its token d + 1.
+        tried: at index d, number of drafts that reached token d + 1.
         accepted: at index d, how often that token was accepted as well.
-        passes: forward passes that were made to find out.
-        tokens: inputs of these passes.
+        passes: number of forward passes made to find out.
+        tokens: number of inputs of these passes.
     """
 
     tried: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Acceptance:
         self.add(Acceptance(reached.sum(0).tolist(), (right * known).sum(0).tolist()))
 
     def add(self, other: Acceptance) -> None:
-        """Take over another's counts."""
+        """Add another's counts to these."""
         for depth, (tried, accepted) in enumerate(zip(other.tried, other.accepted, strict=True)):
             if depth == len(self.tried):
                 self.tried.append(0)
@@ -101,12 +101,13 @@ class Acceptance:
         self.tokens += other.tokens
 
     def by_depth(self, prior: float = 0.0) -> list[float]:
-        """The share of drafted tokens accepted at each depth, given that all before were.
+        """Return the share of drafted tokens accepted at each depth, given that all before were.
 
-        Where a depth was seldom reached, the depth before it has a say.
+        Where a depth was seldom reached, its rate is drawn towards that of the depth before.
 
         Args:
-            prior: how many observations the depth before counts for; 0: counts alone, and a depth never reached has 0.
+            prior: number of observations that the depth before counts for; 0: counts alone, and a depth never reached
+                has rate 0.
         """
         rates: list[float] = []
         for tried, accepted in zip(self.tried, self.accepted, strict=True):
@@ -116,11 +117,11 @@ class Acceptance:
         return rates
 
     def first(self) -> float:
-        """The acceptance of the first drafted token."""
+        """Return the acceptance rate of the first drafted token."""
         return self.accepted[0] / self.tried[0] if self.tried and self.tried[0] else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts, as plain JSON types."""
+        """Return the counts as plain JSON types."""
         return {
             "tried": list(self.tried),
             "accepted": list(self.accepted),
@@ -130,17 +131,17 @@ class Acceptance:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Acceptance:
-        """The inverse of `to_dict`."""
+        """Build an `Acceptance` from `to_dict`'s result."""
         return cls(list(data["tried"]), list(data["accepted"]), int(data["passes"]), int(data["tokens"]))
 
 
 def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -> VerifiedText:
-    """One pass of the whole model over a text, for its keys and values.
+    """Run one pass of the target model over a text, for its keys and values.
 
     Args:
         model: the target model.
         ids (`torch.LongTensor` of shape `(1, T)`): prompt and the target's own continuation.
-        prompt_length: tokens of the prompt, 1 ≤ `prompt_length` < T.
+        prompt_length: prompt length in tokens, 1 ≤ `prompt_length` < T.
 
     Raises:
         ValueError: there is no prompt or no continuation, or the text is longer than the model's context.
@@ -154,7 +155,7 @@ def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(longest, int) and length > longest:
         raise ValueError(f"The text has {length} tokens, but the model's context has {longest}. Shorten the prompt.")
-    cache = DynamicCache()  # without a config: layers with a sliding window keep all keys and values, too
+    cache = DynamicCache()  # without a config: layers with a sliding window retain all keys and values, too
     with torch.no_grad(), prompt_mode(model, length - 1):
         fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         model(input_ids=ids[:, :-1], use_cache=True, **{CACHE: cache}, **fewer)
@@ -168,14 +169,14 @@ def agreements(
     starts: Sequence[int],
     depth: int,
 ) -> tuple[torch.Tensor, int, int]:
-    """What a draft would predict in rounds that start at given tokens of a text, all in one pass (or a few, if many).
+    """Compare a draft's predictions with a text, in rounds that start at given tokens, in one pass (or a few, if many).
 
     Args:
         model: the target model.
-        draft: what turns it into the draft.
+        draft: mode that turns the model into the draft.
         text: the target's text.
-        starts: where rounds start: tokens of the continuation, 0 … N − 1.
-        depth: tokens drafted in each round, ≥ 1.
+        starts: first tokens of the rounds, as indices into the continuation, 0 … N − 1.
+        depth: number of tokens drafted in each round, ≥ 1.
 
     Returns:
         Whether the draft predicts the target's token, `(len(starts), depth)` (1 yes, 0 no, −1 beyond the text); the
@@ -186,7 +187,7 @@ def agreements(
     passes = tokens = 0
     for first in range(0, len(starts), rounds):
         chunk = torch.tensor(starts[first : first + rounds], device="cpu")
-        index = chunk[:, None] + torch.arange(depth, device="cpu")  # (rounds, depth), of the token that is predicted
+        index = chunk[:, None] + torch.arange(depth, device="cpu")  # (rounds, depth): tokens that are predicted
         inside = index < len(text)
         which = torch.arange(len(chunk), device="cpu")[:, None].expand_as(index)
         logits = _logits(model, draft, text, which[inside], chunk[:, None].expand_as(index)[inside], index[inside])
@@ -209,7 +210,7 @@ def _logits(
     start: torch.Tensor,
     index: torch.Tensor,
 ) -> torch.Tensor:
-    """The draft's logits `(Q, V)` for tokens `index` of the continuation; see `round_inputs`."""
+    """Return the draft's logits `(Q, V)` for tokens `index` of the continuation; see `round_inputs`."""
     with torch.no_grad(), prompt_mode(model, int(index.numel())), draft:
         output = model(**round_inputs(model, text, which, start, index), use_cache=True)
     return output.logits[0]  # type: ignore[no-any-return]
@@ -218,23 +219,23 @@ def _logits(
 def round_inputs(
     model: PreTrainedModel, text: VerifiedText, which: torch.Tensor, start: torch.Tensor, index: torch.Tensor
 ) -> dict[str, Any]:
-    """The arguments of a pass in which rounds of drafting lie side by side.
+    """Return the arguments of a pass in which rounds of drafting are laid out next to each other.
 
     Args:
         model: the target model.
         text: the target's text.
-        which (`torch.LongTensor` of shape `(Q,)`): tells the rounds apart.
-        start (`torch.LongTensor` of shape `(Q,)`): the token of the continuation that the round drafts first.
-        index (`torch.LongTensor` of shape `(Q,)`): the token of the continuation that is predicted.
+        which (`torch.LongTensor` of shape `(Q,)`): identifier of the round.
+        start (`torch.LongTensor` of shape `(Q,)`): token of the continuation that the round drafts first.
+        index (`torch.LongTensor` of shape `(Q,)`): token of the continuation that is predicted.
     """
     device = text.ids.device
-    position = (index + text.prompt_length - 1).to(device)  # of the input, the token before the one predicted
+    position = (index + text.prompt_length - 1).to(device)  # positions of the inputs, each before the predicted token
     since = (start + text.prompt_length - 1).to(device)
     return {
         "input_ids": text.ids[:, position],
         "position_ids": position[None],
         "attention_mask": _masks(model, which.to(device), position, since, int(text.ids.shape[1]) - 1),
-        # A copy of a layer aliases its tensors, and appending to one makes new ones: the text's own stay as they are.
+        # A copied layer aliases its tensors, and appending to it makes new ones: the text's own stay as they are.
         CACHE: Cache(layers=[copy.copy(layer) for layer in text.cache.layers]),
     }
 
@@ -242,7 +243,7 @@ def round_inputs(
 def _masks(
     model: PreTrainedModel, which: torch.Tensor, position: torch.Tensor, since: torch.Tensor, length: int
 ) -> Any:
-    """Additive masks `(1, 1, Q, length + Q)`: the target's keys before the round, and the round's own up to the token.
+    """Return additive masks `(1, 1, Q, length + Q)`: the target's keys before the round, and the round's own so far.
 
     One mask, or one per kind of layer where the model has layers of more than one kind.
     """
@@ -271,15 +272,15 @@ def judge(
     depth: int = 4,
     exact_depth: int = 1,
 ) -> Acceptance:
-    """Acceptance by depth of a config's draft on one text, in the rounds in which generation would draft.
+    """Return acceptance by depth of a config's draft on one text, in the rounds in which generation would draft.
 
     Args:
         model: the target model.
-        config: what the draft leaves out, and its precision.
+        config: sub-layers that the draft skips, and its precision.
         text: the target's text.
-        depth: tokens of a round, ≥ 1.
-        exact_depth: so many tokens of a round are judged behind just what generation would have there, and those deeper
-            as if they were the last of these; 1 to `depth`. The pass has so many inputs for each token of the text.
+        depth: number of tokens of a round, ≥ 1.
+        exact_depth: number of tokens of a round that are judged after exactly what generation would have there; deeper
+            ones as if they were the last of these; 1 to `depth`. The pass has so many inputs per token of the text.
 
     Raises:
         ValueError: the config does not fit the model, or a depth is out of range.
@@ -301,15 +302,15 @@ def judge_rounds(
     depth: int,
     arranged: Callable[[torch.Tensor], torch.Tensor] = lambda matches: matches,
 ) -> Acceptance:
-    """Acceptance by depth of a config's draft on one text, in rounds that start at given tokens.
+    """Return acceptance by depth of a config's draft on one text, in rounds that start at given tokens.
 
     Args:
         model: the target model.
-        config: what the draft leaves out, and its precision.
+        config: sub-layers that the draft skips, and its precision.
         text: the target's text.
-        starts: where rounds start, see `agreements`.
-        depth: tokens of each round, ≥ 1.
-        arranged: makes of what `agreements` gives the rounds that are counted; by default they are these.
+        starts: first tokens of the rounds, as for `agreements`.
+        depth: number of tokens of each round, ≥ 1.
+        arranged: maps the matches of `agreements` to the rounds that are counted; the identity by default.
 
     Raises:
         ValueError: the config does not fit the model.
@@ -322,15 +323,15 @@ def judge_rounds(
 
 
 def replay(matches: torch.Tensor, depth: int) -> torch.Tensor:
-    """The rounds of a generation, from what the draft predicts at each token of the text.
+    """Replay the rounds of a generation, from the draft's predictions at each token of the text.
 
     Args:
-        matches: `(N, E)`, see `agreements`: of a round that starts at each token. Beyond E tokens a round goes on as
-            the last of a later one.
-        depth: tokens of a round, ≥ E.
+        matches: `(N, E)`, as from `agreements`, with a round starting at each token. Beyond E tokens a round continues
+            with the last predictions of later ones.
+        depth: number of tokens of a round, ≥ E.
 
     Returns:
-        `(rounds, depth)`, for `Acceptance.add_rounds`. The first round starts at the first token, each other one behind
+        `(rounds, depth)`, for `Acceptance.add_rounds`. The first round starts at the first token, each other one after
         the token with which the target ends the one before.
     """
     count, exact = matches.shape
@@ -353,7 +354,7 @@ def judge_all(
     depth: int = 4,
     exact_depth: int = 1,
 ) -> Acceptance:
-    """Acceptance by depth of a config's draft on several texts together; see `judge`."""
+    """Return acceptance by depth of a config's draft on several texts together; see `judge`."""
     total = Acceptance()
     for text in texts:
         total.add(judge(model, config, text, depth, exact_depth))
@@ -361,16 +362,16 @@ def judge_all(
 
 
 class JudgingPart(Part):
-    """Of a model: why drafts cannot be judged on a text, or `None`, in a tuple; empty while not tried."""
+    """Reason why drafts of a model cannot be judged on a text, or `None`, in a tuple that is empty until tried."""
 
     def __init__(self) -> None:
         self.judging_refusal: tuple[str | None, ...] = ()
 
 
 def why_not_judged(model: PreTrainedModel) -> str | None:
-    """Why drafts of this model cannot be judged in one pass; `None` where they can. Tried out once.
+    """Return why drafts of this model cannot be judged in one pass; `None` where they can. Tried out once.
 
-    The whole model, laid out in rounds like a draft, must say what it says in a row.
+    The target model, laid out in rounds like a draft, must give the same logits as in sequence.
     """
     state = state_of(model).get(JudgingPart)
     if not state.judging_refusal:

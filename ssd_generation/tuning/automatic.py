@@ -1,4 +1,4 @@
-"""`self_speculative="auto"`: how this model drafts for itself best on this machine, found without a config."""
+"""`self_speculative="auto"`: the fastest way for this model to draft for itself on this machine, without a config."""
 
 from __future__ import annotations
 
@@ -47,39 +47,39 @@ __all__ = [
 DRAFT_MEMORY = 0.3
 DRAFT_MEMORY_OF_HALF = 0.35
 DRAFT_MEMORY_OF_QUANTISED = 0.65
-"""Shares of the weights' bytes that low-bit copies may take by default: of float32 weights, of those of 16 bits, of
-which a copy in 4 bits takes somewhat more, and of those that are quantised: a copy in 4 bits of weights in 8."""
+"""Shares of the weights' bytes that low-bit copies may take by default: for float32 weights; for 16-bit weights, of
+which an int4 copy takes somewhat more; and for quantised weights: an int4 copy of 8-bit weights."""
 
 _SPEEDUP = Number(0, 1e6)
 _SHARE_OF_WEIGHTS = Number(0, 100, "a share of the weights' bytes", "0 allows no copies.")
 
-# What low-bit drafts were seen to agree with their targets in (PrecisionConfig.named), with a weight in tokens: a short
-# prompt tells little.
+# Agreement of low-bit drafts with their targets, as measured (PrecisionConfig.named), and its weight in tokens: a short
+# prompt says little.
 _USUAL_AGREEMENT = {"int8": 0.98, "int4": 0.96, "int4, head int4": 0.945}
 _USUAL_WEIGHT = 16
 _LOOKED_AT = 96
-"""Tokens of the prompt that the candidates are tried on."""
+"""Number of prompt tokens that the candidates are tried on."""
 
 _LEAST_RECORD = 64
-"""Judged tokens of drafts from which on they say something about another text."""
+"""Number of judged draft tokens from which on they are evidence for other texts."""
 
 _LEAD = 1.05
-"""By how much another candidate has to be ahead to be exchanged for: its copies have to be made."""
+"""Ratio of predicted speed-ups from which another candidate replaces the chosen one: its copies have to be made."""
 
 _LEAST_GAIN = 1.03
-"""A draft with a smaller predicted speed-up than this is not worth its memory."""
+"""Predicted speed-up below which a draft is not worth its memory."""
 
 
 @dataclass(frozen=True)
 class AutomaticChoice:
-    """What `self_speculative="auto"` drafts by, and why.
+    """The config that `self_speculative="auto"` drafts with, and the reasons for it.
 
     Attributes:
         config: the config, with the costs measured on this machine.
         draft_memory: share of the weights' bytes that low-bit copies were allowed to take.
         precision: the precision that was chosen; `None` for prompt lookup alone.
-        expected: by precision, the speed-up over plain decoding that its measured costs promise on a text that the
-            draft agrees with as it did on the first prompt; prompt lookup left out.
+        expected: by precision, the speed-up over plain decoding predicted from measured costs, for a text on which the
+            draft's agreement is that on the first prompt; prompt lookup left out.
         ruled_out: by precision, why it was not tried.
     """
 
@@ -95,7 +95,7 @@ class AutomaticChoice:
         return None if self.precision is None else self.config.drafting.acceptance[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """What was chosen and why, as plain JSON types."""
+        """Return the choice and its reasons as plain JSON types."""
         return {
             "precision": self.precision,
             "lookup": self.config.lookup is not None,
@@ -107,13 +107,13 @@ class AutomaticChoice:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's weights."""
+    """Return the bytes of a model's weights."""
     return sum(map(stored_bytes, model.parameters()))
 
 
 @follows_from_structure
 def usual_budget(model: torch.nn.Module) -> float:
-    """The share of a model's weights' bytes that low-bit copies may take unless something else is asked for."""
+    """Return the default share of the weights' bytes that low-bit copies may take."""
     if has_foreign(model):
         return DRAFT_MEMORY_OF_QUANTISED
     bits = [p.element_size() for p in model.parameters() if p.is_floating_point()]
@@ -125,7 +125,7 @@ def check_budget(model: PreTrainedModel, config: SelfSpeculativeConfig, draft_me
 
     Args:
         model: the target model.
-        config: the config that was asked for.
+        config: the config to check.
         draft_memory: share of the weights' bytes that copies may take, 0 to 100.
 
     Raises:
@@ -151,24 +151,24 @@ def _check_share(draft_memory: Any) -> float:
 def automatic_config(
     model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float | None = None
 ) -> SelfSpeculativeConfig:
-    """The config of `automatic_choice`, where the reasons do not matter."""
+    """Return the config of `automatic_choice`, where the reasons do not matter."""
     return automatic_choice(model, prompt, draft_memory).config
 
 
 def automatic_choice(
     model: PreTrainedModel, prompt: torch.Tensor | None = None, draft_memory: float | None = None
 ) -> AutomaticChoice:
-    """The config with the greatest predicted speed-up: prompt lookup, and low-bit copies where they pay and fit.
+    """Choose the config of greatest predicted speed-up: prompt lookup, with low-bit copies where they pay and fit.
 
     The first call for a model on a machine tries the candidates (seconds: their cost, and how often they agree with the
-    model on `prompt`) and keeps the answer on the disk; later calls read it. What was accepted of the chosen one's
-    drafts since counts as well, each time it is as much as was known before: so another one may take its place.
+    model on `prompt`) and stores the answer on the disk; later calls read it. Tokens accepted from the chosen draft
+    since then count as well, each time there are as many as were known before: so another draft may replace it.
 
     Args:
         model: the target model.
         prompt (`torch.LongTensor` of shape `(B, sequence_length)`, *optional*): text to try the candidates on.
-        draft_memory: share of the weights' bytes that low-bit copies may take, 0 to 100; 0 allows none. `None`: as
-            `usual_budget` says.
+        draft_memory: share of the weights' bytes that low-bit copies may take, 0 to 100; 0 allows none. `None`: that
+            of `usual_budget`.
 
     Raises:
         TypeError: `draft_memory` is not a number.
@@ -212,14 +212,14 @@ def automatic_choice(
 
 
 _OFFLOADED = ("int4", "int4, head int4")
-"""What a model with offloaded weights may draft by, the better one first: in memory there is little room."""
+"""int4 variants for offloaded models, most accurate first: memory is scarce there."""
 
 _LONGEST_OFFLOADED = 64
-"""Tokens of a round's draft where each pass of the model brings all weights into memory."""
+"""Longest draft of a round, in tokens, where each pass of the model brings all weights into memory."""
 
 
 def _choice_of_offloaded(model: PreTrainedModel, draft_memory: float) -> AutomaticChoice:
-    """See `automatic_choice`: the first candidate that fits. No pass of the model is made to choose."""
+    """Choose the first candidate of `_OFFLOADED` that fits. No pass of the model is made to choose."""
     ruled_out: dict[str, str] = {}
     reason = why_not_resident(model)
     expected: dict[str, float] = {}
@@ -236,7 +236,7 @@ def _choice_of_offloaded(model: PreTrainedModel, draft_memory: float) -> Automat
         acceptance = _USUAL_AGREEMENT[name]
         config = _candidate(name, acceptance)
         drafting = dataclasses.replace(config.drafting, max_draft_length=_LONGEST_OFFLOADED)
-        config = dataclasses.replace(config, drafting=drafting, adapt=False)  # judging drafts would take more passes
+        config = dataclasses.replace(config, drafting=drafting, adapt=False)  # judging drafts would take further passes
         config = dataclasses.replace(config, costs=costs_of(model, config))
         assert config.costs is not None
         expected[name] = max(1.0, theoretical_speedup([acceptance], config.costs, _LONGEST_OFFLOADED)[0])
@@ -256,12 +256,12 @@ def _choice_of_offloaded(model: PreTrainedModel, draft_memory: float) -> Automat
 
 
 def _with_costs(model: PreTrainedModel, choice: AutomaticChoice) -> AutomaticChoice:
-    """A choice whose config has the costs measured here."""
+    """Return a choice whose config has the costs measured here."""
     return dataclasses.replace(choice, config=dataclasses.replace(choice.config, costs=costs_of(model, choice.config)))
 
 
 def _allowed(model: PreTrainedModel, draft_memory: float) -> tuple[list[str], dict[str, str]]:
-    """Precisions that this model, device and budget allow, and why the others are not."""
+    """Return the precisions that this model, device and budget allow, and why the others are not."""
     try:
         check_precision(model)
     except ValueError as error:
@@ -281,13 +281,13 @@ def _allowed(model: PreTrainedModel, draft_memory: float) -> tuple[list[str], di
 
 @follows_from_structure
 def _shares(model: PreTrainedModel) -> dict[str, float]:
-    """Of the weights' bytes, what the copies of each candidate would take."""
+    """Return the share of the weights' bytes that the copies of each candidate would take."""
     total = weight_bytes(model)
     return {name: estimated_bytes(model, SkipConfig(), _precision(name)) / total for name in _USUAL_AGREEMENT}
 
 
 def _precision(name: str) -> PrecisionConfig:
-    """The precision of a candidate by its name."""
+    """Return the precision of a candidate by its name."""
     if name == "int4, head int4":
         return PrecisionConfig(default="int4", head="int4")
     return PrecisionConfig.named(name)
@@ -305,7 +305,7 @@ def _candidate(name: str | None, acceptance: float) -> SelfSpeculativeConfig:
 
 
 def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | None) -> Any:
-    """The candidate with the greatest theoretical speed-up: `{"precision": …, "acceptance": …, "tried": …}`."""
+    """Choose the candidate with the greatest theoretical speed-up: `{"precision": …, "acceptance": …, "tried": …}`."""
     before = copy_bytes(model)
     best: dict[str, Any] = {"precision": None, "acceptance": 0.0, "speedup": _LEAST_GAIN}
     tried = {}
@@ -322,7 +322,7 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
         choices = None if text is None else _choices(model, text)
         held = None
         for name in _in_turn(model, names):
-            # The budget is for one set of copies. (Those in int4 share all but the head.)
+            # The budget is for one set of copies. (The int4 variants share all but the head.)
             if before == 0 and held is not None and (held == "int8") != (name == "int8"):
                 drop_copies(model)
             held = name
@@ -340,7 +340,7 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
             bar.update()
     if before == 0 and copy_bytes(model):
         if best["precision"] is None or (best["precision"] == "int8") != (held == "int8"):
-            drop_copies(model)  # before others are made again, when they are wanted
+            drop_copies(model)  # before other copies are made, when they are needed
         else:
             keep_only(model, copies_of(model, SkipConfig(), _precision(best["precision"])))
     answer = {**best, "tried": tried}
@@ -348,12 +348,12 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
 
 
 def _in_turn(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Candidates in the order to try them in: last the kind that mostly wins, whose copies are there then."""
+    """Order the candidates for trial: the kind that usually wins comes last, so that its copies are there then."""
     return sorted(names, key=lambda name: (name == "int8") == (model.dtype == torch.float32))
 
 
 def _reconsidered(model: PreTrainedModel, choice: Any, config: SelfSpeculativeConfig) -> Any:
-    """A choice with what the drafts of its config have come to since; the same object where that is little."""
+    """Update a choice with what has been accepted of its draft since; return the same object where that is little."""
     name = choice["precision"]
     tried = choice["tried"].get(name)
     if tried is None:
@@ -373,17 +373,17 @@ def _reconsidered(model: PreTrainedModel, choice: Any, config: SelfSpeculativeCo
     if speedup < _LEAST_GAIN:
         return {"precision": None, "acceptance": 0.0, "speedup": _LEAST_GAIN, "tried": found}
     if best == name or speedup < _LEAD * tried["speedup"]:
-        # The acceptance that the policy began with stays: under another one it would begin anew.
+        # The policy's initial acceptance stays as it is: with another one the policy would start from scratch.
         return {**choice, "tried": found}
     acceptance = _acceptance(best, found[best]["agreed"], found[best]["of"])
     return {"precision": best, "acceptance": acceptance, "speedup": speedup, "tried": found}
 
 
 def _acceptance(name: str, agreed: float, of: float) -> float:
-    """What is to be expected of a candidate that was right so often."""
+    """Estimate the acceptance of a candidate from its agreement, shrunk towards its usual one."""
     return float((agreed + _USUAL_AGREEMENT[name] * _USUAL_WEIGHT) / (of + _USUAL_WEIGHT))
 
 
 def _choices(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
-    """The most likely next token at each position of a text, `(1, n)`."""
+    """Return the most likely next token at each position of a text, `(1, n)`."""
     return model(input_ids=text, use_cache=False).logits.argmax(dim=-1)  # type: ignore[no-any-return]

@@ -37,15 +37,15 @@ def call_drafter(
 
     Args:
         forward: the model's passes.
-        draft_by: what to draft with and how far; or a drafter of the user's own.
+        draft_by: config to draft with, or a drafter of the user's own.
         generation_config: the prepared generation config of the call.
-        batch: rows, B.
+        batch: number of rows, B.
     """
     model = forward.model
     if isinstance(draft_by, Drafter):
         return CheckedDrafter(draft_by, int(model.get_input_embeddings().weight.shape[0])), None
     config = draft_by
-    # Each judgement would read all offloaded weights, where the draft reads none.
+    # Each judging pass would read all offloaded weights, while the draft reads none.
     adapts = config.adapt and not (config.precision and is_offloaded(model))
     refinement = refinement_of(model, config) if adapts else None
     if refinement is not None:
@@ -57,11 +57,11 @@ def call_drafter(
 
 
 def store_of(model: PreTrainedModel, config: SelfSpeculativeConfig | None) -> NGramStore | None:
-    """The texts of earlier calls that a config asks to look into; `None` where it does not.
+    """Return the store of earlier calls' texts that a config drafts from; `None` where it uses none.
 
     Args:
         model: the target model.
-        config: what to draft with.
+        config: the config to draft with.
     """
     if config is None or config.lookup is None or not config.lookup.store:
         return None
@@ -69,12 +69,12 @@ def store_of(model: PreTrainedModel, config: SelfSpeculativeConfig | None) -> NG
 
 
 def policy_of(model: PreTrainedModel, config: SelfSpeculativeConfig, batch: int) -> DraftPolicy:
-    """The draft-length policy of a model and config, with what it learnt in earlier calls where that is carried.
+    """Return the draft-length policy of a model and config, with its learnt state where that is carried over.
 
     Args:
         model: the target model.
-        config: what to draft with; its costs are measured where it has none and its policy needs them.
-        batch: rows, B.
+        config: the config to draft with; its costs are measured where it has none and its policy needs them.
+        batch: number of rows, B.
 
     Warns:
         The costs in the config were measured elsewhere.
@@ -91,7 +91,7 @@ def policy_of(model: PreTrainedModel, config: SelfSpeculativeConfig, batch: int)
                     "`ssd_generation.tuning.costs.measure_costs(model, config)`."
                 )
             elif costs is None or (rows > 1 and costs.measured_on is not None):
-                costs = costs_of(model, config, rows=rows)  # what was measured is of single texts
+                costs = costs_of(model, config, rows=rows)  # those measured before are for a single row
         policies[key] = make_policy(
             config.drafting,
             costs,
@@ -104,16 +104,16 @@ def policy_of(model: PreTrainedModel, config: SelfSpeculativeConfig, batch: int)
 
 
 def _key(config: SelfSpeculativeConfig, batch: int) -> Any:
-    """Key of a policy: the config and, for a batch, about how many rows share its passes."""
+    """Return the key of a policy: the config and, for a batch, roughly how many rows share its passes."""
     return config if batch == 1 else (config, rows_measured(batch))
 
 
 def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refinement:
-    """The refinement of a config's draft, with what it has learnt so far; costs are measured where it is new.
+    """Return the refinement of a config's draft, with what it has learnt so far; measure costs where it is new.
 
     Args:
         model: the target model.
-        config: what the user asked to draft with.
+        config: the config that the user requested.
     """
     refinements: dict[SelfSpeculativeConfig, Refinement] = state_of(model).get(LearntPart).refinements
     if config not in refinements or config.drafting.carry_state is False:
@@ -123,13 +123,13 @@ def refinement_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Refi
 
 
 class BetweenRounds:
-    """Judge drafts between the rounds of a call, and exchange the draft where another one is better.
+    """Judge of drafts between the rounds of a call, which replaces the draft where another one is better.
 
     Args:
         model: the target model.
-        refinement: of the draft.
-        draft_by: exchanges the draft of the call.
-        batch: rows, B.
+        refinement: refinement of the draft.
+        draft_by: replaces the draft of the call.
+        batch: number of rows, B.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class BetweenRounds:
         self._judged = 0  # tokens of the text
 
     def __call__(self, draft_passes: int, verified: int, rows: Rows) -> None:
-        """Between two rounds; arguments as in `DecodingLoop.after_round`."""
+        """Judge a draft if one is due; arguments as in `DecodingLoop.after_round`."""
         refinement = self.refinement
         refinement.earn(draft_passes, verified)
         length = rows.lengths[0]

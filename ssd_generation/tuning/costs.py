@@ -1,4 +1,4 @@
-"""What a draft step and a verify pass cost on this machine: measured once, kept on the disk."""
+"""Costs of a draft step and of verification passes on this machine: measured once, stored on the disk."""
 
 from __future__ import annotations
 
@@ -47,26 +47,27 @@ if TYPE_CHECKING:
 __all__ = ["Passes", "costs_of", "measure_costs", "rows_measured"]
 
 VERIFIED = (2, 3, 4, 5, 6, 8, 10, 13)
-"""Lengths of the verify passes that are measured; 13: the pending token and the 12 drafted ones of a longest round."""
+"""Lengths of the verification passes that are measured; 13: the pending token and the 12 drafted ones of a longest
+round."""
 
 _VERIFIED_BATCH = (2, 3, 5, 9)
-"""Of a batch, whose rows make passes wide at once."""
+"""The same for a batch, where every further token per row widens the pass by all rows."""
 
 LONGEST_VERIFIED = 32
-"""The longest verify pass that `Passes` can make."""
+"""Length of the longest verification pass that `Passes` can make."""
 
 _RATIO = Number(1e-6, 1e6, "a number of plain steps")
 _CONTEXT = 64
 _LONG = 512
 _TRIES = 6
-"""Passes until those that are replayed have been recorded and found to be right."""
+"""Most passes made until CUDA graphs have been captured and checked."""
 _REPEATS = 3
 _UNSEEN = 0.005
-"""Seconds of a replayed pass before one was seen; it is shares that count."""
+"""Seconds assumed of a replayed pass before one has been timed; only ratios of costs matter."""
 _ENOUGH_SECONDS = 0.1
-"""For each pass, and the plain step: beyond this much time there are no more than `_REPEATS` repetitions."""
+"""Seconds for each pass, and the plain step: beyond their sum `_REPEATS` repetitions are enough."""
 _SECONDS = 5.0
-"""Beyond this much time there are fewer: a large model's passes vary less."""
+"""Seconds beyond which fewer repetitions are enough: a large model's passes vary less."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,18 +75,18 @@ _SECONDS = 5.0
 
 
 def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Costs:
-    """Measure a plain step, a draft step and verify passes of this library's loop, in seconds, on random tokens.
+    """Measure a plain step, a draft step and verification passes of this library's loop, in seconds, on random tokens.
 
-    The passes take turns with plain steps, and each counts relative to those beside it, so that a machine that slows
-    down meanwhile slows both; the medians are taken.
+    The passes are interleaved with plain steps, and each counts relative to the plain steps next to it, so that a
+    machine that slows down meanwhile slows both; the medians are taken.
 
     Args:
         model: the target model.
-        config: what the draft leaves out, and its precision.
+        config: sub-layers that the draft skips, and its precision.
 
     Returns:
-        The costs, with `measured_on` set. Of a model with recurrent states, verifying a token holds the price of taking
-        it through the next pass again, which follows where a token is rejected.
+        The costs, with `measured_on` set. For a model with recurrent states, the cost of verifying a token includes
+        taking it through the next pass again, which follows where a token is rejected.
     """
     if is_offloaded(model):
         return _streamed(_time_streams(model), _resident_step(model, config), model, config)
@@ -94,19 +95,19 @@ def measure_costs(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Cost
 
 
 def rows_measured(rows: int) -> int:
-    """The size of a batch whose costs stand for those of one of so many rows: the next power of two."""
+    """Return the batch size whose measured costs are used for a batch of so many rows: the next power of two."""
     return 1 << (rows - 1).bit_length()
 
 
 def _plan(model: PreTrainedModel, config: SelfSpeculativeConfig, rows: int) -> PassPlan:
-    """How the passes are run whose costs are measured. Replayed ones are the same, batch-invariant or not."""
+    """Plan the passes whose costs are measured. Replayed ones are the same, batch-invariant or not."""
     plan = plan_passes(model, rows, config.exactness)
     is_replayed = plan.batch_invariance is not None and plan.batch_invariance.is_replayed
     return dataclasses.replace(plan, batch_invariance=None) if is_replayed else plan
 
 
 def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: bool = True, rows: int = 1) -> Any:
-    """A draft step / a plain step."""
+    """Return the cost of a draft step in plain steps."""
     if not config.drafts_itself:
         return 1.0
     measured = _measure(model, config, [0], "drafting", config, shows, rows)
@@ -117,7 +118,7 @@ def _draft_ratio(model: PreTrainedModel, config: SelfSpeculativeConfig, shows: b
 
 def _put_together(model: PreTrainedModel, verify: dict[int, float], draft_ratio: float) -> Costs:
     plain = verify[1]
-    # Where states are put back, what was accepted goes through the next pass again, up to all rows of this one.
+    # Where states are restored, accepted tokens go through the next pass again, up to all rows of this one.
     times = 2 if has_states(model) else 1
     return Costs(
         plain_step=plain,
@@ -136,9 +137,9 @@ def _measure(
     shows: bool = True,
     rows: int = 1,
 ) -> Any:
-    """Seconds of passes over so many tokens, 0 for a draft step: a dictionary, or a `NoisyMeasurement` of one.
+    """Return seconds by length of the pass in tokens, 0 for a draft step: a dictionary, or a `NoisyMeasurement` of one.
 
-    Passes of the target are run as `asked` has them.
+    The target's passes are planned for `asked`.
     """
     with (
         torch.no_grad(),
@@ -171,15 +172,15 @@ def _measure(
 
 
 class Passes:
-    """The passes of a round behind a text of random tokens, on a cache of its own; enter `torch.no_grad` first.
+    """Passes of a round after a text of random tokens, on a cache created for them; enter `torch.no_grad` first.
 
     Args:
         model: the target model.
-        config: what the draft leaves out, and its precision; `None` for the whole model's passes alone.
-        context: tokens in the cache, as far as the model has positions for these and a longest pass.
-        cache: of other passes behind the same context, to share; `None`: one of their own.
-        plan: how passes are run; `None`: as they are where nobody asks for their bits.
-        rows: of a batch.
+        config: sub-layers that the draft skips, and its precision; `None` for the target model's passes alone.
+        context: number of tokens in the cache, as far as the model has positions for these and a longest pass.
+        cache: cache to share with other passes after the same context; `None` creates one.
+        plan: how passes are run; `None`: captured where there is a single row, batch-invariant or not.
+        rows: number of rows, B.
     """
 
     def __init__(
@@ -205,19 +206,19 @@ class Passes:
         self.forward = Forward(model, config, plan or PassPlan(captured=rows == 1, graph=rows == 1))
 
     def settle(self) -> None:
-        """Make passes until those that are replayed have been recorded and found to be right, or given up."""
+        """Make passes until those to be replayed have been captured and checked, or given up."""
         for _ in range(_TRIES):
             if self.forward.is_trying_to_replay:
                 self.once(1)
 
     def end(self) -> None:
-        """Give back what a text may want."""
+        """Release the buffers that another text may need."""
         self.forward.end(self.cache, keeps=False)
 
     def once(self, length: int) -> float:
-        """Seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache stays as it is.
+        """Return the seconds of one pass over `length` tokens, or of a draft step where it is 0; the cache is restored.
 
-        By the device's own events on CUDA, with the waiting for the host that comes between its kernels.
+        On CUDA the device's own events measure it, time spent waiting for the host between kernels included.
         """
         count = max(length, 1)
         ids = self.tokens[:, :count]
@@ -226,7 +227,7 @@ class Passes:
             length=self.context,
             mask=torch.ones((len(ids), self.context + 1), dtype=torch.long, device=ids.device),
             positions=torch.full((len(ids), 1), self.context, device=ids.device),
-            limit=self.context + _LONG,  # worth recording
+            limit=self.context + _LONG,  # long enough for capture to pay off
             checkpoint=self.checkpoint,
         )
         watch = Stopwatch(ids.device)
@@ -247,7 +248,7 @@ class Passes:
 
 
 def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
-    """A cache behind a text of random tokens."""
+    """Return a cache that holds a text of random tokens."""
     cache = new_cache(model)
     add_buffers(cache)
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
@@ -257,7 +258,7 @@ def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
     if prompt.shape[1] == first.shape[1]:
         return cache
     if all(type(layer) is BufferedLayer for layer in cache.layers):
-        # What is in the cache does not change what a pass takes: the same keys over and over will do.
+        # A pass takes as long whatever the cache holds: repeating the same keys and values will do.
         for layer in cache.layers:
             times = -(-prompt.shape[1] // first.shape[1])
             keys, values = (x.repeat(1, 1, times, 1)[:, :, : prompt.shape[1]] for x in (layer.keys, layer.values))
@@ -268,20 +269,20 @@ def _behind(model: PreTrainedModel, prompt: torch.Tensor) -> Cache:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# keeping
+# storing
 
 
 def costs_of(
     model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool = False, shows: bool = True, rows: int = 1
 ) -> Costs:
-    """The costs of this model and config on this machine: from memory, from the disk, or measured now.
+    """Return the costs of this model and config on this machine: from memory, from the disk, or measured now.
 
     Args:
         model: the target model.
-        config: what the draft leaves out, and its precision.
+        config: sub-layers that the draft skips, and its precision.
         again: measure anew.
         shows: show a progress bar where the draft is measured; not in the middle of a text.
-        rows: of a batch, as `rows_measured` has them.
+        rows: batch size, as returned by `rows_measured`.
     """
     if is_offloaded(model):
         return _costs_of_streamed(model, config, again)
@@ -304,7 +305,7 @@ def costs_of(
         shape["own kernels"] = plan.own_kernels or why_not() is not None
 
     def put_together(verify: Any, ratio: Any) -> Costs:
-        # From the disk, where anything may stand.
+        # Read from the disk, so checked.
         times = {int(n): SECONDS.check(f"The time of {n} tokens", seconds) for n, seconds in verify.items()}
         return _put_together(model, times, _RATIO.check("The cost of a draft step", ratio))
 
@@ -333,11 +334,11 @@ def costs_of(
 
 
 def _costs_of_graphs(model: PreTrainedModel) -> Costs | None:
-    """The costs of a model whose passes are replayed, for drafts that cost nothing; `None` for any other model.
+    """Return the costs of a model whose passes are replayed, for drafts that cost nothing; `None` for any other model.
 
-    All its passes are of one width, so that they cost the same; a pass over one token is less where a narrower one
-    stands in. What they take was seen when they were recorded: to measure it would hold up a first call for as long as
-    some hundred tokens take.
+    All its passes have one width, so that they cost the same; a pass over one token costs less where a narrower graph
+    replaces it. Their times were noted when the graphs were captured: measuring them would delay a first call by the
+    time of some hundred tokens.
     """
     passes = target_graphs(model)
     if passes is None or passes.refusal is not None:
@@ -357,14 +358,14 @@ def _costs_of_graphs(model: PreTrainedModel) -> Costs | None:
 # offloaded weights
 
 _SAMPLE = 0.06
-"""Share of the weights by which the price of a pass is told: a whole pass may take a minute."""
+"""Share of the weights from which the cost of a pass is extrapolated: a whole pass may take a minute."""
 _WIDTHS = (1, 64)
-"""Tokens of the passes whose price is told: each reads all weights, and a wider one computes more."""
+"""Widths in tokens of the passes whose cost is extrapolated: each reads all weights, and a wider one computes more."""
 _DRAFT_STEPS = 7
 
 
 def _costs_of_streamed(model: PreTrainedModel, config: SelfSpeculativeConfig, again: bool) -> Costs:
-    """See `costs_of`, of a model whose weights are brought into memory for each pass."""
+    """Return the costs of a model whose weights are brought into memory for each pass; otherwise as `costs_of`."""
     shape = describe_model(model)
 
     def times_of(found: Any) -> dict[int, float]:
@@ -394,7 +395,7 @@ def _costs_of_streamed(model: PreTrainedModel, config: SelfSpeculativeConfig, ag
 def _streamed(
     verify: dict[int, float], step: float | None, model: PreTrainedModel, config: SelfSpeculativeConfig
 ) -> Costs:
-    """The costs of passes over one and over many tokens, and of a draft step; `None` where that reads weights, too."""
+    """Build costs from passes over one and over many tokens and a draft step, `None` where that reads weights, too."""
     costs = _put_together(model, verify, 1.0)
     if step is None:
         layout = layout_of(model)
@@ -404,9 +405,9 @@ def _streamed(
 
 
 def _time_streams(model: PreTrainedModel) -> dict[int, float]:
-    """Seconds of a pass over so many tokens, from those of some of its linear layers, offloaded ones and others.
+    """Estimate seconds of a pass by width, by timing some of its linear layers, offloaded ones and others.
 
-    No layer is run twice: the system keeps a file that was just read.
+    No layer is run twice: the system caches a file that was just read.
     """
     sizes: dict[bool, int] = {True: streamed_bytes(model), False: 0}
     sizes[False] = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta")
@@ -418,7 +419,7 @@ def _time_streams(model: PreTrainedModel) -> dict[int, float]:
         if not layers or not size:
             continue
         for place, width in enumerate(_WIDTHS):
-            # Spread over the model, others for each width.
+            # Spread over the model, different layers for each width.
             candidates = layers[place :: len(_WIDTHS)] or layers
             wanted, seen, seconds = _SAMPLE * size, 0, 0.0
             for at in _spread(len(candidates)):
@@ -433,7 +434,7 @@ def _time_streams(model: PreTrainedModel) -> dict[int, float]:
                 if seen >= wanted:
                     break
             total[width] += seconds * size / seen
-    if not all(total.values()):  # no linear layers of torch's: by passes
+    if not all(total.values()):  # no linear layers of torch's: time whole passes
         with torch.no_grad():
             passes = Passes(model, None)
             total = {width: passes.once(min(width, LONGEST_VERIFIED)) for width in _WIDTHS}
@@ -442,18 +443,18 @@ def _time_streams(model: PreTrainedModel) -> dict[int, float]:
 
 
 def _spread(count: int) -> list[int]:
-    """0 … count − 1, such that the first few of them are spread evenly."""
+    """Return 0 … count − 1 in an order whose first few are spread evenly."""
     return sorted(range(count), key=lambda at: (at * 0.6180339887498949) % 1)
 
 
 def _without_skipping(other: PreTrainedModel, config: SelfSpeculativeConfig) -> SkipMode:
-    """Computes from the copies of a config, and leaves nothing out: a cache is to be filled in all layers."""
+    """Compute with the copies of a config but skip nothing: the cache has to be filled in all layers."""
     assert config.precision is not None
     return SkipMode(other, SkipConfig(), copies_of(other, config.skip, config.precision).forwards())
 
 
 def _resident_step(model: PreTrainedModel, config: SelfSpeculativeConfig) -> float | None:
-    """Seconds of a draft step that reads no offloaded weight; `None` where it does. No pass of the model is made."""
+    """Return the seconds of a draft step that reads no offloaded weight, or `None`; the target is not run."""
     other = drafting_model(model, config)
     if other is model:
         return None

@@ -1,8 +1,8 @@
-"""Whether a model's passes can be run so that their bits do not depend on their width: found out on this machine.
+"""Batch invariance of a model's passes, determined on this machine: do their bits depend on their width?
 
-A forced text is decoded by passes of each width, and the logits of every token are compared to the last bit. Widths
-that agree are the certificate (`BatchInvariance`), which is stored with the other measurements: it holds for the model,
-its dtype, the processor, the number of threads and the versions of torch and transformers.
+A forced text is decoded by passes of each width, and the logits of every token are compared bitwise. The widths that
+agree form the certificate (`BatchInvariance`), which is stored with the other measurements: it holds for the model, its
+dtype, the processor, the number of threads and the versions of torch and transformers.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ __all__ = [
 ]
 
 HOW_TO_ASK = 'exactness="bitwise" asks for them'
-"""Ends the reason where exact passes are dear; the command line has an option for it."""
+"""Ending of the reason where bitwise passes are expensive; the command line has an option for it."""
 
 _FREE = {torch.float32: 1.02, torch.bfloat16: 1.05, torch.float16: 1.05}
-"""What passes that are exact to the bit may cost, relative to others, where nobody asked for them."""
+"""Highest cost of bitwise passes, relative to other passes, at which they are used without being requested."""
 
 _PROMPT, _NEW = 21, 24
 _BASES = (1, 2, 4, 8, 16)
-"""Widths that a single token may be filled up to."""
+"""Widths that a single token may be padded to."""
 
 _FEW_PASSES = 2
-"""Of each width, by kernels whose bits do not depend on it by the way they are made: this only sees to it."""
+"""Number of passes of each width by batch-invariant kernels, which are invariant by design: this only confirms it."""
 
 _TIMED = (1, 4, 8)
 """Tokens of the passes whose times are compared."""
@@ -72,7 +72,7 @@ _RATIO = Number(1e-3, 1e3, "a ratio of times")
 
 
 class ExactnessPart(Part):
-    """Of a model: how passes are run that are exact to the bit, by what was asked for."""
+    """Batch invariance of a model's captured passes, by requested exactness and what else it depends on."""
 
     def __init__(self) -> None:
         self.exactness: dict[Any, tuple[BatchInvariance | None, str | None]] = {}
@@ -80,18 +80,19 @@ class ExactnessPart(Part):
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was found of a model on a machine.
+    """Result of checking a model for batch invariance on a machine.
 
     Attributes:
-        batch_invariance: how passes are run whose bits do not depend on their width; `None` where there is no such way.
-        refusal: why there is no such way.
+        batch_invariance: kernel and widths of passes whose bits do not depend on their width; `None` where there are
+            none.
+        refusal: reason why there are none.
     """
 
     batch_invariance: BatchInvariance | None
     refusal: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """Return the certificate as plain JSON types."""
         return {
             "linear": None if self.batch_invariance is None else self.batch_invariance.linear,
             "widths": [] if self.batch_invariance is None else list(self.batch_invariance.widths),
@@ -100,7 +101,7 @@ class Certificate:
 
     @classmethod
     def from_dict(cls, data: Any) -> Certificate:
-        """The inverse of `to_dict`; anything wrong with what was stored raises."""
+        """Build a certificate from `to_dict`'s result; raise on anything wrong with what was stored."""
         if data["linear"] is None:
             return cls(None, refusal=str(data["refusal"]))
         widths = tuple(data["widths"])
@@ -112,13 +113,13 @@ class Certificate:
 def batch_invariance_of_captured(
     model: PreTrainedModel, exactness: str | None
 ) -> tuple[BatchInvariance | None, str | None]:
-    """Return how captured passes keep their bits from depending on their width, or `None` and why they do not.
+    """Return how captured passes keep their bits independent of their width, or `None` and why they do not.
 
     Args:
         model: the target model; its passes can be captured.
-        exactness: what was asked for, not "numeric".
+        exactness: the requested exactness, not "numeric".
     """
-    # Describing the model takes milliseconds: once is enough while nothing changes that the answer depends on.
+    # Describing the model takes milliseconds: once is enough while nothing that the answer depends on changes.
     known = state_of(model).get(ExactnessPart).exactness
     key = (exactness, model.dtype, torch.get_num_threads())
     if key not in known:
@@ -128,9 +129,9 @@ def batch_invariance_of_captured(
 
 
 def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
-    """See `batch_invariance_of_captured`."""
+    """Decide for `batch_invariance_of_captured`, without its memory."""
     if exactness is None and not is_free(model) and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
-        # Before their bits are checked, which takes longer.
+        # Timed before the bits are checked, which takes longer.
         return None, f"passes exact to the bit would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
     found = certificate_of(model)
     return found.batch_invariance, found.refusal
@@ -139,11 +140,11 @@ def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvaria
 def batch_invariance_of_graphs(
     model: PreTrainedModel, passes: GraphPasses
 ) -> tuple[BatchInvariance | None, str | None]:
-    """Return how CUDA graphs keep their bits from depending on their width, or `None` and why they do not.
+    """Return how CUDA graphs keep their bits independent of their width, or `None` and why they do not.
 
     Args:
         model: the target model.
-        passes: its graphs, of `target_graphs`.
+        passes: its CUDA graphs, from `target_graphs`.
     """
     if passes.refusal is not None:
         return None, f"its passes are not replayed: {passes.refusal}"
@@ -160,8 +161,8 @@ def batch_invariance_of_graphs(
 
 
 def _same_bits(model: PreTrainedModel, passes: GraphPasses) -> bool | None:
-    """Whether replayed passes give each token the same bits wherever it stands; `None`: they cannot be run just now."""
-    # The text goes over the end of a bucket: passes read one or the next for the same token.
+    """Tell whether replayed passes give each token the same bits at every place; `None` where they cannot run now."""
+    # The text crosses the end of a bucket: passes read one bucket or the next for the same token.
     text = _Text(model, BUCKETS[0] - passes.widths[-1] - _NEW // 2)
 
     def logits_by(count: int) -> torch.Tensor | None:
@@ -195,7 +196,7 @@ def _same_bits(model: PreTrainedModel, passes: GraphPasses) -> bool | None:
 
 
 def is_free(model: PreTrainedModel) -> bool:
-    """Whether exact passes are what others would be: code made here does all of a layer, whatever is asked for."""
+    """Tell whether bitwise passes cost nothing extra: JIT-compiled kernels do all of a layer, whatever is requested."""
     if NATIVE not in _kernels(model):
         return False
     passes = captured_target(model, BatchInvariance(NATIVE, WIDTHS))
@@ -204,11 +205,11 @@ def is_free(model: PreTrainedModel) -> bool:
 
 
 def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
-    """The certificate of a model on this machine: known, or found out now (seconds).
+    """Return the certificate of a model on this machine: known, or determined now (seconds).
 
     Args:
         model: the target model; its passes can be captured.
-        again: find out anew.
+        again: determine it anew.
     """
     described = _described(model, "exactness")
     found = cached_measurement(model, described, lambda: _find_out(model), again, use=Certificate.from_dict)
@@ -216,7 +217,7 @@ def certificate_of(model: PreTrainedModel, again: bool = False) -> Certificate:
 
 
 def _find_out(model: PreTrainedModel) -> Any:
-    """A certificate as a dictionary."""
+    """Determine a certificate; return it as a dictionary."""
     with (
         torch.no_grad(),
         hf_logging.tqdm(
@@ -231,7 +232,7 @@ def _find_out(model: PreTrainedModel) -> Any:
             bar.reset()
             logits: dict[int, torch.Tensor | None] = {}
             for width in WIDTHS:
-                # Full passes, and the tokens at other places than in those of other widths.
+                # Full passes, with the tokens at other places than in passes of other widths.
                 starts = {max(width // 2, 1), *([width] if 2 * width > _NEW and name != NATIVE else [])}
                 most = _FEW_PASSES if name == NATIVE else _NEW
                 first, *others = [text.logits(name, width, start, most) for start in starts]
@@ -240,7 +241,7 @@ def _find_out(model: PreTrainedModel) -> Any:
                 bar.update()
             agreeing = _agreeing(logits)
             if len(agreeing) == 1 and 2 * agreeing[0] <= _NEW:
-                # With itself, that is: a token's bits must not hang on its place in the pass.
+                # The only width has to agree with itself: a token's bits must not depend on its place in the pass.
                 once, again = logits[agreeing[0]], text.logits(name, agreeing[0], agreeing[0])
                 agreeing = agreeing if once is not None and again is not None and torch.equal(once, again) else ()
             if agreeing:
@@ -250,7 +251,7 @@ def _find_out(model: PreTrainedModel) -> Any:
 
 
 def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...]:
-    """Widths that give every token the same bits, from one that a single token may be filled up to."""
+    """Return widths that give every token the same bits, starting at one that a single token may be padded to."""
     best: tuple[int, ...] = ()
     for base in _BASES:
         wanted = logits[base]
@@ -260,23 +261,23 @@ def _agreeing(logits: dict[int, torch.Tensor | None]) -> tuple[int, ...]:
         for width, got in logits.items():
             if width > base and got is not None and all(_same(got, cast(torch.Tensor, logits[w])) for w in found):
                 found.append(width)
-        if len(found) > len(best) and found != [1]:  # by which a draft would be verified token by token
+        if len(found) > len(best) and found != [1]:  # width 1 alone would verify a draft token by token
             best = tuple(found)
     return best
 
 
 def _same(logits: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two have the same bits, `(n, V)`, for the tokens that both have."""
+    """Tell whether two logits, `(n, V)`, have the same bits for the tokens that both have."""
     count = min(len(logits), len(others))
     return torch.equal(logits[:count], others[:count])
 
 
 class _Text:
-    """A text of random tokens behind a prompt, decoded by passes of one width.
+    """A text of random tokens after a prompt, decoded by passes of one width.
 
     Attributes:
-        prompt: tokens of the prompt.
-        refusal: why the last passes that could not be captured could not.
+        prompt: number of tokens of the prompt.
+        refusal: reason why the latest passes that could not be captured could not.
     """
 
     def __init__(self, model: PreTrainedModel, prompt: int = _PROMPT) -> None:
@@ -293,24 +294,24 @@ class _Text:
         model(input_ids=ids[:, :prompt], use_cache=True, **{CACHE: self._cache}, **fewer)
 
     def cache(self) -> Cache:
-        """A cache of the prompt, to write to."""
+        """Return a writable cache of the prompt."""
         cache = copy.deepcopy(self._cache)
         add_buffers(cache)
         return cache
 
     def context(self) -> Context:
-        """What the text stands behind."""
+        """Return the context at the end of the prompt."""
         positions = torch.full((1, 1), self.prompt, device=self.ids.device)
         return Context(self.cache(), length=self.prompt, positions=positions)
 
     def logits(self, linear: str, width: int, first: int, most: int = _NEW) -> torch.Tensor | None:
-        """Of all tokens, by passes of this width; `None` where they cannot be captured.
+        """Return the logits of all tokens, by passes of this width; `None` where these cannot be captured.
 
         Args:
-            linear: the kernel of the linear layers.
-            width: of all passes.
-            first: tokens of the first pass, which is filled up; the others are full.
-            most: passes; the tokens behind them are left out.
+            linear: kernel of the linear layers.
+            width: width of all passes.
+            first: number of tokens in the first pass, which is padded; the others are full.
+            most: maximum number of passes; the tokens after them are left out.
         """
         passes = captured_target(self.model, BatchInvariance(linear, WIDTHS))
         if passes is None:
@@ -334,18 +335,18 @@ class _Text:
 
 
 def _described(model: PreTrainedModel, what: str) -> dict[str, Any]:
-    """What a measurement of a model's exact passes depends on."""
+    """Describe all that a measurement of a model's bitwise passes depends on."""
     return {"what": what, **describe_model(model), "kernels": _kernels(model), "widths": list(WIDTHS), "format": 3}
 
 
 def _kernels(model: PreTrainedModel) -> list[str]:
-    """Kernels for the linear layers in the order in which they are tried: the faster one first."""
+    """Return kernels for the linear layers in the order in which they are tried: the faster one first."""
     usual = ["onednn", "linear"] if model.dtype == torch.float32 else ["linear", "onednn"]
     return [name for name in (NATIVE, *usual) if name in LINEARS and (name != NATIVE or why_not() is None)]
 
 
 def cost_of(model: PreTrainedModel) -> float:
-    """The time of passes that are meant to be exact to the bit / that of others, over 1, 4 and 8 tokens."""
+    """Return the time of passes meant to be bitwise, relative to other passes', over 1, 4 and 8 tokens."""
 
     def use(ratio: Any) -> None:
         _RATIO.check("The cost of exact passes", ratio)
@@ -356,7 +357,7 @@ def cost_of(model: PreTrainedModel) -> float:
 
 
 def _cost(model: PreTrainedModel) -> Any:
-    """See `cost_of`; a number, or a `NoisyMeasurement` of one."""
+    """Measure `cost_of`: a number, or a `NoisyMeasurement` of one."""
     with torch.no_grad():
         text = _Text(model)
 
@@ -372,7 +373,7 @@ def _cost(model: PreTrainedModel) -> Any:
                 return watch.seconds()
 
             for count in _TIMED:
-                once(count)  # captured, touched
+                once(count)  # capture, first touch
             return once
 
         usual, exact = passes(None), passes(BatchInvariance(_kernels(model)[0], WIDTHS))

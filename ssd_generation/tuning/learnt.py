@@ -1,4 +1,4 @@
-"""What draft-length policies and refinements have learnt of a model's weights, from call to call."""
+"""Draft-length policies and refinements of a model's weights, carried from call to call."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["LearntPart"]
 
 _MOST_WEIGHTS = 16
-"""Sets of weights, as adapters are switched, of which what was learnt is retained."""
+"""Number of other sets of weights, as adapters are switched, whose learnt state is retained."""
 
 
 class LearntPart(Part):
-    """Of a model: what was learnt of the weights in use.
+    """Learnt state of a model, for the weights in use.
 
     Attributes:
-        policies: draft-length policies, by config, and for a batch by about how many rows it has.
+        policies: draft-length policies, by config, and for a batch also by its approximate size.
         refinements: drafts that improve themselves, by config.
     """
 
@@ -36,10 +36,10 @@ class LearntPart(Part):
         self.policies, self.refinements, self._of, self._of_others = {}, {}, (), {}
 
     def learn_of(self, weights: Hashable) -> None:
-        """Continue with what was learnt of these weights (with the adapters in use); of new ones nothing was.
+        """Continue with the state learnt for these weights (adapters in use included); start empty for new ones.
 
         Args:
-            weights: what tells them apart.
+            weights: identity of the weights, as returned by `weights_in_use`.
         """
         if self._of == (weights,):
             return

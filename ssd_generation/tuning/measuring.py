@@ -1,4 +1,4 @@
-"""How passes are timed, and all that their times depend on, by which they are stored."""
+"""Timing of passes, and descriptions of everything that their times depend on, by which measurements are stored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST_REPEATS = 15
 
 
 def describe_machine(model: PreTrainedModel) -> str:
-    """What the costs depend on besides model and config: device, threads, dtype, attention, versions of torch."""
+    """Describe what costs depend on besides model and config: device, threads, dtype, attention, version of torch."""
     device = input_device(model)
     if is_asynchronous(device):
         name = torch.cuda.get_device_name(device)
@@ -47,7 +47,7 @@ def describe_machine(model: PreTrainedModel) -> str:
 
 @looked_at_once
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """All that the cost of a model's passes depends on, as plain JSON types: what measurements are stored by."""
+    """Describe all that the cost of a model's passes depends on, as plain JSON types: the key of its measurements."""
     text_config = model.config.get_text_config(decoder=True)
     return {
         "machine": describe_machine(model),
@@ -68,7 +68,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
 
 @follows_from_structure
 def _describe_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """Of which kind the weights are, where they lie, and what is done to bring them there."""
+    """Describe the kinds of weights, the devices that hold them, and what is done to bring them there."""
     kinds: Counter[str] = Counter()
     settings: set[str] = set()
     for parameter in itertools.chain(model.parameters(), model.buffers()):
@@ -76,7 +76,7 @@ def _describe_weights(model: PreTrainedModel) -> dict[str, Any]:
         if kind and parameter.device.type != "meta":
             settings.add(_without_addresses(repr(rest_of(parameter))))
         kinds[f"{parameter.device.type} {str(parameter.dtype).removeprefix('torch.')}{kind}"] += parameter.numel()
-    # A quantiser's layers differ in class from those that they took the place of, an offloaded layer in its hook.
+    # A quantiser's layers differ in class from those that they replaced, an offloaded layer in its hook.
     layers = Counter(f"{type(m).__module__}.{type(m).__qualname__}" for m in model.modules())
     hooks = Counter(type(m._hf_hook).__name__ for m in model.modules() if hasattr(m, "_hf_hook"))
     asked = getattr(model.config, "quantization_config", None)
@@ -86,7 +86,7 @@ def _describe_weights(model: PreTrainedModel) -> dict[str, Any]:
         "layers": dict(sorted(layers.items())),
         "hooks": dict(sorted(hooks.items())),
         "quantisation": None if method is None else str(method),
-        # Whether activations are quantised as well, for one.
+        # Includes whether activations are quantised as well, for example.
         "settings": None if asked is None and not settings else _digest([str(asked), *sorted(settings)]),
     }
 
@@ -100,7 +100,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def describe_adapters(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Which adapters are loaded and in use: their layers are in the model's own, and may be switched off."""
+    """Describe the adapters loaded and in use: their layers are in the model's own, and may be switched off."""
     adapters = getattr(model, "peft_config", None)
     if not adapters:
         return None
@@ -120,17 +120,17 @@ def describe_adapters(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# taking turns
+# interleaving
 
 
 @dataclass(frozen=True)
 class TimingsInTurns:
-    """Passes that took turns with plain steps.
+    """Times of passes interleaved with plain steps.
 
     Attributes:
         plain_steps: seconds of each plain step.
         passes: seconds of each repetition, by pass.
-        ratios: each of these divided by the mean of the plain steps before and behind it, by pass.
+        ratios: each of these divided by the mean of the plain steps before and after it, by pass.
     """
 
     plain_steps: list[float]
@@ -139,16 +139,16 @@ class TimingsInTurns:
 
     @property
     def plain(self) -> float:
-        """Seconds of a plain step, the median."""
+        """Median seconds of a plain step."""
         return statistics.median(self.plain_steps)
 
     def ratio(self, name: Any) -> float:
-        """What a pass takes, in plain steps: the median of the ratios."""
+        """Return the cost of a pass in plain steps: the median of the ratios."""
         return statistics.median(self.ratios[name])
 
     @property
     def seconds(self) -> list[list[float]]:
-        """Seconds of all that was repeated."""
+        """Seconds of everything that was repeated."""
         return [self.plain_steps, *self.passes.values()]
 
 
@@ -159,16 +159,16 @@ def time_in_turns(
     most_repeats: int = _MOST_REPEATS,
     progress: Callable[[int, int], Any] = lambda repeats, count: None,
 ) -> TimingsInTurns:
-    """Time passes in turns with plain steps: the one way in which this library measures what a pass costs.
+    """Time passes interleaved with plain steps: the one way in which this library measures the cost of a pass.
 
-    The machine is not the same from one moment to the next: other work takes its memory's bandwidth or its clock. So
-    each pass counts relative to the plain steps on either side of it, at most two passes between them.
+    The machine changes from one moment to the next: other work takes memory bandwidth or lowers the clock. So each pass
+    counts relative to the plain steps on either side of it, with at most two passes between them.
 
     Args:
-        plain: makes a plain step and gives its seconds.
-        passes: make the other passes; each was made once before.
+        plain: makes a plain step and returns its seconds.
+        passes: functions that make the other passes and return their seconds; each was called once before.
         is_over: `(repetitions, seconds spent)` → whether that is enough.
-        most_repeats: repetitions at the most.
+        most_repeats: maximum number of repetitions.
         progress: called with the repetitions done, and the passes made since.
     """
     timings = TimingsInTurns([], {name: [] for name in passes}, {name: [] for name in passes})

@@ -1,10 +1,10 @@
-"""A check of the model itself: may its tokens be verified several at a time?
+"""Check of the model itself: may its tokens be verified several at a time?
 
-Drafting rests on one property: a pass over several tokens behind a cache says of each what passes over one at a time
-would have generated. Not every model has it (experts chosen for a whole pass, positions counted from the length of the
-cache), and no list of names knows tomorrow's models. So a model is tried before it first drafts, once per layout (a
-single text, a batch): a forced text is decoded by transformers' own loop, and again by this library's with drafts that
-are right and wrong in alternation, and the logits of every step are held against each other.
+Drafting rests on one property: a pass over several tokens after a cache gives for each of them the logits that passes
+over one at a time would have given. Not every model has it (experts chosen for a whole pass, positions counted from the
+length of the cache), and no list of names covers future models. So a model is tried before it first drafts, once per
+layout (a single text, a batch): a forced text is decoded by transformers' own loop, and again by this library's with
+drafts that are alternately right and wrong, and the logits of every step are compared.
 """
 
 from __future__ import annotations
@@ -61,22 +61,23 @@ __all__ = ["ChecksPart", "ForcedText", "ModelCheck", "ScriptedDrafts", "check_mo
 _PROMPT = 5
 _NEW = 8
 _PADDING = 2
-"""Slots at the left of a batch's second row."""
+"""Number of padding slots at the left of a batch's second row."""
 
 _WIDE = 12
-"""Drafted tokens of the widest pass: as many as a round has at the most where no config says otherwise."""
+"""Number of drafted tokens in the widest pass: the maximum of a round unless a config changes it."""
 
-# Tokens that a round drafts for a row: (right ones, wrong ones behind them). Rows of a batch run apart and meet again.
+# Tokens that a round drafts for a row: (right ones, wrong ones after them). Rows diverge in length and meet again.
 _SCRIPTS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((3, 0), (1, _WIDE - 1), (0, 0)),
     ((0, 2), (3, 0), (1, 0)),
 )
 
 _TOLERANCE = 2e-3
-"""Root mean square of the logits' difference over their standard deviation, at the most; rounding stays far below."""
+"""Highest root mean square of the logits' difference over their standard deviation; rounding stays far below."""
 _TOLERANCE_HALF = 0.02
 _MOST_HALF = 0.1
-"""In half precision rounding may take more: four times what parts a text alone from the text beside itself."""
+"""Upper bound of the tolerance in half precision, where rounding may take more: four times the difference between a
+text decoded alone and next to itself."""
 _TIMES_ROUNDING = 4.0
 
 _PLAIN_FAILS = "plain decoding of a few tokens fails"
@@ -84,14 +85,14 @@ _PLAIN_FAILS = "plain decoding of a few tokens fails"
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What a model was found to allow in one layout.
+    """Result of checking a model in one layout.
 
     Attributes:
-        refusal: why nothing may be drafted; `None` where drafts can be verified.
-        capture_refusal: why its passes in this layout are not to be captured; `None` where they may be.
-        uneven_refusal: of a batch, why all rows have to take the same number of tokens in each round; `None` where they
-            may run at their own speed.
-        row_by_row: what is done for each token by itself in passes of the model's own code (eager/row_by_row.py).
+        refusal: reason why nothing may be drafted; `None` where drafts can be verified.
+        capture_refusal: reason why its passes in this layout must not be captured; `None` where they may be.
+        uneven_refusal: for a batch, reason why rows have to advance in lockstep; `None` where each may run at its own
+            speed.
+        row_by_row: part done for each token separately in passes of the model's own code (eager/row_by_row.py).
     """
 
     refusal: str | None = None
@@ -101,7 +102,7 @@ class ModelCheck:
 
 
 class ChecksPart(Part):
-    """Of a model: what its check found, by layout and by all that tells the model from others."""
+    """Check results of a model, by layout and by everything that identifies the model."""
 
     def __init__(self) -> None:
         self.checks: dict[Any, ModelCheck] = {}
@@ -109,14 +110,14 @@ class ChecksPart(Part):
 
 @dataclass
 class ForcedText:
-    """A text that a call is made to decode, whatever the model says.
+    """A text that a call is forced to decode, whatever the model predicts.
 
     Attributes:
         inputs: keyword arguments of `generate`: prompt and mask.
-        cache: of all of the prompt but its last tokens, where that is not computed; not to be written to.
-        tokens (`torch.LongTensor` of shape `(B, new tokens)`): what is decoded.
+        cache: cache of all of the prompt but its last tokens, where it is not to be computed; not to be written to.
+        tokens (`torch.LongTensor` of shape `(B, new tokens)`): the tokens to decode.
         wrong (`torch.LongTensor` of shape `(B, new tokens)`): other tokens, for drafts.
-        wrong_too (`torch.LongTensor` of shape `(B, new tokens)`): still others.
+        wrong_too (`torch.LongTensor` of shape `(B, new tokens)`): a second set of other tokens.
         is_drafted: whether its script drafts anything.
     """
 
@@ -128,13 +129,13 @@ class ForcedText:
     is_drafted: bool = True
 
     def arguments(self) -> dict[str, Any]:
-        """The inputs for one call, with a cache to write to."""
+        """Return the inputs for one call, with a cache to write to."""
         if self.cache is None:
             return {**self.inputs, "cache_implementation": "dynamic"}  # whatever the model's own generation config says
         return {**self.inputs, CACHE: copy.deepcopy(self.cache)}
 
     def beside_itself(self) -> ForcedText:
-        """Each row twice: the same text, by kernels for other shapes."""
+        """Return the text with each row twice: the same tokens, by kernels for other shapes."""
         inputs = {name: value.repeat_interleave(2, dim=0) for name, value in self.inputs.items()}
         cache = copy.deepcopy(self.cache)
         if cache is not None:
@@ -143,24 +144,24 @@ class ForcedText:
         return ForcedText(inputs, tokens, drafts[0], drafts[1], cache)
 
     def without_drafts(self) -> ForcedText:
-        """The same text, in passes over one token."""
+        """Return the same text, to be decoded in passes over one token."""
         return replace(self, is_drafted=False)
 
     def with_other_drafts(self) -> ForcedText:
-        """The same text, with other tokens in the drafts where they are wrong."""
+        """Return the same text, with other tokens in the drafts where they are wrong."""
         return replace(self, wrong=self.wrong_too)
 
     def processor(self) -> LogitsProcessor:
-        """Leaves nothing but the text's own token possible."""
+        """Return a logits processor that leaves only the text's own token possible."""
         return _Forcing(self)
 
     @property
     def most_tokens(self) -> int:
-        """New tokens to ask for: more than the text has, so that a round near its end is as wide as any."""
+        """Number of new tokens to request: more than the text has, so that a round near its end is as wide as any."""
         return self.tokens.shape[1] + _WIDE
 
     def ends(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Stopping criterion: the text, and nothing behind it."""
+        """Stop at the end of the text (a stopping criterion)."""
         length = self.inputs["input_ids"].shape[1] + self.tokens.shape[1]
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= length, device=input_ids.device)
 
@@ -179,10 +180,10 @@ class _Forcing(LogitsProcessor):
 
 
 class ScriptedDrafts(Drafter):
-    """Drafts as a script says, right and wrong ones.
+    """Drafts after a script, right and wrong ones.
 
     Args:
-        text: that is decoded.
+        text: the text that is decoded.
     """
 
     def __init__(self, text: ForcedText) -> None:
@@ -190,7 +191,7 @@ class ScriptedDrafts(Drafter):
         self._rounds = 0
 
     def propose(self, texts: Texts, limits: Sequence[int]) -> Draft:
-        """The tokens of the next round."""
+        """Draft the tokens of the next round."""
         if not self.text.is_drafted:
             return Draft.none(texts.batch)
         prompt = self.text.inputs["input_ids"].shape[1]
@@ -203,31 +204,31 @@ class ScriptedDrafts(Drafter):
                 tokens += self.text.wrong[row].roll(-at - right).repeat(2)[:wrong].tolist()
             drafts.append(tokens[:limit])
         self._rounds += 1
-        # All rows of the batch: of more than there are scripts for, the others draft nothing.
+        # All rows of the batch: rows beyond the scripts draft nothing.
         return Draft.of_tokens([*drafts, *[[] for _ in limits[len(drafts) :]]], texts.pending.device)
 
 
 _DecodeText = Callable[[ForcedText, bool, bool], Any]
 Decode = Callable[["PreTrainedModel", ForcedText, bool, bool], Any]
-"""`(model, text, drafted, in step) → output of generate`, with logits, by transformers' loop or by this library's."""
+"""`(model, text, drafted, lockstep) → output of generate`, with logits, by transformers' loop or by this library's."""
 
 
 def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactness: str | None = None) -> ModelCheck:
-    """Try a model, or remember how it was found; passes that may not be captured are not from here on.
+    """Check a model, or recall its result; forbid capture from here on of passes that may not be captured.
 
-    The answer is kept with what was measured on this machine, unless something hangs on this process's modules (hooks,
+    The answer is stored with the measurements of this machine, unless it depends on this process's modules (hooks,
     patched forwards).
 
     Args:
         model: the target model.
-        is_batch: more than one row.
+        is_batch: whether there is more than one row.
         decode: decodes the forced text.
-        exactness: that was asked for: of the passes that are tried, as in `plan_passes`.
+        exactness: the requested exactness, for planning the passes that are tried, as in `plan_passes`.
     """
     if (refusal := active_dropout(model)) is not None:
         return ModelCheck(refusal=refusal)  # no two passes agree
     if torch.is_autocast_enabled(input_device(model).type):
-        # Layers round to fewer bits than the model has, and otherwise in passes of another width: near-ties fall.
+        # Layers round to fewer bits than the model has, and differently in passes of another width: near-ties flip.
         return ModelCheck(refusal="autocast is on, under which passes over several tokens round differently")
     fingerprint, installed = _seen(model)
     memory: dict[Any, ModelCheck] = state_of(model).get(ChecksPart).checks
@@ -252,7 +253,7 @@ def check_model(model: PreTrainedModel, is_batch: bool, decode: Decode, exactnes
                 cached_measurement(model, described, lambda: asdict(_tried(model, is_batch, decode)), use=_read)
             )
         for other in [key for key in memory if key[:2] == seen[:2]]:
-            del memory[other]  # of a model that is no more
+            del memory[other]  # the model has changed since
         memory[seen] = found
     (forbid_batch_capture if is_batch else forbid_capture)(model, found.capture_refusal)
     run_row_by_row(model, is_batch, found.row_by_row)
@@ -266,12 +267,12 @@ def _read(answer: Any) -> ModelCheck:
 
 
 def _tried(model: PreTrainedModel, is_batch: bool, decode: Decode) -> ModelCheck:
-    """What the check finds; where weights are offloaded, by a stand-in of the same code that needs none of them."""
+    """Check a model; where weights are offloaded, by a stand-in of the same code that needs none of them."""
     if is_offloaded(model):
         with contextlib.suppress(CannotStandIn), stand_in(model) as (other, _):
             forbid_capture(other, "its weights are offloaded")  # nor are the model's own passes captured
             found = _check(other, is_batch, partial(decode, other))
-            if found.refusal is None or not found.refusal.startswith(_PLAIN_FAILS):  # which may be the stand-in's fault
+            if found.refusal is None or not found.refusal.startswith(_PLAIN_FAILS):  # the stand-in may cause that
                 return found
     return _check(model, is_batch, partial(decode, model))
 
@@ -290,7 +291,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
             return ModelCheck(refusal=f"it {NO_CACHE}")
         plain = output.logits
         if not all(bool(step.isfinite().any(dim=-1).all()) and not bool(step.isnan().any()) for step in plain):
-            return ModelCheck()  # no text to speak of: there is nothing to hold against anything
+            return ModelCheck()  # no usable logits, so nothing to compare
         if is_batch:
             captured = _captured_difference_of_rows(model, text, plain, decode)
             return replace(_check_rows(model, text, plain, decode), capture_refusal=captured)
@@ -304,7 +305,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
                 return ModelCheck(refusal=own)
         behind = _behind_a_window(model, text, output[CACHE])
         if behind is not None:
-            with contextlib.suppress(Exception):  # such a cache may be none that this model can go on from
+            with contextlib.suppress(Exception):  # such a cache may be one that this model cannot continue from
                 output = decode(behind, False, False)
                 far = _difference(model, behind, output.logits, decode)
                 if far is not None:
@@ -315,7 +316,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
 def _captured_difference_of_rows(
     model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText
 ) -> str | None:
-    """`_difference` of captured passes over several rows, where there may be any; none are made after it."""
+    """Return `_difference` of captured passes over several rows, where there may be any; none are made afterwards."""
     forbid_batch_capture(model, None)
     found = None if why_no_batch_captured(model) is not None else _difference(model, text, plain, decode)
     forbid_batch_capture(model, "the model's own code is checked")
@@ -325,7 +326,7 @@ def _captured_difference_of_rows(
 def _check_rows(
     model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText
 ) -> ModelCheck:
-    """What passes over several rows by the model's own code allow."""
+    """Check passes over several rows by the model's own code."""
     needed, uneven = least_needed(model), "its activations are rounded to few bits, so that masked slots count"
     if needed is None:
         parts, how = _least_difference(model, text, plain, decode, True)
@@ -345,13 +346,13 @@ def _least_difference(
     needed: str | None = None,
     lockstep: bool = False,
 ) -> tuple[str | None, str | None]:
-    """`_difference` with as little done for each token by itself as will do, and what that is.
+    """Find the smallest part done for each token separately under which `_difference` finds rounding alone.
 
     Args:
-        needed: the least to try.
+        needed: the smallest part to try.
 
     Returns:
-        `(None, what is done)`, or the difference with the least and `None`.
+        `(None, the part)`; or, where no part is enough, the difference with the smallest and `None`.
     """
     first = None
     for way in ways(model, needed):
@@ -367,7 +368,7 @@ def _least_difference(
 def _difference(
     model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText, lockstep: bool = False
 ) -> str | None:
-    """What parts a text decoded with drafts from plain decoding's logits, `(B, V)` per step; `None` for rounding."""
+    """Describe how logits `(B, V)` per step, decoded with drafts, differ from plain ones; `None` for rounding alone."""
     try:
         drafted = decode(text, True, lockstep).logits
     except CannotDraft:
@@ -378,10 +379,10 @@ def _difference(
         return f"its passes over several tokens gave {len(drafted)} tokens instead of {len(plain)}"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return _too_far(model, distances(plain, drafted).max(), _TOLERANCE)
-    # Rounding alone takes long texts apart here, in passes of another width. Of one width, it is no way out: a token's
-    # logits hang on none behind it (but that there may be more of them for one expert).
+    # Rounding alone makes long texts diverge here, in passes of another width. At equal width it is no excuse: a
+    # token's logits do not depend on those after it (except that one expert may get more of them).
     others = distances(drafted, decode(text.with_other_drafts(), True, lockstep).logits).max()
-    # Where rounding decides between two experts, single tokens may lie apart.
+    # Where rounding decides between two experts, single tokens may be far apart.
     apart = distances(plain, drafted).median(dim=0).values.max()
     if others <= _TOLERANCE and apart <= _TOLERANCE_HALF:
         return None
@@ -398,15 +399,15 @@ def _difference(
     reason = _too_far(model, apart, allowed(_TOLERANCE_HALF, rounding.median(dim=0).values.max()))
     if reason is None or apart > allowed(_TOLERANCE_HALF, _moved_by_rounding(model, text).median(dim=0).values.max()):
         return reason
-    # On some processors torch rounds a single row by itself otherwise than rows beside each other, whatever these are.
-    # Then passes of this library's own over one token are the ones to compare with.
+    # On some processors torch rounds a single row differently from the same row next to others, whatever these are.
+    # Then this library's own passes over one token are the ones to compare with.
     alone = decode(text.without_drafts(), True, lockstep).logits
     by_width = distances(alone, drafted).median(dim=0).values.max()
     return None if by_width <= _TOLERANCE_HALF else reason
 
 
 def _moved_by_rounding(model: PreTrainedModel, text: ForcedText) -> torch.Tensor:
-    """How far logits move, per step and row, where embeddings are rounded otherwise; 0 where that cannot be tried."""
+    """Return the change of logits, per step and row, where embeddings are rounded otherwise; 0 where not possible."""
     prompt, new = text.inputs["input_ids"].shape[1], text.tokens.shape[1]
     mask = functional.pad(text.inputs["attention_mask"], (0, new), value=1)
     ids = torch.cat((text.inputs["input_ids"], text.tokens), dim=1)
@@ -414,14 +415,14 @@ def _moved_by_rounding(model: PreTrainedModel, text: ForcedText) -> torch.Tensor
         with torch.no_grad():
             embedded = (model.get_input_embeddings()(ids), moved_embeddings(model, ids))
             found = [model(inputs_embeds=one, attention_mask=mask).logits[:, prompt - 1 :].float() for one in embedded]
-    except Exception:  # such as of a model that wants ids as well
+    except Exception:  # for example, a model that needs ids as well
         return torch.zeros((new, len(ids)), device="cpu")
     one, other = (list(logits.unbind(1))[:new] for logits in found)
     return distances(one, other).to("cpu", torch.float64)
 
 
 def _too_far(model: nn.Module, apart: torch.Tensor, allowed: float) -> str | None:
-    """What parts two runs whose logits lie so many standard deviations apart; `None` where they may."""
+    """Describe the difference of two runs, `apart` standard deviations of the logits; `None` if it is allowed."""
     if apart <= allowed:
         return None
     reason = "its pass over several tokens behind a cache gives other logits than passes over one"
@@ -429,7 +430,7 @@ def _too_far(model: nn.Module, apart: torch.Tensor, allowed: float) -> str | Non
 
 
 def _quantised_by_pass(model: nn.Module) -> str:
-    """Why passes over several tokens are another function, where activations are scaled by their greatest."""
+    """Describe quantised activations, scaled by their maximum over a pass, which make a wider pass another function."""
     for module in model.modules():
         kind = type(module)
         if "quantized.dynamic" in kind.__module__:
@@ -447,7 +448,7 @@ def _said(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what transformers warns of in a call that nobody made."""
+    """Silence transformers' warnings, since the user did not make these calls."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("generation", "modeling_utils", "models")]
     before = [each.level for each in loggers]
     for each in loggers:
@@ -466,14 +467,14 @@ _LEFT = (type(None), bool, int, float, str, tuple, torch.Tensor)
 
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts back what calls leave on a model for the next one, such as where text goes on behind a picture."""
+    """Restore the state that calls leave on a model for the next one, such as the position of text after an image."""
     before = [
         (
             module,
             {key: value for key, value in vars(module).items() if isinstance(value, _LEFT)},
             dict(module._buffers)
             if isinstance(module._buffers, dict)
-            else {},  # compressed-tensors has a kind of its own
+            else {},  # compressed-tensors has a class of its own
         )
         for module in model.modules()
     ]
@@ -486,9 +487,9 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
-    """A prompt and a text of tokens that mean nothing in particular: none ends a text or stands for a picture."""
+    """Build a prompt and a text of arbitrary tokens, none of which ends a text or represents an image."""
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    # Some embeddings have rows beyond the tokens that can be said (molmo2).
+    # Some embeddings have rows beyond the tokens that can be generated (molmo2).
     vocabulary = min(vocabulary, getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or vocabulary)
     named: set[int] = set()
     for config in (model.config, model.config.get_text_config(decoder=True), model.generation_config):
@@ -509,14 +510,14 @@ def _forced_text(model: PreTrainedModel, rows: int) -> ForcedText:
 
 _LONGEST_WINDOW = 8192
 _SHARE_OF_WEIGHTS = 0.1
-"""The most memory for keys and values behind a window, of the weights' bytes."""
+"""Most memory for keys and values of a text longer than a window, as a share of the weights' bytes."""
 
 
 def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> ForcedText | None:
-    """The same text behind so many tokens that the model does not see the first of them any more.
+    """Place the text after so many tokens that the model no longer sees the first of them.
 
-    Nothing is computed of these: keys and values of the short text stand in for them, over and over. The keys are not
-    quite the same each time, lest one that is chosen among equal ones be the same whichever is.
+    Nothing is computed for these: keys and values of the short text are repeated in their place. Some noise makes the
+    keys differ each time; if they were equal, a wrong choice among them would go unnoticed.
 
     Returns:
         The text; `None` where the model sees all of a text, has a window too large to try, or a cache of its own make.
@@ -552,13 +553,13 @@ def _behind_a_window(model: PreTrainedModel, text: ForcedText, cache: Any) -> Fo
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# which model is it?
+# identity of the model
 
 
 def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What changes when the model does, within this process; and the hooks and patched forwards, unknown to others.
+    """Return all that changes with the model within this process; and its hooks and patched forwards.
 
-    Looked at in every call: the modules are gone through once.
+    Called in every call: the modules are traversed once.
     """
     modules: list[Any] = []
     installed: list[int] = []
@@ -571,7 +572,7 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
                 installed += [id(hook) for hook in hooks.values() if does_something(hook)]
         patched = module.__dict__.get("forward")
         if patched is not None and offloaded and "_hf_hook" in module.__dict__:
-            patched = None  # accelerate's, which brings weights into memory
+            patched = None  # accelerate's, which loads weights into memory
         if patched is not None and not hasattr(patched, "is_ours"):  # another thread's skip mode
             installed.append(id(patched))
     weights = model.get_input_embeddings().weight
@@ -584,7 +585,7 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 @functools.cache
 def _own_code() -> str:
-    """A fingerprint of what finds the answer: another version of this library may find another one."""
+    """Return a fingerprint of the code of the check: another version of this library may find another answer."""
     files = [Path(module.__file__ or "") for module in (row_by_row, state_layers, linears)]
     try:
         return hashlib.sha256(b"".join(file.read_bytes() for file in (*files, Path(__file__)))).hexdigest()
@@ -593,9 +594,9 @@ def _own_code() -> str:
 
 
 def _code(model: nn.Module) -> str:
-    """A fingerprint of the classes that the model consists of, and of what their passes do.
+    """Return a fingerprint of the classes that the model consists of, and of the code of their passes.
 
-    The modules of others' own making count with their place and whatever numbers and names they were given.
+    Modules from neither torch nor transformers count with their place and their plain attributes.
     """
     kinds = {type(module) for module in model.modules()}
     lines = []

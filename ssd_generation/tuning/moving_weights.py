@@ -1,4 +1,4 @@
-"""Weights that move a little at a time, as a trainer updates them: what is known of them stays, and copies follow."""
+"""Weights that move a little at a time, as a trainer updates them: learnt state is retained, and copies follow."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["MovingWeightsPart", "follow_weights", "origin_of", "weights_in_use"]
 
 _MOST_ORIGINS = 16
-"""Sets of weights that are remembered, as adapters are switched."""
+"""Number of sets of weights that are remembered, as adapters are switched."""
 
 _TOLERANCE = {"int8": 0.003, "int4": 0.02}
-"""Share of their size that weights move by until their copies are quantised again: a third of what rounding to so many
-bits moves them by."""
+"""Drift of the weights, relative to their size, from which their copies are quantised again: a third of the change that
+rounding to so many bits makes."""
 
 _SECONDS_PER_WEIGHT = 2.5e-9
-"""Time of quantising. A constant: with stored costs no decision depends on the clock."""
+"""Time of quantising a weight. A constant: with stored costs no decision depends on the clock."""
 
 
 @dataclass(eq=False)
@@ -41,16 +41,16 @@ class _Origin:
     fingerprint: str
 
     def has_become(self, adapters: Hashable, numbers: tuple[torch.Tensor, torch.Tensor]) -> bool:
-        """Whether these may be the same weights, updated."""
+        """Tell whether these may be the same weights, updated."""
         return self.adapters == adapters and all(map(_is_near, self.numbers, numbers))
 
 
 class MovingWeightsPart(Part):
-    """Of a model: the weights that calls have met, the last one at the end.
+    """Weights of a model that calls have met, the latest at the end.
 
     Attributes:
-        origins: of the weights, by adapters in use.
-        forgone: seconds that calls might have saved at the most with copies of the weights of now.
+        origins: sets of weights, each with the adapters that were in use.
+        forgone: upper bound on the seconds that calls would have saved with copies of the present weights.
     """
 
     def __init__(self) -> None:
@@ -62,25 +62,25 @@ class MovingWeightsPart(Part):
 
 
 def weights_in_use(model: PreTrainedModel) -> Hashable:
-    """Return what tells the weights that a model computes with from those before: others, other adapters, merged ones.
+    """Return a key of the weights that a model computes with: it changes with other weights, adapters or a merge.
 
-    It stays while weights are updated a little at a time.
+    It stays the same while weights are updated a little at a time.
     """
     origin = _origin(model)
     return origin.adapters, origin.fingerprint
 
 
 def origin_of(model: PreTrainedModel) -> str:
-    """Return a fingerprint of the weights in use that holds from one process to the next, and while they are updated.
+    """Return a fingerprint of the weights in use that holds across processes, and while the weights are updated.
 
-    Which adapters are in use is no part of it.
+    It does not depend on which adapters are in use.
     """
     return _origin(model).fingerprint
 
 
 @looked_at_once
 def _origin(model: PreTrainedModel) -> _Origin:
-    """The weights in use, as they were first met."""
+    """Return the weights in use, as first met."""
     part = state_of(model).get(MovingWeightsPart)
     adapters, numbers = adapters_in_use(model), few_numbers_of(model)
     found = next((one for one in part.origins if one.has_become(adapters, numbers)), None)
@@ -98,15 +98,15 @@ def _is_near(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 
 def follow_weights(model: PreTrainedModel, config: SelfSpeculativeConfig, new_tokens: int | None) -> None:
-    """Quantise weights again that have moved away from the copies that a call is going to draft from, where it pays.
+    """Quantise weights again that have drifted from the copies that a call is going to draft from, where it pays.
 
-    Copies of weights as they were before a small update draft nearly as well, and drafts are verified. So nothing
-    is done before the update shows in so few bits, nor before calls are long enough to save what quantising takes.
+    Copies of weights from before a small update draft nearly as well, and drafts are verified. So nothing is done
+    before the update shows at so few bits, nor before calls are long enough to save the time that quantising takes.
 
     Args:
         model: the target model.
-        config: what the call drafts with.
-        new_tokens: that it asks for; `None` where that is not known.
+        config: the config that the call drafts with.
+        new_tokens: number of tokens that the call requests; `None` where that is not known.
     """
     if config.precision is None:
         return

@@ -1,4 +1,4 @@
-"""The one answer to the question how the passes of a call are run."""
+"""Planning of the passes of a call, decided in this module alone."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def plan_passes(
 
     Args:
         model: the target model.
-        rows: of the batch, B.
-        exactness: what the config asks for; `None`: to the bit where that costs next to nothing.
-        returns_states: whether attentions or hidden states are asked for.
-        is_check: whether the library checks the model, before it is known what its passes can do.
+        rows: number of rows, B.
+        exactness: exactness that the config requests; `None`: bitwise where that costs next to nothing.
+        returns_states: whether attentions or hidden states are requested.
+        is_check: whether the library is checking the model, before it is known what its passes can do.
 
     Warns:
-        Exactness to the bit was asked for and cannot be had, with the reason.
+        Bitwise exactness was requested and is not available, with the reason.
     """
     # With "numeric" in half precision the model's own kernels run, so that the text is plain `generate`'s.
     own_kernels = exactness == NUMERIC and model.dtype in (torch.bfloat16, torch.float16)
@@ -61,9 +61,9 @@ def plan_passes(
 
 
 def _why_by_own_code(model: PreTrainedModel, rows: int, exactness: str | None, returns_states: bool) -> str | None:
-    """Why no pass of a call is captured, whatever is found of the bits of passes; `None` where some may be.
+    """Return why no pass of a call is captured, whatever the bits of passes turn out to be; `None` where some may be.
 
-    Passes over several rows are captured where kernels made here, whose bits do not depend on their width, do all of a
+    Passes over several rows are captured where JIT-compiled kernels, whose bits do not depend on the width, do all of a
     layer.
     """
     if returns_states:
@@ -78,11 +78,11 @@ def _why_by_own_code(model: PreTrainedModel, rows: int, exactness: str | None, r
 
 
 def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
-    """Return how passes over a single text keep their bits from depending on their width, or `None` and why not.
+    """Return how passes over a single text keep their bits independent of their width, or `None` and why they do not.
 
     Args:
         model: the target model.
-        exactness: what was asked for; `None`: to the bit where that is nearly free.
+        exactness: the requested exactness; `None`: bitwise where that is nearly free.
     """
     if exactness == NUMERIC:
         return None, "it was asked for"
@@ -96,14 +96,14 @@ def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[
 
 
 def batch_invariance_to_check(model: PreTrainedModel, exactness: str | None) -> BatchInvariance | None:
-    """Return what `batch_invariance_of` will, as far as that is known before bits are compared.
+    """Return the answer of `batch_invariance_of`, as far as it is known before bits are compared.
 
-    In half precision, too: there torch's kernels may round one token otherwise than several, which says nothing of
-    passes whose bits do not depend on their width.
+    This includes half precision: torch's kernels may round one token differently from several there, which says nothing
+    about passes whose bits do not depend on their width.
 
     Args:
         model: the target model.
-        exactness: what was asked for.
+        exactness: the requested exactness.
     """
     if exactness == NUMERIC or why_not_captured(model) is not None:
         return None

@@ -1,8 +1,8 @@
-"""Whether prompts are read by captured passes: they must have the bits of decoding, and be faster.
+"""Choice of captured passes for reading prompts: they must have the bits of decoding, and be faster.
 
-What counts is the arithmetic of linear layers, by the kernels made for this processor and by torch's. It is compared on
-a few rows of each kind of matrix, which takes a fraction of a second, once per machine. On a processor with AVX2 alone
-torch has no fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX torch's is far ahead.
+The arithmetic of linear layers decides, by the JIT-compiled kernels and by torch's. It is compared on a few rows of
+each kind of matrix, which takes a fraction of a second, once per machine. On a processor with AVX2 alone torch has no
+fast product of bfloat16 matrices, and a prompt takes a sixth of the time; with AMX torch's is far ahead.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["prompt_cost", "reads_prompts"]
 
 _PAYS = 0.95
-"""Of the time of torch's kernels, what those made here may take."""
+"""Highest cost of the JIT-compiled kernels, relative to torch's, at which they read prompts."""
 
 _ROWS = 128
-"""Tokens of a prompt that matrices are multiplied by."""
+"""Number of prompt tokens that matrices are multiplied by."""
 
 _WORK = 2**27
-"""Multiplications of a matrix, or a few rows of it, that is timed."""
+"""Number of multiplications of a matrix, or of a few of its rows, that is timed."""
 
 _REPEATS = 3
 _TOKENS = 40
@@ -46,11 +46,11 @@ _COST = Number(0, 1e6, "a ratio of times")
 
 
 def reads_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> bool:
-    """Whether prompts of a model are read by captured passes.
+    """Tell whether prompts of a model are read by captured passes.
 
     Args:
         model: the target model.
-        batch_invariance: how it decodes.
+        batch_invariance: kernel and widths of its decoding passes.
     """
     if batch_invariance is None or batch_invariance.linear != NATIVE:
         return False
@@ -59,14 +59,14 @@ def reads_prompts(model: PreTrainedModel, batch_invariance: BatchInvariance | No
 
 
 def prompt_cost(model: PreTrainedModel, batch_invariance: BatchInvariance) -> float | None:
-    """The time of a prompt's linear layers by captured passes, relative to torch's kernels.
+    """Return the time of a prompt's linear layers by captured passes, relative to torch's kernels.
 
     Args:
         model: the target model.
-        batch_invariance: how it decodes, by kernels made here.
+        batch_invariance: kernel and widths of its decoding passes, by JIT-compiled kernels.
 
     Returns:
-        `None` where a prompt cannot be read by captured passes, or would not have the bits of decoding.
+        The ratio; `None` where a prompt cannot be read by captured passes, or would not have the bits of decoding.
     """
 
     def use(found: Any) -> None:
@@ -80,10 +80,10 @@ def prompt_cost(model: PreTrainedModel, batch_invariance: BatchInvariance) -> fl
 
 
 def _measure(model: PreTrainedModel, batch_invariance: BatchInvariance) -> Any:
-    """See `prompt_cost`: a dictionary, or a `NoisyMeasurement` of one."""
+    """Measure `prompt_cost`: a dictionary, or a `NoisyMeasurement` of one."""
     with torch.inference_mode():
         ours, torchs, times = _times(model)
-        if not times:  # layers of another kind
+        if not times:  # no layer has a JIT-compiled kernel
             return {"cost": 1.0}
         cost = ours / torchs
         if cost <= _PAYS and not _keeps_bits(model, batch_invariance):
@@ -92,7 +92,7 @@ def _measure(model: PreTrainedModel, batch_invariance: BatchInvariance) -> Any:
 
 
 def _times(model: PreTrainedModel) -> tuple[float, float, list[list[float]]]:
-    """Seconds of all linear layers but the head by kernels made here and by torch's, and the times of each."""
+    """Return seconds of all linear layers but the head by JIT-compiled and by torch's kernels, and each one's times."""
     layers: dict[tuple[Any, ...], list[nn.Linear]] = {}
     head = model.get_output_embeddings()
     for module in model.modules():
@@ -120,7 +120,7 @@ def _times(model: PreTrainedModel) -> tuple[float, float, list[list[float]]]:
 
 
 def _keeps_bits(model: PreTrainedModel, batch_invariance: BatchInvariance) -> bool:
-    """Whether a text has the same keys, values and logits whether it is read at once, in parts or token by token."""
+    """Tell whether a text has the same keys, values and logits if read at once, in parts or two tokens at a time."""
     passes = prompt_passes(model, batch_invariance)
     count = cut_to_table(model, _TOKENS, 1)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])

@@ -1,13 +1,13 @@
-"""Online refinement: a draft that gets better while it is used, from the tokens that were just verified.
+"""Online refinement: a draft that improves while it is used, from the tokens that were just verified.
 
 Now and then, when 2 % of the time have paid for it, another draft is judged on the last tokens in one pass over the
-cache as it stands (`acceptance.py`): how often it would have predicted the target's token. Two drafts race: the one in
-use and a challenger that leaves out some sub-layers more, some fewer, or others. The text they are judged on is the
-target's, so nothing about the output can change; only how soon it is there.
+present cache (`acceptance.py`): how often would it have predicted the target's token? Two drafts race: the one in use
+and a challenger that skips more sub-layers, fewer, or others. They are judged on the target's own text, so
+nothing about the output can change, only the speed.
 
-The challengers come from a (1 + 1) evolution strategy: of each kind of change the number of sub-layers doubles after a
-success and halves after a failure. Which ones: those whose layers turn the hidden states least (SWIFT, arXiv
-2410.06916, and CLaSp, ACL 2025, go by the same), with some noise.
+The challengers come from a (1 + 1) evolution strategy: for each kind of change the number of sub-layers doubles after a
+success and halves after a failure. The layers chosen are those that turn the hidden states least (the criterion of
+SWIFT, arXiv 2410.06916, and CLaSp, ACL 2025), with some noise.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["SHARE", "Refinement"]
 
 SHARE = 0.02
-"""Share of the generation time, by the measured costs, that is spent on judging drafts."""
+"""Share of the generation time, by the measured costs, spent on judging drafts."""
 
 WINDOW = 32
-"""Tokens that a draft is judged on at once."""
+"""Number of tokens that a draft is judged on at once."""
 
 _LEAST_WINDOW = 16
 
@@ -47,25 +47,25 @@ _DISCOUNT = 0.97
 """Discount: earlier counts are multiplied by this with each further window, because texts change."""
 
 _TO_WIN, _TO_LOSE = 2.0, 1.5
-"""Standard errors by which one draft must be ahead to replace the other, or behind to be dropped. A wrong winner costs
-some speed until the next comparison; a wrong loser may be tried again."""
+"""Standard errors by which a challenger must lead to replace the draft in use, or trail it to be dropped. A wrong
+winner costs some speed until the next comparison; a wrong loser may be tried again."""
 
 _MOST_WINDOWS = 10
 
 _SAME_AGAIN = 4
 _SAME_AFTER = 400
-"""A dropped draft may be tried again after so many changes of the draft in use, or so many passes: texts change."""
+"""Changes of the draft in use, or passes, after which a dropped draft may be tried again: texts change."""
 
-# Plain steps: of trying out whether drafts can be judged, and of measuring a winner's costs.
+# Plain steps: cost of trying out whether drafts can be judged, and of measuring a winner's costs.
 _TRYING_OUT = 8.0
 _MEASURING = 24.0
 
 _MOST_SAVED = 4
-"""The most judging passes that can be saved up for: texts that cannot be judged (batches) earn as well."""
+"""Maximum number of judging passes that can be saved up for: texts that cannot be judged (batches) earn as well."""
 
 _ABOVE_VERIFYING = 1.5
-"""Cost of a judging pass / a verify pass of that length: it runs the model's own forward with its own mask, while a
-verify pass is captured."""
+"""Cost of a judging pass / a verification pass of that length: it runs the model's own forward with its own mask, while
+a verification pass is captured."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class _Runner:
         self.windows += 1
 
     def speedup(self, errors: float = 0.0) -> float:
-        """Predicted speed-up over plain decoding; below 1 it would not be used, but still guides the search."""
+        """Predict the speed-up over plain decoding; a draft below 1 would not be used, but still guides the search."""
         return speedup_within_chance([self.seen], [self.right], self.costs, errors)[0]
 
     @property
@@ -113,21 +113,21 @@ class _Change:
 
 
 class Refinement:
-    """Keeps improving what a model drafts with, from text that it has verified.
+    """Online refinement of a model's draft, from text that the model has verified.
 
-    No clock and no randomness beyond a fixed seed: the same texts and costs lead to the same drafts. (Where the costs
-    were measured on this machine, a winner's are measured too.)
+    It uses no clock and no randomness beyond a fixed seed: the same texts and costs lead to the same drafts. (Where the
+    costs were measured on this machine, a winner's are measured too.)
 
     Args:
         model: the target model.
-        config: what is drafted with at first.
-        costs: of `config`.
+        config: the first config to draft with.
+        costs: costs of `config`.
 
     Attributes:
         reason: why this model's drafts cannot be judged; `None` where they can, or none has been yet.
-        passes: passes made to judge drafts.
-        seconds: that it took, by the clock; nothing hangs on it.
-        changes: how often the draft in use has changed.
+        passes: number of passes made to judge drafts.
+        seconds: time that these took, by the clock; no decision depends on it.
+        changes: number of times that the draft in use has changed.
     """
 
     def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, costs: Costs) -> None:
@@ -139,13 +139,13 @@ class Refinement:
         self._steps: _Steps | None = None
         self._in_use = _Runner(config, costs)
         if config.drafting.acceptance:
-            # Measured before, as by a search.
+            # Measured before, for example by a search.
             self._in_use.add(_LEAST_WINDOW, config.drafting.acceptance[0] * _LEAST_WINDOW)
         self._challenger: _Runner | None = None
         self._distances: list[float] | None = None
         self._lost: dict[tuple[SkipConfig, PrecisionConfig | None], tuple[int, int]] = {}
         self._proposals = 0
-        self._judging = False  # by another thread
+        self._judging = False  # set while another thread judges
         self._balance = -_TRYING_OUT * costs.plain_step
         layout = layout_of(model)
         if layout.refusal is not None:
@@ -165,11 +165,11 @@ class Refinement:
 
     @property
     def config(self) -> SelfSpeculativeConfig:
-        """What to draft with now, with this draft's costs and its measured acceptance rate."""
+        """The config to draft with now, with this draft's costs and its measured acceptance rate."""
         return self._in_use.config
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts, times and the current config, as plain JSON types."""
+        """Return counts, times and the current config as plain JSON types."""
         return {
             "passes": self.passes,
             "seconds": self.seconds,
@@ -182,18 +182,18 @@ class Refinement:
         """Add a round to the time that judging may take a share of.
 
         Args:
-            draft_steps: draft steps that it took.
-            verified: tokens in its verify pass.
+            draft_steps: number of draft steps in the round.
+            verified: number of tokens in its verification pass.
         """
         costs = self._in_use.costs
         self._balance += SHARE * (draft_steps * costs.draft_step + costs.verify_seconds(verified))
         self._balance = min(self._balance, _MOST_SAVED * self._price(WINDOW))
 
     def is_due(self, tokens: int) -> bool:
-        """Whether a draft can be judged now.
+        """Tell whether a draft can be judged now.
 
         Args:
-            tokens: verified since the last time.
+            tokens: number of tokens verified since the last time.
         """
         if self.reason is not None or tokens < _LEAST_WINDOW:
             return False
@@ -204,7 +204,7 @@ class Refinement:
 
         Args:
             model: the target model.
-            text: the last tokens, with the cache behind them.
+            text: the last tokens, with the cache after them.
 
         Returns:
             Whether another draft is to be used from now on.
@@ -278,7 +278,7 @@ class Refinement:
         self.changes += 1
 
     def _propose(self) -> _Runner | None:
-        """A draft that was not dropped recently, of the kind of change that could gain most."""
+        """Propose a draft that was not dropped recently, of the kind of change that could gain most."""
         for kind in sorted(self._kinds, key=self._hope, reverse=True):
             for _ in range(8):
                 self._proposals += 1
@@ -292,22 +292,22 @@ class Refinement:
         return None
 
     def _hope(self, kind: str) -> float:
-        """The most that a kind of change can gain, discounted by how often it failed."""
+        """Return the most that a kind of change can gain, discounted by how often it failed."""
         config = self._changed(kind, random.Random(0))
         if config is None:
             return -math.inf
         used, change = self._in_use, self._kinds[kind]
-        # Of what goes wrong, each skipped sub-layer has its share.
+        # Each skipped sub-layer is assumed to cause an equal share of the rejections.
         mended = {"more": 0.0, "fewer": 1.0, "others": 0.5}[kind] * change.count / max(len(used.config.skip), 1)
         wrong = (1.0 - used.acceptance) * (1.0 - min(mended, 1.0))
         best = speedup_within_chance([1e9], [1e9 * (1.0 - wrong)], self._costs(config), 0.0)[0]
         return (best - used.speedup()) / (1 + change.failed)
 
     def _changed(self, kind: str, generator: random.Random) -> SelfSpeculativeConfig | None:
-        """The draft in use with some sub-layers more or fewer skipped; `None` where there are none."""
+        """Return the draft in use with a few sub-layers more or fewer skipped; `None` where there are none."""
         skip = self.config.skip
         skipped = {("attention", i) for i in skip.attention} | {("mlp", i) for i in skip.mlp}
-        # Turning the hidden states little for what it takes: first to go, last to come back.
+        # Sub-layers that turn the hidden states little for their cost: first to be skipped, last to be restored.
         assert self._steps is not None
         rank = {
             sub: self._distance(sub) / max(self._steps.share(*sub), 1e-9) * math.exp(generator.gauss(0.0, 0.5))
@@ -342,7 +342,7 @@ class Refinement:
 
 
 def _precision_under(skip: SkipConfig, base: SelfSpeculativeConfig) -> PrecisionConfig | None:
-    """The precision of the first config with another skip set: of what it skipped there are no low-bit copies."""
+    """Return the first config's precision for another skip set: what that config skipped has no low-bit copies."""
     precision = base.precision
     if precision is None:
         return None
@@ -356,7 +356,7 @@ def _precision_under(skip: SkipConfig, base: SelfSpeculativeConfig) -> Precision
 
 
 def _distances(model: PreTrainedModel, text: VerifiedText) -> list[float]:
-    """By layer, one minus the cosine between the hidden states before and behind it, the mean over the text."""
+    """Return, by layer, one minus the cosine between the hidden states before and after it, averaged over the text."""
     distances = []
 
     def behind(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -380,16 +380,16 @@ def _distances(model: PreTrainedModel, text: VerifiedText) -> list[float]:
 
 
 class _Steps:
-    """Predicts a draft step's cost when sub-layers are left out or put back, from the measured costs of one draft.
+    """Predictor of a draft step's cost when sub-layers are skipped or restored, from the measured costs of one draft.
 
-    A plain step is taken to be spent where the weights are, but for attention, whose part is measured once per model
-    and machine. What is in low bits costs the share of it that makes the known draft step come out right.
+    The time of a plain step is assumed to be proportional to weights, except for attention, whose share is measured
+    once per model and machine. Low-bit sub-layers cost the fraction of it that explains the known draft step.
 
     Args:
         model: the target model.
         config: a draft whose costs are known.
-        costs: these.
-        measure: whether attention's part may be measured.
+        costs: its costs.
+        measure: whether attention's share may be measured.
     """
 
     def __init__(self, model: PreTrainedModel, config: SelfSpeculativeConfig, costs: Costs, measure: bool) -> None:
@@ -411,7 +411,7 @@ class _Steps:
             part = 1.0 - without.draft_step / without.plain_step
             part = min(max(part * len(attention) / (len(attention) - 1), 0.01), 0.9)
             before = sum(self._shares["attention", index] for index in attention)
-            if 0.0 < before < 1.0:  # weights that are no parameters, as some quantisers', cannot be counted
+            if 0.0 < before < 1.0:  # weights that are no parameters, as in some quantisers' layers, cannot be counted
                 for sub in self._shares:
                     self._shares[sub] *= part / before if sub[0] == "attention" else (1.0 - part) / (1.0 - before)
                 self._rest *= (1.0 - part) / (1.0 - before)
@@ -421,11 +421,11 @@ class _Steps:
             self._ratio = min(max((costs.draft_step / costs.plain_step - full) / low, 0.05), 1.0)
 
     def share(self, kind: str, layer: int) -> float:
-        """Share of a plain step that a sub-layer takes."""
+        """Return the share of a plain step that a sub-layer takes."""
         return self._shares[kind, layer]
 
     def costs(self, config: SelfSpeculativeConfig, beside: SelfSpeculativeConfig, known: Costs) -> Costs:
-        """Predicted costs of a draft, from the known costs of another one."""
+        """Predict the costs of a draft from those known of another one, `beside`."""
         saved = self._predicted(beside) - self._predicted(config)
         ratio = known.draft_step / known.plain_step - saved
         return dataclasses.replace(known, draft_step=max(ratio, 0.02) * known.plain_step)
@@ -435,7 +435,7 @@ class _Steps:
         return full + self._ratio * low
 
     def _parts(self, config: SelfSpeculativeConfig) -> tuple[float, float]:
-        """Plain steps that the kept sub-layers take as loaded, and those of the ones in low bits."""
+        """Return the shares of a plain step in sub-layers that run as loaded and in low-bit ones, before scaling."""
         precision = config.precision or PrecisionConfig()
         full = low = 0.0
         for (kind, layer), share in self._shares.items():

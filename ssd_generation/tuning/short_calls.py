@@ -21,11 +21,11 @@ _SECONDS_PER_MODULE = 6e-5
 with stored costs no decision depends on the clock."""
 
 _FEW = 8
-"""New tokens up to which a call may be short. In longer ones prompt lookup may save what no stored cost promises."""
+"""New tokens up to which a call may be short. In longer ones prompt lookup may save more than stored costs predict."""
 
 
 class ShortCallsPart(Part):
-    """Of a model: the longest call, in new tokens, that was found to be too short for drafts."""
+    """Length of a model's longest call, in new tokens, that was found to be too short for drafts."""
 
     def __init__(self) -> None:
         self.longest = 0
@@ -36,21 +36,20 @@ def is_known_short(model: PreTrainedModel, new_tokens: int) -> bool:
 
     Args:
         model: the target model.
-        new_tokens: that the call asks for.
+        new_tokens: number of tokens that the call requests.
     """
     return new_tokens <= state_of(model).get(ShortCallsPart).longest
 
 
 def is_short_for(model: PreTrainedModel, config: SelfSpeculativeConfig, new_tokens: int) -> bool:
-    """Tell whether drafting saves less than its preparation takes in so few tokens.
+    """Tell whether drafting saves less time than its preparation takes, for so few tokens.
 
-    Where passes are captured or replayed, they are faster than the model's own code without any draft: no call is
-    short there.
+    Captured passes and CUDA graphs are faster than the model's own code without any draft: with them no call is short.
 
     Args:
         model: the target model.
-        config: of `self_speculative="auto"`, with the costs measured on this machine.
-        new_tokens: that the call asks for.
+        config: config of `self_speculative="auto"`, with the costs measured on this machine.
+        new_tokens: number of tokens that the call requests.
     """
     part = state_of(model).get(ShortCallsPart)
     part.longest = 0

@@ -1,4 +1,4 @@
-"""From acceptance by depth and costs to the speed-up that they promise."""
+"""Speed-up predicted from acceptance by depth and costs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LONGEST_DRAFT = 12
 
 
 def expected_tokens(acceptance: Sequence[float], draft_length: int) -> float:
-    """Expected tokens of a round, the target's own one included: `1 + Σ_d Π_{i ≤ d} α_i`.
+    """Return the expected tokens of a round, the target's own one included: `1 + Σ_d Π_{i ≤ d} α_i`.
 
     With one α for all depths this is `(1 − α^(k+1)) / (1 − α)` (Leviathan et al., arXiv 2211.17192, equation 1).
 
     Args:
-        acceptance: α by depth, given that all tokens before were accepted; deeper than it goes, the last one holds.
+        acceptance: α by depth, given that all tokens before were accepted; the last one holds for all greater depths.
         draft_length: k ≥ 0.
     """
     total, reached = 1.0, 1.0
@@ -31,16 +31,16 @@ def expected_tokens(acceptance: Sequence[float], draft_length: int) -> float:
 
 
 def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int = LONGEST_DRAFT) -> tuple[float, int]:
-    """The greatest `E[tokens] · plain / (k · draft + verify(k + 1))` over k = 1 … `longest`, and that k.
+    """Return the greatest `E[tokens] · plain / (k · draft + verify(k + 1))` over k = 1 … `longest`, and that k.
 
-    Below 1 where drafting does not pay: by how much tells a search which way to go.
+    It is below 1 where drafting does not pay; by how much tells a search which way to go.
 
     (Theorem 3.8 of Leviathan et al., with measured costs of verification in place of 1.)
 
     Args:
-        acceptance: by depth, see `expected_tokens`.
-        costs: of a draft step and of verification.
-        longest: the longest draft.
+        acceptance: acceptance by depth, as for `expected_tokens`.
+        costs: costs of a draft step and of verification.
+        longest: length of the longest draft.
     """
     best, length = 0.0, 1
     for k in range(1, longest + 1):
@@ -52,10 +52,10 @@ def theoretical_speedup(acceptance: Sequence[float], costs: Costs, longest: int 
 
 
 def seconds_saved(config: SelfSpeculativeConfig) -> float:
-    """Return what a config with costs promises to save, in seconds for each new token; 0 for lookup alone.
+    """Return the seconds that a config with costs is predicted to save per new token; 0 for lookup alone.
 
     Args:
-        config: with costs; at the acceptance that it expects.
+        config: a config with costs, evaluated at the acceptance that it expects.
     """
     if config.costs is None or not config.precision:
         return 0.0
@@ -64,15 +64,15 @@ def seconds_saved(config: SelfSpeculativeConfig) -> float:
 
 
 def share_within_chance(tried: float, accepted: float, errors: float) -> float:
-    """`accepted / tried`, moved by so many standard errors.
+    """Return `accepted / tried`, moved by so many standard errors.
 
     Two observations are added, one of each kind, so that few observations leave much to chance (the rule of Agresti and
     Coull for the interval of a proportion, The American Statistician 52, 1998).
 
     Args:
-        tried: how many there were.
-        accepted: how many of them were accepted.
-        errors: standard errors, upwards where positive.
+        tried: number of trials.
+        accepted: number of accepted ones.
+        errors: standard errors to move by, upwards where positive.
     """
     share = (accepted + 1) / (tried + 2)
     return min(1.0, max(0.0, share + errors * math.sqrt(share * (1 - share) / (tried + 2))))
@@ -81,13 +81,13 @@ def share_within_chance(tried: float, accepted: float, errors: float) -> float:
 def speedup_within_chance(
     tried: Sequence[int | float], accepted: Sequence[int | float], costs: Costs, errors: float
 ) -> tuple[float, int]:
-    """`theoretical_speedup` with every acceptance moved by so many standard errors (`share_within_chance`).
+    """Return `theoretical_speedup` with every acceptance moved by so many standard errors (`share_within_chance`).
 
     Args:
-        tried: by depth, how often a draft got as far.
-        accepted: by depth, how often its token was accepted.
-        costs: of a draft step and of verification.
-        errors: standard errors, upwards where positive.
+        tried: by depth, number of drafts that got as far.
+        accepted: by depth, number of accepted tokens.
+        costs: costs of a draft step and of verification.
+        errors: standard errors to move by, upwards where positive.
     """
     moved = [share_within_chance(n, k, errors) for n, k in zip(tried, accepted, strict=True)]
     return theoretical_speedup(moved, costs)

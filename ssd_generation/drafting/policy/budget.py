@@ -1,9 +1,9 @@
 """Budget of drafting: the bound on what drafting may lose, whatever the estimates say.
 
 Self-drafting and lookup have an account each, in plain steps. An account opens with little, gains a plain step for each
-accepted token, pays what its rounds cost beyond one, and earns a share of each round in which it stands still. What it
-cannot pay is not drafted. So, by the costs as measured, the loss over any number of rounds is at most the opening
-balances and that share of the time; and what earlier gains may pay for later losses is capped.
+accepted token, pays what its rounds cost beyond one, and earns a share of each round in which it does not draft. What
+it cannot pay is not drafted. So, by the measured costs, the loss over any number of rounds is at most the opening
+balances and that share of the time; and the amount of earlier gains that may pay for later losses is capped.
 
 An account also pays for probes: where the estimates say that drafting does not pay, it is tried again, and each failed
 probe doubles the wait for the next. Gains beyond the cap are saved for probes alone, so that a run of bad luck does not
@@ -42,17 +42,17 @@ _SHARE_STEP = 0.1
 
 
 def opening_balance(price: float) -> float:
-    """Return what self-drafting may lose at first, if its best round has this price and its prior was measured."""
+    """Return self-drafting's first balance, if its best round has this price and its prior was measured."""
     return min(max(_START, price - 1.0), _MOST_START)
 
 
 def drafting_cap(price: float) -> float:
-    """Return the most that self-drafting may have at once, if its best round has this price."""
+    """Return the cap of self-drafting's balance, if its best round has this price."""
     return _LEAST_CAP + 1.5 * (price - 1.0)
 
 
 def copying_cap(price: float) -> float:
-    """Return the most that lookup may have at once, if verifying its longest copy has this price."""
+    """Return the cap of lookup's balance, if verifying its longest copy has this price."""
     return _LEAST_CAP + price - 1.0
 
 
@@ -75,12 +75,12 @@ def affordable_copy(balance: float, depth: int, longest: int, prices: Prices) ->
 def gain_per_token(right: int, rows: int, advance: int | None) -> float:
     """Return the plain steps gained by each accepted draft token of a round.
 
-    A batch lasts as long as its slowest row: what that row gains is gained, by all accepted tokens together.
+    A batch lasts as long as its slowest row: that row's gain is the gain of all accepted tokens together.
 
     Args:
-        right: accepted draft tokens, of all rows.
-        rows: rows of the round.
-        advance: tokens of the slowest row beyond those a round before; `None` where not known.
+        right: number of accepted draft tokens, of all rows.
+        rows: number of rows of the round.
+        advance: number of tokens that the slowest row gained since the round before; `None` if unknown.
     """
     if advance is None or not right:
         return 1.0 / max(rows, 1)
@@ -92,14 +92,14 @@ def gain_per_token(right: int, rows: int, advance: int | None) -> float:
 
 
 class Account:
-    """What a way of drafting may lose, in plain steps.
+    """Account of what a way of drafting may lose, in plain steps.
 
     Attributes:
-        balance: what it may lose at once.
-        cap: the most that it may lose at once; gains beyond are saved.
-        savings: pay for probes when the balance is spent.
-        wait: rounds between probes; doubles with each draft in vain and shrinks with any other.
-        waited: rounds since the last.
+        balance: loss that it may make now.
+        cap: largest balance; gains beyond it are saved.
+        savings: reserve for probes when the balance is spent.
+        wait: rounds between probes; doubles with each draft without an accepted token and shrinks with any other.
+        waited: rounds without a draft since the last probe.
     """
 
     __slots__ = ("balance", "cap", "savings", "wait", "waited")
@@ -129,12 +129,12 @@ class Account:
             self.wait = min(max(2 * self.wait, 2), _LONGEST_WAIT)
 
     def stand_still(self, income: float) -> None:
-        """Let a round pass without a draft, for an income."""
+        """Book the income of a round without a draft."""
         self.book(income)
         self.waited += 1
 
     def pay_probe(self, price: float) -> bool:
-        """Return whether it is time for a probe and its price is there; savings are drawn on, and the wait begins."""
+        """Return whether a probe is due and can be paid; if so, draw on the savings and restart the wait."""
         missing = price - self.balance
         if self.waited < self.wait or missing > self.savings:
             return False
@@ -160,19 +160,19 @@ class _Tally:
 
 
 class Budget:
-    """The accounts of self-drafting and lookup, and the reports of a round's rows until these are booked.
+    """Accounts of self-drafting and lookup, and the reports of a round's rows until these are booked.
 
     A batch shares its passes: a round is booked once, when the next one begins.
 
     Args:
-        prices: of passes and rounds.
+        prices: prices of passes and rounds.
         exploration: largest share of the time to spend on probes.
 
     Attributes:
         drafting: account of self-drafting.
         copying: account of lookup.
-        income: of an account in a round in which it stands still.
-        share: share of the rows that copy, of a round in which any does; all rows wait for its pass.
+        income: income of an account in a round in which it does not draft.
+        share: share of rows that copy, in rounds in which any does; all rows wait for the pass of the copies.
     """
 
     def __init__(self, prices: Prices, exploration: float) -> None:
@@ -181,7 +181,7 @@ class Budget:
         self.copying = Account(_COPY_START, copying_cap(prices.verify[1 + LONGEST_COPY]))
         self.share = 1.0
         self._prices = prices
-        self._rows = 0  # that this round began with
+        self._rows = 0  # counted in this round
         self._is_reported = True
         self._slowest: int | None = None  # tokens of the slowest row
         self._advance: int | None = None
@@ -195,7 +195,7 @@ class Budget:
         self._advance = None if before is None or slowest <= before else slowest - before
 
     def begin_row(self, pays: bool) -> None:
-        """Count a row of the round; the first one has the round before booked.
+        """Count a row of the round; the first one books the previous round.
 
         Args:
             pays: whether self-drafting pays by the estimates.
@@ -206,12 +206,12 @@ class Budget:
         self._rows += 1
 
     def report(self, drafted: int, kept: int, copied: int, right: int) -> None:
-        """Take the outcome of a row.
+        """Record the outcome of a row.
 
         Args:
-            drafted: self-drafted tokens.
+            drafted: number of self-drafted tokens.
             kept: how many of them were accepted.
-            copied: looked-up tokens after them.
+            copied: number of looked-up tokens after them.
             right: how many of these were accepted.
         """
         self._is_reported = True
@@ -222,7 +222,7 @@ class Budget:
             self._copies_judged |= kept == drafted
 
     def settle(self, pays: bool) -> None:
-        """Book what was reported of the round; `pays` as in `begin_row`."""
+        """Book the reports of the round; `pays` as in `begin_row`."""
         drafts, copies = self._drafts, self._copies
         gain = gain_per_token(drafts.right + copies.right, max(self._rows, drafts.rows, copies.rows), self._advance)
         if drafts.rows:

@@ -17,9 +17,9 @@ class ConfidencePolicy(DraftPolicy):
     nothing is learnt from it.
 
     Args:
-        max_length: the most tokens per round, 1 to 128.
-        threshold: γ at the start, in [0, 1].
-        target_acceptance: α, the acceptance rate aimed at, in [0, 1].
+        max_length: largest number of tokens per round, 1 to 128.
+        threshold: initial γ, in [0, 1].
+        target_acceptance: α, the target acceptance rate, in [0, 1].
         acceptance_smoothing: β1, in [0, 1].
         threshold_smoothing: β2, in [0, 1].
         step: ε, ≥ 0.

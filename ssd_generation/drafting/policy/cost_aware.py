@@ -20,45 +20,45 @@ DEFAULT_PRIOR = (0.75,)
 
 # Acceptance of a draft that is worth a probe.
 _GOOD = 0.75
-# A plan is made anew after so many reports, a draft in vain counting twice; in the first rounds after each.
+# Reports after which a plan is renewed, a draft without an accepted token counting twice; in the first rounds, one.
 _REPORTS_OF_A_PLAN = 6
 _FIRST_ROUNDS = 32
 
 
 class CostAwarePolicy(DraftPolicy):
-    """The draft with the most expected tokens per second, plain steps included.
+    """Policy that takes the draft with the most expected tokens per second, plain steps included.
 
     Estimates of the acceptance and measured prices make a plan, which a budget limits:
 
     - `draft_length`: the best of a plain step, lookup alone and self-drafting.
-    - `keep_drafting`: drafting continues if any number of further tokens is worth its price, with the survival of what
-      was drafted (the product of the acceptances, calibrated by the draft's own confidence).
+    - `keep_drafting`: drafting continues if any number of further tokens is worth its price, given the survival of the
+      drafted tokens (the product of the acceptances, calibrated by the draft's own confidence).
     - `lookup_length`: the same comparison for looked-up tokens, whose draft step is free.
 
     Whatever the estimates say, it is never slower than plain decoding by more than the budget. No clock and no
     randomness: the same reports lead to the same decisions.
 
     Args:
-        costs: of a plain step, a draft step and verification, of passes of as many rows.
-        max_length: the most tokens self-drafted per round, 1 to 128.
-        prior: acceptance by depth before anything was seen, each in [0, 1]; the last holds for all further ones.
-        exploration: largest share of the time to spend on trying again what had stopped to pay, in [0, 1]. With 0, what
-            could not pay its way is never tried again.
+        costs: costs of a plain step, a draft step and verification, for passes of as many rows.
+        max_length: largest number of tokens self-drafted per round, 1 to 128.
+        prior: acceptance by depth before any observation, each in [0, 1]; the last holds for all further depths.
+        exploration: largest share of the time to spend on retrying what no longer paid, in [0, 1]. With 0, what does
+            not pay is never tried again.
         self_drafts: whether there is a draft alongside lookup.
         lookup: whether there is prompt lookup.
-        use_confidence: whether to ask for the draft's probabilities. On an accelerator reading them costs a
+        use_confidence: whether to use the draft's probabilities. On an accelerator reading them costs a
             synchronisation per token.
         prior_is_measured: whether the prior was measured on this model, so that a few rejections at the start are more
             likely bad luck than a bad draft.
 
     Attributes:
-        prices: what passes and rounds cost, in plain steps.
+        prices: costs of passes and rounds, in plain steps.
         depths: estimates of the acceptance by depth.
         confidence: estimates of the acceptance by the draft's confidence.
         copies: estimates of the acceptance of looked-up tokens.
-        budget: what drafting may lose.
-        plan: what follows from prices and estimates.
-        judged: tokens of its own drafts that were judged since the record was last taken.
+        budget: bound on what drafting may lose.
+        plan: plan that follows from prices and estimates.
+        judged: number of self-drafted tokens that were judged since the record was last taken.
         right: how many of these were accepted.
 
     Raises:
@@ -97,10 +97,10 @@ class CostAwarePolicy(DraftPolicy):
             self.budget.drafting.balance = opening_balance(self.prices.rounds[self.plan.best])
 
     def replan(self, before: float | None = None) -> None:
-        """Make the plan anew from the estimates; rounds do so by themselves.
+        """Renew the plan from the estimates; rounds do so automatically.
 
         Args:
-            before: the rate of the plan before, by default that of the present one.
+            before: rate of the previous plan, by default that of the current one.
         """
         self._stale = 0
         self.plan: Plan = make_plan(
@@ -173,13 +173,13 @@ class CostAwarePolicy(DraftPolicy):
         account.stand_still(self.budget.income)
         probe = min(self._copy_probe, match.tokens, limit)
         price = self.prices.verify[1 + depth + probe] - self.prices.last_pass(depth)
-        # Most matches are short; longer ones shall not find the account empty.
+        # Most matches are short; the account must not be empty when a longer one comes.
         if survival < 0.5 or account.balance < price * max(4 - match.length, 0) or not account.pay_probe(price):
             return 0
         return probe
 
     def _best_copy(self, survival: float, depth: int, match: Match, limit: int) -> tuple[int, float]:
-        """Return `best_copy` of what lookup offers and its account can pay."""
+        """Return `best_copy` for what lookup offers and its account can pay."""
         if not self.lookup or not match.tokens:
             return 0, 0.0
         longest = min(match.tokens, limit, LONGEST_COPY)
@@ -207,10 +207,10 @@ class CostAwarePolicy(DraftPolicy):
         self.budget.report(drafted, kept, copied, right)
 
     def take_record(self, least: int) -> tuple[int, int]:
-        """Return how many tokens of its own drafts were judged since the last time, and how many of them were accepted.
+        """Return how many self-drafted tokens were judged since the last call, and how many of them were accepted.
 
         Args:
-            least: fewer are left for the next time, and `(0, 0)` is returned.
+            least: smallest number to return; fewer are left for the next call, and `(0, 0)` is returned.
         """
         if self.judged < least:
             return 0, 0
@@ -236,7 +236,7 @@ class CostAwarePolicy(DraftPolicy):
     def take_over(self, other: CostAwarePolicy) -> None:
         """Continue with what another policy of the same model learnt of lookup, and with its accounts.
 
-        What this one knows of its own draft, a new one, stays.
+        This policy retains what it knows of its own, new draft.
         """
         other.budget.settle(other.plan.pays)
         self.copies = copy.deepcopy(other.copies)

@@ -1,6 +1,6 @@
 """Estimates of the acceptance: by depth, by the draft's confidence, and of looked-up tokens.
 
-Each is the mean of a Beta distribution: observations are counted, with a prior that is worth so many of them. Counts
+Each is the mean of a Beta distribution: observations are counted, with a prior that is worth a number of them. Counts
 are discounted, so that estimates follow a change of topic (Raj and Kalyani, "Taming Non-stationary Bandits: A Bayesian
 Approach", arXiv 1707.09727).
 """
@@ -16,14 +16,14 @@ from .prices import LONGEST_COPY
 
 __all__ = ["NO_CONFIDENCE", "ConfidenceEstimates", "CopyEstimates", "DepthEstimates", "confidence_bin", "shrunk"]
 
-# Confidence bins: [0, .3), [.3, .5), … [.995, 1], and where in them a token's probability is taken to lie.
+# Confidence bins: [0, .3), [.3, .5), … [.995, 1], and the probability assumed for a token in each.
 _BIN_EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 _BIN_CENTRES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.965, 0.988, 0.998)
 
 NO_CONFIDENCE = -1
 """Bin of a token whose probability is not known."""
 
-# Acceptance of a looked-up token before anything was seen, by n-gram length (1, 2, 3, 4 and more) and place in the copy
+# Acceptance of a looked-up token before any observation, by n-gram length (1, 2, 3, 4 and more) and place in the copy
 # (1st, 2nd–3rd, 4th–7th, 8th on), if those before it were accepted.
 _COPY_PRIOR = (
     (0.20, 0.45, 0.70, 0.80),
@@ -33,13 +33,13 @@ _COPY_PRIOR = (
 )
 _PLACES = (0, 1, 1, 2, 2, 2, 2, *[3] * (LONGEST_COPY - 7))
 
-# What was observed counts this much less with each observation of its kind (depths: with each draft) that follows.
+# Factors by which the weight of an observation shrinks with each later one of its kind (depths: each later draft).
 _DEPTH_DISCOUNT = 0.98
 _BIN_DISCOUNT = 0.985
 _COPY_DISCOUNT = 0.95
 _MATCH_DISCOUNT = 0.95
 
-# Observations that a prior is worth.
+# Number of observations that a prior is worth.
 _PRIOR_WEIGHT = 8.0
 _DEPTH_WEIGHT = 16.0
 _BIN_WEIGHT = 3.0
@@ -49,17 +49,17 @@ _COPY_WEIGHT = 4.0
 def shrunk(
     priors: Sequence[float], seen: Sequence[float], accepted: Sequence[float], expected: float, weight: float
 ) -> list[float]:
-    """Return Beta means that share what is common to them: how often the priors' failures come about.
+    """Return Beta means whose priors are scaled together, by how often their failures occur.
 
     The failures that each prior expects are scaled by the ratio of observed to expected failures, of all counts
-    together; then each count, shrunk towards its scaled prior, is an estimate of its own.
+    together; then each count, shrunk towards its scaled prior, gives an estimate.
 
     Args:
-        priors: acceptance before anything was seen.
-        seen: observations of each.
+        priors: acceptance before any observation.
+        seen: number of observations of each.
         accepted: how many of these were accepted.
-        expected: failures, as expected and as observed, that the ratio begins with; > 0.
-        weight: observations that a scaled prior is worth.
+        expected: initial number of failures in the ratio, both expected and observed; > 0.
+        weight: number of observations that a scaled prior is worth.
     """
     failures = expected
     for prior, tried, right in zip(priors, seen, accepted, strict=True):
@@ -76,7 +76,7 @@ class DepthEstimates:
     """Acceptance of the self-drafted token at each depth, given that those before it were accepted.
 
     Args:
-        prior: acceptance by depth before anything was seen, for all depths, in (0, 1).
+        prior: acceptance by depth before any observation, for all depths, in (0, 1).
 
     Attributes:
         seen: discounted observations, by depth.
@@ -89,7 +89,7 @@ class DepthEstimates:
 
     def observe(self, drafted: int, kept: int) -> None:
         """Count a draft of which the first `kept` tokens were accepted; nothing is known of those after the next."""
-        # The depths not reached are discounted as well: what they say gets old.
+        # The depths not reached are discounted as well: their observations age.
         self.seen = [count * _DEPTH_DISCOUNT for count in self.seen]
         self.accepted = [count * _DEPTH_DISCOUNT for count in self.accepted]
         for i in range(min(kept + 1, drafted)):
@@ -103,7 +103,7 @@ class DepthEstimates:
 
 
 def confidence_bin(probability: float) -> int:
-    """Return the confidence bin that a probability lies in."""
+    """Return the confidence bin of a probability."""
     return bisect_right(_BIN_EDGES, probability)
 
 
@@ -134,7 +134,7 @@ class ConfidenceEstimates:
 
 
 class CopyEstimates:
-    """Acceptance of looked-up tokens by n-gram length and place in the copy, and how often lookup offers what.
+    """Acceptance of looked-up tokens by n-gram length and place in the copy, and frequencies of lookup's offers.
 
     Attributes:
         seen: discounted observations, by n-gram length (1, 2, 3, 4 and more) and place (1st, 2nd–3rd, 4th–7th, 8th on).
@@ -146,7 +146,7 @@ class CopyEstimates:
         self.seen = [[0.0] * len(places) for places in _COPY_PRIOR]
         self.accepted = copy.deepcopy(self.seen)
         self.offers = [1.0, 0.0, 0.0, 0.0, 0.0]
-        self._gains: dict[int, Sequence[float]] = {}  # what is not there has changed
+        self._gains: dict[int, Sequence[float]] = {}  # missing entries have to be recomputed
 
     def notice(self, match: Match) -> None:
         """Count what lookup offers a row at the beginning of its round."""

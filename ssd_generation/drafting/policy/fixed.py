@@ -9,7 +9,7 @@ __all__ = ["FixedPolicy", "NoDraftPolicy"]
 
 
 class NoDraftPolicy(DraftPolicy):
-    """Never drafts: every round is a plain decoding step."""
+    """Policy that never drafts: every round is a plain decoding step."""
 
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
         return 0
@@ -22,10 +22,10 @@ class NoDraftPolicy(DraftPolicy):
 
 
 class FixedPolicy(DraftPolicy):
-    """Always the same draft length; where lookup has a match, that is the draft instead.
+    """Policy of a constant draft length; where lookup has a match, that is the draft instead.
 
     Args:
-        length: tokens per round, 1 to 128.
+        length: number of tokens per round, 1 to 128.
 
     Raises:
         ValueError: a length out of range.

@@ -1,4 +1,4 @@
-"""The draft-length policy that a config asks for."""
+"""Construction of the draft-length policy of a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths of a round: the drafted tokens of each row as far as a policy was asked about them."""
+"""Paths of a round: the drafted tokens of each row, as far as a policy was asked about them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Path:
 
 
 class Paths:
-    """The paths of a round's rows, which a policy's questions and reports do not name.
+    """Paths of a round's rows, which the calls to a policy do not name.
 
-    Rows are told apart by their order: at each depth, those that continued at the depth before are asked about again;
-    and they are reported in the order in which they began.
+    Rows are distinguished by their order: at each depth, the policy is asked again about those that continued at the
+    depth before; and they are reported in the order in which they began.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class Paths:
         self._continued: list[Path] = []  # at this depth
 
     def at(self, depth: int, survival: Sequence[float]) -> Path:
-        """Return the path of the row that is asked about, without its token at this depth.
+        """Return the path of the row in question, without its token at this depth.
 
         Args:
-            depth: of the token that is asked about, ≥ 1.
-            survival: by depth, for a row whose path is not known.
+            depth: depth of the token in question, ≥ 1.
+            survival: survival by depth, for a row whose path is not known.
         """
         if depth != self._depth:
             self._depth = depth
@@ -63,9 +63,9 @@ class Paths:
         """Return the probability that a row's `depth` drafted tokens are all accepted.
 
         Args:
-            depth: drafted tokens of the row.
-            survival: by depth, where more than one row drafts or nothing is drafted.
-            acceptance: by depth, for tokens that were drafted last and not asked about.
+            depth: number of drafted tokens of the row.
+            survival: survival by depth, used where more than one row drafts or nothing is drafted.
+            acceptance: acceptance by depth, for the last drafted tokens, which the policy was not asked about.
         """
         if not depth or len(self._paths) != 1:
             return survival[depth]
@@ -78,12 +78,12 @@ class Paths:
     def report(self, drafted: int) -> Sequence[int]:
         """Return the confidence bins of the next row to be reported, given how many tokens it drafted.
 
-        Empty where that row was not asked about, or is not the one whose turn it is.
+        Empty where the policy was not asked about that row, or the next path does not fit that number.
         """
         if self._reported >= len(self._paths):
             return ()
         bins = self._paths[self._reported].bins
-        if len(bins) not in (drafted, drafted - 1):  # the last token need not have been asked about
+        if len(bins) not in (drafted, drafted - 1):  # the policy need not have been asked about the last token
             return ()
         self._reported += 1
         return bins

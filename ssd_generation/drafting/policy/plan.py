@@ -7,8 +7,8 @@ an acceptance that varies with depth and a verification pass that is not free)
 $$E(k, m) = 1 + \sum_{j=1}^{k+m} \prod_{i \le j} a_i, \qquad C(k, m) = k \, c + v(1 + k + m)$$
 
 with the price c of a draft step and v(n) of a verification pass over n tokens. C(0, 0) is a plain step. Tokens per
-plain step in the long run are greatest if each round takes what maximises $E - λ C$, where λ is the best rate that can
-be had (renewal-reward theorem: Ross, Stochastic Processes, theorem 3.6.1; ratios: Dinkelbach, "On nonlinear fractional
+plain step in the long run are greatest if each round takes what maximises $E - λ C$, where λ is the best attainable
+rate (renewal-reward theorem: Ross, Stochastic Processes, theorem 3.6.1; ratios: Dinkelbach, "On nonlinear fractional
 programming", Management Science 13, 1967).
 """
 
@@ -33,7 +33,7 @@ __all__ = [
     "worth_of_drafting",
 ]
 
-# Rounds with a match are counted in if lookup offers one at least so often (in discounted counts, of which 20 are all).
+# Smallest number of lookup's offers for which rounds with such a match are counted (discounted counts, 20 in all).
 _LEAST_OFFERS = 0.1
 
 
@@ -52,7 +52,7 @@ def best_length(tokens: Sequence[float], rounds: Sequence[float], longest: int) 
     Args:
         tokens: E(k, 0), by k.
         rounds: C(k, 0), by k.
-        longest: the longest draft.
+        longest: length of the longest draft.
     """
     best, rate = 0, 1.0 + 1e-9
     for k in range(1, longest + 1):
@@ -62,14 +62,14 @@ def best_length(tokens: Sequence[float], rounds: Sequence[float], longest: int) 
 
 
 def best_probe(acceptance: Sequence[float], prices: Sequence[float], least: float) -> int:
-    """Return the number of draft tokens, ≥ 1, that tells most for its price: with the most tokens judged.
+    """Return the number of draft tokens, ≥ 1, with the most judged tokens for its price.
 
     A token is judged if those before it were accepted.
 
     Args:
-        acceptance: by depth, were the draft a good one.
-        prices: by number of tokens, from 1 on; a plain step, 1.0, of it is no price.
-        least: any price counts as at least this, > 0.
+        acceptance: acceptance by depth, of a good draft.
+        prices: price by number of tokens, from 1 on; a plain step, 1.0, is subtracted from it.
+        least: smallest difference, > 0; any smaller one counts as this.
     """
     best, most = 1, 0.0
     judged, survival = 0.0, 1.0
@@ -86,12 +86,12 @@ def thresholds(acceptance: Sequence[float], prices: Prices, rate: float) -> list
     r"""Return, by depth d, the survival above which further drafting pays.
 
     With the survival s of what was drafted, the product of its acceptances, some number j of further tokens pays if
-    $s \sum_{i \le j} \prod a > λ (j c + v(1 + d + j) - v(1 + d))$. All j are looked at, so a plateau of v is used and a
-    cliff avoided.
+    $s \sum_{i \le j} \prod a > λ (j c + v(1 + d + j) - v(1 + d))$. All j are considered, so a plateau of v is used and
+    a cliff avoided.
 
     Args:
-        acceptance: by depth, up to that of the longest draft.
-        prices: of a draft step and verification.
+        acceptance: acceptance by depth, up to that of the longest draft.
+        prices: prices of a draft step and verification.
         rate: λ.
     """
     draft, verify, found = prices.draft, prices.verify, [0.0]
@@ -111,10 +111,10 @@ def worth_of_drafting(survival: float, depth: int, acceptance: Sequence[float], 
     """Return how much more E − λ C is if drafting continues than if it stops here: the most over all lengths.
 
     Args:
-        survival: of the tokens drafted so far.
-        depth: how many these are, ≥ 1.
-        acceptance: by depth, up to that of the longest draft.
-        prices: of a draft step and verification.
+        survival: survival of the tokens drafted so far.
+        depth: number of these tokens, ≥ 1.
+        acceptance: acceptance by depth, up to that of the longest draft.
+        prices: prices of a draft step and verification.
         rate: λ.
     """
     draft, verify = prices.draft, prices.verify
@@ -133,10 +133,10 @@ def best_copy(
 
     Args:
         gains: expected accepted tokens of a copy, by its length.
-        weight: of these gains: survival of what was drafted before, times the share of a batch's rows that copy.
-        depth: self-drafted tokens before the copy.
-        longest: the longest copy.
-        prices: of verification.
+        weight: weight of these gains: survival of what was drafted before, times the share of a batch's rows that copy.
+        depth: number of self-drafted tokens before the copy.
+        longest: length of the longest copy.
+        prices: prices of verification.
         rate: λ.
     """
     verify, last = prices.verify, prices.last_pass(depth)
@@ -162,11 +162,11 @@ def rate_with_copies(
     Args:
         tokens: E of a round that does not copy.
         price: C of such a round.
-        prices: of verification.
+        prices: prices of verification.
         gains: expected accepted tokens of a copy, by n-gram length and length of the copy.
         offers: how often lookup offers nothing, and a match of each n-gram length.
-        share: share of a batch's rows that copy, of a round in which any does.
-        before: the rate λ before, from which the step is taken.
+        share: share of a batch's rows that copy, in rounds in which any does.
+        before: previous rate λ, from which the step is taken.
     """
     rate = max(before, tokens / price)
     all_tokens, all_prices = tokens * offers[0], price * offers[0]
@@ -182,16 +182,16 @@ def rate_with_copies(
 
 @dataclass(frozen=True)
 class Plan:
-    """All that depends on estimates alone, and so lasts for some rounds.
+    """Plan for some rounds: all that depends on estimates alone.
 
     Attributes:
-        acceptance: of the token at each depth, a_1, a_2, …
+        acceptance: acceptance of the token at each depth, a_1, a_2, …
         survival: probability that all of k drafted tokens are accepted, by k.
         tokens: E(k, 0), by k.
         calibrated: acceptance by confidence bin.
         gains: expected accepted tokens of a copy, by n-gram length and length of the copy; empty without lookup.
         best: the best fixed length of a self-draft, 0 for plain steps.
-        rate: the best rate that can be had, λ, in tokens per plain step, ≥ 1.
+        rate: the best attainable rate, λ, in tokens per plain step, ≥ 1.
         thresholds: by depth, the survival above which further drafting pays.
     """
 
@@ -206,7 +206,7 @@ class Plan:
 
     @property
     def pays(self) -> bool:
-        """Whether self-drafting pays."""
+        """True if self-drafting pays."""
         return self.best > 0
 
 
@@ -224,14 +224,14 @@ def make_plan(
     """Make a plan from estimates.
 
     Args:
-        prices: of passes and rounds.
-        acceptance: by depth, up to that of the longest draft.
+        prices: prices of passes and rounds.
+        acceptance: acceptance by depth, up to that of the longest draft.
         calibrated: acceptance by confidence bin.
         self_drafts: whether there is a draft alongside lookup.
         gains: as in `rate_with_copies`, like the next three; empty without lookup.
-        offers: how often lookup offers what.
+        offers: frequencies of lookup's offers.
         share: share of a batch's rows that copy.
-        before: rate of the plan before.
+        before: rate of the previous plan.
     """
     survival, tokens = expectations(acceptance)
     best = best_length(tokens, prices.rounds, len(acceptance)) if self_drafts else 0
@@ -249,12 +249,12 @@ def draft_length(plan: Plan, rounds: Sequence[float], affordable: int, offer: fl
     Args:
         plan: the plan.
         rounds: C(k, 0), by k.
-        affordable: the longest draft that can be paid and is of use.
+        affordable: length of the longest draft that can be paid and is of use.
         offer: how much more lookup alone is worth than a plain step, in E − λ C.
     """
     best, rate = plan.best, plan.rate
     if best > affordable:
-        # Not the rate of a draft that cannot be paid yet: a shorter one that gains is the way to it.
+        # The rate of a draft that cannot be paid yet does not count: a shorter one that gains leads to it.
         best = best_length(plan.tokens, rounds, affordable)
         rate = min(rate, max(1.0, plan.tokens[best] / rounds[best]))
     return best if plan.tokens[best] - rate * rounds[best] > 1.0 - rate + offer else 0

@@ -10,7 +10,7 @@ from ...config import Costs
 __all__ = ["LONGEST_COPY", "Prices"]
 
 LONGEST_COPY = 16
-"""Most looked-up tokens appended to the draft of a row."""
+"""Largest number of looked-up tokens appended to the draft of a row."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Prices:
     """Prices in plain steps, for rounds up to a longest draft and a longest copy.
 
     Attributes:
-        draft: of a draft step, c.
-        verify: of a verification pass over n tokens, v(n), by n from 1 on; entry 0 is never used.
-        rounds: of a round with k self-drafted tokens, C(k, 0) = k c + v(1 + k), by k; entry 0 is a plain step.
+        draft: price of a draft step, c.
+        verify: price of a verification pass over n tokens, v(n), by n from 1 on; entry 0 is never used.
+        rounds: price of a round with k self-drafted tokens, C(k, 0) = k c + v(1 + k), by k; entry 0 is a plain step.
     """
 
     draft: float
@@ -32,8 +32,8 @@ class Prices:
         """Return the prices that measured costs amount to.
 
         Args:
-            costs: of a plain step, a draft step and verification.
-            longest: the most self-drafted tokens; verification is priced for `LONGEST_COPY` more.
+            costs: costs of a plain step, a draft step and verification.
+            longest: largest number of self-drafted tokens; verification is priced for `LONGEST_COPY` more.
         """
         draft = costs.draft_step / costs.plain_step
         passes = range(1, 1 + longest + LONGEST_COPY + 1)

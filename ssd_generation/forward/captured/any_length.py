@@ -1,4 +1,4 @@
-"""Captures of a model's passes, of which a few give those of any length."""
+"""Captures of a model's passes, a few of which give the passes of any length."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["LONGEST", "PassCapture", "Rewrites", "WholeCapture", "windows_of"]
 
 LONGEST = 33
-"""The longest pass that is captured; longer ones are rare, and their Python is a small part of them."""
+"""Tokens of the longest captured pass; longer ones are rare, and Python takes a small part of their time."""
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
-    """By layer, how many tokens its attention sees; `None`: all."""
+    """Return how many tokens the attention of each layer sees; `None`: all."""
     return [getattr(layer, "sliding_window", None) for layer in usual_layers(model)]
 
 
 class Rewrites(NamedTuple):
-    """Rewrites of captured passes that do for any length.
+    """Rewrites of captured passes that hold for any length.
 
     Attributes:
-        alike: made for all passes of a model, whoever runs them.
-        further: made after these.
+        alike: rewrites made for all passes of a model.
+        further: rewrites made after these.
     """
 
     alike: tuple[Callable[[CapturedPass], object], ...] = ()
@@ -41,35 +41,35 @@ class Rewrites(NamedTuple):
 
 
 class WholeCapture:
-    """The pass of any length of a model of which nothing is left out: captured once for all who run it.
+    """Pass of any length of a model with nothing left out: captured once, for all that run it.
 
     Args:
-        model: of which it is captured.
+        model: the model to capture.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._of, self._found = fingerprint(model), dict[tuple[Any, ...], CapturedPass | None]()
 
     def is_of(self, model: PreTrainedModel) -> bool:
-        """Whether the model is still the one that was captured."""
+        """Tell whether the model is still the one that was captured."""
         return self._of == fingerprint(model)
 
     def get(self, rewrites: tuple[Any, ...], make: Callable[[], CapturedPass | None]) -> CapturedPass | None:
-        """The pass with these rewrites, made when it is first asked for; `None` where there is none of any length."""
+        """Return the pass with these rewrites, made on first use; `None` where there is none of any length."""
         if rewrites not in self._found:
             self._found[rewrites] = make()
         return self._found[rewrites]
 
 
 class PassCapture:
-    """Captures passes of one model.
+    """Capture of the passes of one model.
 
     Args:
-        skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
+        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the whole model.
         knows_windows: whether the attention of the captured passes knows about sliding windows.
-        whole: what others have captured of the whole model; `None` where something is left out.
-        does_one: whether a pass over a single token is one like others. It is a case of its own in many models, which
-            computes the same.
+        whole: captures of the whole model that others may share; `None` where something is left out.
+        does_one: whether a pass over a single token is treated like others. Many models have a separate case for it,
+            which computes the same.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class PassCapture:
         self._longer_known = False
 
     def at(self, model: PreTrainedModel, length: int, rewrites: Rewrites) -> CapturedPass:
-        """The pass over `length` tokens.
+        """Return the pass over `length` tokens.
 
         Args:
             model: the target model.
             length: n ≥ 1.
-            rewrites: made once where a pass of any length is found.
+            rewrites: rewrites to make, once where a pass of any length is found.
 
         Raises:
-            CannotCapture: it is not a pure function of ids, positions and cache, or depends on the length of the text.
+            CannotCapture: the pass is no pure function of ids, positions and cache, or depends on the text's length.
         """
         windows = windows_of(model) if self._knows_windows else []
         with nullcontext() if self._skip_mode is None else self._skip_mode:

@@ -1,12 +1,12 @@
-"""Passes that give a token the same bits however many tokens stand beside it.
+"""Passes that give a token the same bits however many other tokens are in the pass.
 
-What makes bits depend on the width of a pass are kernels that add up in another order for another number of rows. So
-each linear layer runs by a kernel whose rows were found to be independent of one another, at widths at which they were;
-a pass in between is filled up to the next of these, a single token to two. Attention is done for each token by itself,
-over exactly the keys that it sees: the very call that a pass over one token makes. Everything else in a layer works on
-each row alone; but torch computes exp and its kind for most of a tensor by vector instructions, and for what is left
-over at the end by others, which round otherwise now and then. Passes in which that can be are not used (`uneven`).
-Whether the rest holds, a check finds out on the model itself (tuning/exactness.py).
+Bits depend on the width of a pass where kernels add up in another order for another number of rows. So each linear
+layer runs by a kernel whose rows were found to be independent of one another, at widths at which they were; a pass in
+between is filled up to the next of these, a single token to two. Attention is computed for each token separately, over
+exactly the keys that it sees: the very call that a pass over one token makes. Everything else in a layer works on each
+row separately; but torch computes exp and its kind by vector instructions for most of a tensor, and by others for the
+rest at its end, which sometimes round differently. Passes in which that can happen are not used (`uneven`). Whether all
+else holds is checked on the model itself (tuning/exactness.py).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = [
 ]
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 24)
-"""Widths that are tried: those of rounds, and of longer ones each at most half as wide again as the one before."""
+"""Widths that are tried: those of rounds, and longer ones, each at most half as wide again as the one before."""
 
 NATIVE, REPLAYED = "native", "replayed"
 
 _WIDE = (*range(32, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
-"""Widths of passes that are arithmetic; more tokens would not fit into the nearer caches."""
+"""Widths of passes bound by arithmetic; more tokens would not fit into the nearer caches."""
 
 PROMPT_WIDTHS = (16, 24, *_WIDE)
-"""Tokens of the passes that a prompt is read by."""
+"""Tokens of the passes that read a prompt."""
 
 TEXT_WIDTHS = (*WIDTHS, *_WIDE)
 """Tokens of the passes over several texts."""
@@ -59,13 +59,13 @@ LINEARS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | None]]
     "linear": lambda weight, bias: None,
     "onednn": onednn_linear,
 }
-"""Kernels for linear layers by name; `None` leaves a layer at `F.linear`. Those made here do not depend on the width by
-construction."""
+"""Kernels for linear layers by name; `None` leaves a layer at `F.linear`. JIT-compiled ones do not depend on the width
+by construction."""
 
 
 @dataclass(frozen=True)
 class BatchInvariance:
-    """How a model's passes are run for their bits not to depend on their width.
+    """Means by which the bits of a model's passes do not depend on their width.
 
     Attributes:
         linear: the kernel of its linear layers, by its name in `LINEARS`; `REPLAYED` where passes are replayed as they
@@ -78,21 +78,21 @@ class BatchInvariance:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether it is by passes that are replayed, which are the same for whoever does not ask for exact ones."""
+        """Tell whether replayed passes provide it; these are the same where exactness is not requested."""
         return self.linear == REPLAYED
 
     def width(self, count: int) -> int | None:
-        """The width of a pass for `count` tokens; `None` where there is none as wide."""
+        """Return the width of a pass for `count` tokens; `None` where there is none as wide."""
         return next((width for width in self.widths if width >= count), None)
 
 
 class RowAttention(CacheAttention):
-    """Attends for each token by itself, in passes that are filled up behind their tokens."""
+    """Attention of each token separately, in passes that are filled up after their tokens."""
 
     __slots__ = ()
 
     def begin(self, layers: Sequence[Any], at: int, count: int, texts: Sequence[TextPlace] = ONE_TEXT) -> None:
-        """For a pass over `count` tokens of each text, after the slots that each layer holds."""
+        """Begin a pass over `count` tokens of each text, after the slots that each layer holds."""
         super().begin(layers, at, count, texts)
         self.ends = [getattr(layer, "end", 0) for layer in layers]
         self.windows = [getattr(layer, "sliding_window", None) for layer in layers]
@@ -124,7 +124,7 @@ class RowAttention(CacheAttention):
         return torch.cat(rows, dim=1)
 
 
-# Elementwise functions that vector instructions and others may round differently.
+# Elementwise functions that vector instructions and scalar ones may round differently.
 _NAMES = (
     "silu gelu tanh sigmoid logsigmoid exp exp2 expm1 log log2 log10 log1p softplus softsign mish erf erfc sin cos tan "
     "pow hypot addcmul addcdiv lerp hardswish selu elu celu hardsigmoid"
@@ -136,9 +136,9 @@ _GRAIN = 32768
 
 
 def uneven(captured: CapturedPass) -> str | None:
-    """The name of an operation that may round an element otherwise for its place in the pass; `None`: there is none.
+    """Return the name of an operation whose rounding may depend on the place in the pass; `None`: there is none.
 
-    torch's vectorised loops take two vectors at a time, of each thread's share, and the rest one by one.
+    torch's vectorised loops take two vectors at a time, of each thread's share, and the remainder one by one.
 
     Args:
         captured: a pass of a certain length.
@@ -169,7 +169,7 @@ def uneven(captured: CapturedPass) -> str | None:
 
 
 def live_layers_of_any_window(cache: Cache) -> list[BufferedLayer] | None:
-    """The layers that a pass writes to, or `None` where one is of another kind."""
+    """Return the layers that a pass writes to, or `None` where one is of another kind."""
     layers = cache.layers
     if any(type(layer) not in (BufferedLayer, BufferedSlidingLayer) or not layer.is_initialized for layer in layers):
         return None

@@ -17,11 +17,11 @@ __all__ = ["CacheAttention", "live_layers"]
 
 
 class CacheAttention:
-    """Writes keys and values into the spare slots of a cache and attends to all before them.
+    """Attention that writes keys and values into the spare slots of a cache and attends to all before them.
 
-    Shapes as in `captured.Attention`. Query heads that share a key head are treated as further queries, so that no key
-    is repeated. `attend` is of a single text; code made here, which reads `table`, is of several as well: their tokens
-    follow each other in the pass.
+    Shapes as in `fx_graph.Attention`. Query heads that share a key head are treated as further queries, so that no key
+    is repeated. `attend` handles a single text; JIT-compiled kernels, which read `table`, handle several as well: their
+    tokens follow each other in the pass.
     """
 
     __slots__ = (
@@ -34,13 +34,13 @@ class CacheAttention:
         self._table: Any = None
 
     def begin(self, layers: Sequence[Any], at: int, count: int, texts: Sequence[TextPlace] = ONE_TEXT) -> None:
-        """For a pass over some tokens, for which the buffers must be large enough.
+        """Begin a pass over some tokens, for which the buffers must be large enough.
 
         Args:
-            layers: of the cache.
+            layers: layers of the cache.
             at: the slot of the first token of each text.
             count: tokens of each text.
-            texts: where they are in the cache.
+            texts: places of the texts in the cache.
         """
         self._texts = texts
         ends = [getattr(layer, "end", 0) for layer in layers]
@@ -55,31 +55,31 @@ class CacheAttention:
         self.move_to(at, count)
 
     def move_to(self, at: int, count: int) -> None:
-        """Go on with so many tokens of each text, the first of them at this slot."""
+        """Continue with `count` tokens of each text, the first of them at slot `at`."""
         self.at, self.count = at, count
         self.mask.clear()
         if self._table is not None:
             self._table[:3] = self._counts()
 
     def _counts(self) -> list[int]:
-        """The numbers of the table's header that are of the pass."""
+        """Return the numbers of the table's header that depend on the pass."""
         return [self.count * len(self._texts), self.at - self._begun, self.count]
 
     def table(self) -> int:
-        """The address of what code made here knows of the cache (native/cache_table.py)."""
+        """Return the address of the table of the cache that JIT-compiled kernels read (native/cache_table.py)."""
         if self._table is None:
             layers = zip(self.key_buffers, self.value_buffers, self.ends, self.windows, self._dropped, strict=True)
             self._table = cache_table(self._counts(), [LayerPlace(*layer) for layer in layers], self._texts)
         return ctypes.addressof(self._table)
 
     def let_go(self) -> None:
-        """Hold no tensor of a cache any longer: it may be about to grow, or to be dropped."""
+        """Release all tensors of a cache, which may be about to grow, or to be dropped."""
         self.key_buffers = self.value_buffers = []
         self._table = None
         self.mask.clear()
 
     def _mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive, `(groups · n, slots)`: token i sees the slots before it and its own."""
+        """Return the additive mask `(groups · n, slots)`: token i sees the slots before it and its own."""
         known = self.mask.get((groups, dtype))
         if known is None:
             shape = self.count, self.at + self.count
@@ -110,7 +110,7 @@ class CacheAttention:
 
 
 def live_layers(cache: Cache, skipped: frozenset[int]) -> list[BufferedLayer] | None:
-    """The layers that a pass writes to, or `None` where one is not of the plain kind."""
+    """Return the layers that a pass writes to, or `None` where one is not of the plain kind."""
     live = [layer for index, layer in enumerate(cache.layers) if index not in skipped]
     if any(type(layer) is not BufferedLayer or not layer.is_initialized or layer.start != 0 for layer in live):
         return None

@@ -1,13 +1,13 @@
 """A forward pass over a few tokens, captured from the model's own code as a `torch.fx.Graph`.
 
-A small model spends more time in Python (modules, keyword arguments, masks, cache objects) than in its matrices. One
-pass over n tokens behind a KV cache always does the same operations on the same shapes, so it is captured once and
+A small model spends more time in Python (modules, keyword arguments, masks, cache objects) than in its matrices. A pass
+over n tokens that continues a KV cache always does the same operations on the same shapes, so it is captured once and
 compiled (fx_graph.py). Nothing is known about model families: what is captured are the torch functions that the
 model's `forward` calls.
 
 The nodes are made by a torch function mode of our own. fx's symbolic tracer cannot follow the models (branches on
 shapes and on the cache), and while it traces, it patches `nn.Module` for every thread. Dynamo and `torch.export` follow
-them, but take seconds per model, and guard on what is looked at here once.
+them, but take seconds per model, and guard on what is examined here once.
 
 A pass can be captured where it is a pure function of token ids, positions and the cache, and where it attends through
 transformers' attention interface. Everything else is refused with `CannotCapture`, and the caller runs the model
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["CannotCapture", "capture_pass", "own_attention"]
 
 _LARGE = 1 << 16
-"""Elements from which on a linear layer's product is not computed while capturing: only shapes matter then."""
+"""Elements from which on a linear layer's product is not computed during capture: only shapes matter then."""
 
-# By name, as functions and as methods. What would bring a tensor's values into Python, where the capture cannot follow;
-# what gives a result whose shape depends on them; and random numbers.
+# Names of functions and methods that would bring a tensor's values into Python, where the capture cannot follow, that
+# give a result whose shape depends on values, or that draw random numbers.
 _NAMES = (
     "item tolist numpy __bool__ __int__ __float__ __index__ __contains__ __iter__ __array__ __complex__ data_ptr "
     "nonzero argwhere equal allclose is_nonzero unique unique_consecutive bincount masked_select "
@@ -53,8 +53,8 @@ _NAMES = (
 )
 _DEPENDS_ON_VALUES = frozenset(_NAMES.split())
 
-# One target for what is the same operation, so that a rewrite's pattern has one form; Python's operators where there is
-# one, as `torch.fx` traces them.
+# One target per operation, so that a rewrite's pattern has one form; Python's operators where there are such, as
+# `torch.fx` traces them.
 _SAME: dict[Any, Callable[..., Any]] = {
     **{getattr(torch.Tensor, name): operator.mul for name in ("mul", "__mul__", "__rmul__")},
     **{getattr(torch.Tensor, name): operator.add for name in ("add", "__add__", "__radd__")},
@@ -72,7 +72,7 @@ _OPERANDS = {operator.mul: 2, operator.add: 2, operator.neg: 1, operator.getitem
 
 _INPUTS = {"input_ids", "position_ids"}
 
-# What the generated code can write down; anything else is a constant of the graph.
+# Types that the generated code can write as literals; anything else is a constant of the graph.
 _LITERALS = frozenset(
     {type(None), bool, int, float, complex, str, type(Ellipsis), torch.dtype, torch.device, torch.layout}
     | {torch.memory_format}
@@ -84,7 +84,7 @@ class CannotCapture(Exception):
 
 
 def _has_size_of_values(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of the result depends on the values in the arguments."""
+    """Tell whether the shape of the result depends on the values in the arguments."""
     if name == "where":
         return len(args) == 1
     if name in ("arange", "linspace"):
@@ -98,12 +98,12 @@ def _has_size_of_values(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _drops(p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> bool:
-    """Whether `functional.dropout` is random, by the arguments that follow its input."""
+    """Tell whether `functional.dropout` is random, by the arguments that follow its input."""
     return training and p > 0
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes into one of its arguments."""
+    """Tell whether a function writes into one of its arguments."""
     return (
         name == "__setitem__"
         or kwargs.get("out") is not None
@@ -114,7 +114,7 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _storages(tree: Any) -> set[int]:
-    """Addresses of the memory that tensors in a tree lie in."""
+    """Return the addresses of the memory of all tensors in a tree."""
     found = set()
 
     def visit(leaf: Any) -> None:
@@ -126,28 +126,28 @@ def _storages(tree: Any) -> set[int]:
 
 
 class _Capture(TorchFunctionMode):
-    """Runs what it sees, and makes a node of it; `names` gives those of parameters and buffers by id."""
+    """Mode that runs each function and makes a node of it; `names` gives those of parameters and buffers by id."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self.graph = Graph()
         self.constants: dict[str, Any] = {}
         self._names = names
-        # Results are held weakly: the model lets them go as it goes along, and all together would take much memory.
+        # Results are held weakly: the model drops them as it proceeds, and all together would take much memory.
         self._nodes: Any = WeakTensorKeyDictionary()
-        self._outside: dict[int, Node] = {}  # ids are good as long as their objects live: `constants` holds these
+        self._outside: dict[int, Node] = {}  # ids are valid as long as their objects live: `constants` holds these
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor for an argument of the pass."""
+        """Register a tensor as an argument of the pass."""
         self.noted(self.graph.placeholder(name), tensor)
 
     def node_of(self, tensor: torch.Tensor) -> Node | None:
-        """The node that made a tensor, `None` for those from outside the pass."""
+        """Return the node that made a tensor; `None` for those from outside the pass."""
         node: Node | None = self._nodes.get(tensor)
         return node
 
     def noted(self, node: Node, result: Any, writes: bool = False, is_view: bool = False) -> Node:
-        """Note what a node's result is, for the rewrites, and whose it is, for the arguments to come."""
+        """Record the form of a node's result for the rewrites, and the result's node for later arguments."""
         node.meta |= {"shape": None, "dtype": None, "writes": writes, "is_view": is_view}
         if isinstance(result, torch.Tensor):
             node.meta |= {"shape": tuple(result.shape), "dtype": result.dtype}
@@ -155,7 +155,7 @@ class _Capture(TorchFunctionMode):
         return node
 
     def argument(self, leaf: Any) -> Any:
-        """What stands for an argument in the graph: the node that made it, or a constant's."""
+        """Return what represents an argument in the graph: the node that made it, itself, or a constant's node."""
         if isinstance(leaf, torch.Tensor):
             node = self.node_of(leaf)
             if node is not None:
@@ -196,7 +196,7 @@ class _Capture(TorchFunctionMode):
         if not writes and not several and not isinstance(result, torch.Tensor):
             return result  # a shape, a dtype, a device
         if not writes and any(result is argument for argument in args):
-            return result  # such as `.to` of a tensor that is what it should be already
+            return result  # such as `.to` of a tensor that needs no change
         self.add(func, name, args, kwargs, result, writes)
         return result
 
@@ -221,7 +221,7 @@ class _Capture(TorchFunctionMode):
 
 
 class _PretendLayer(CacheLayerMixin):
-    """A cache layer that claims to hold a prefix, and hands back what it is given."""
+    """A cache layer that claims to hold a prefix, and returns what it is given."""
 
     is_sliding = False
 
@@ -238,7 +238,7 @@ class _PretendLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # New tensor objects, by which the attention knows the layer; outside the capture.
+        # New tensor objects, by which the attention recognises the layer; outside the capture.
         with torch._C.DisableTorchFunction():
             key, value = key_states.view_as(key_states), value_states.view_as(value_states)
         self._keys[id(key)] = (self.index, key, key_states)
@@ -260,11 +260,11 @@ _LOCK = ForkSafeRLock()
 
 @contextmanager
 def own_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]], has_masks: bool) -> Iterator[None]:
-    """Let this thread's sdpa attention be a function of this library; other threads see no difference.
+    """Replace this thread's sdpa attention by a function of this library; other threads see no difference.
 
     Args:
-        make: makes the function of the one that it stands for.
-        has_masks: whether it is given masks.
+        make: makes the replacement from the original function.
+        has_masks: whether the replacement is given masks.
     """
     owner = threading.get_ident()
     attention, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
@@ -279,7 +279,7 @@ def own_attention(make: Callable[[Callable[..., Any]], Callable[..., Any]], has_
     if not has_masks:
         places.append((masks._local_mapping, mask))
     with _LOCK:
-        # Looked up here: before, it may be that of another thread's capture.
+        # Looked up here: earlier, it may be that of another thread's capture.
         original, original_mask = attention["sdpa"], masks["sdpa"]
         function = make(original)
         before = [mapping.get("sdpa") for mapping, _ in places]
@@ -306,15 +306,15 @@ def capture_pass(
     behind: int,
     windows: Sequence[int | None] = (),
 ) -> CapturedPass:
-    """Capture a pass over `length` tokens behind a cache that holds `behind`.
+    """Capture a pass over `length` tokens after a cache that holds `behind`.
 
-    The large products are not computed: what a capture takes is the time of the model's Python code and little more.
+    The large products are not computed: a capture takes the time of the model's Python code and little more.
 
     Args:
         model: the target model, in skip mode or not.
         length: n ≥ 1.
-        behind: tokens in the cache, ≥ 1. What is captured must not depend on it: see `captured.same_pass`.
-        windows: by layer, the sliding window that the attention of the captured pass knows of.
+        behind: tokens in the cache, ≥ 1. The captured pass must not depend on it: see `same_pass`.
+        windows: sliding window of each layer that the attention of the captured pass knows about.
 
     Raises:
         CannotCapture: the pass is not a pure function of ids, positions and cache.
@@ -348,13 +348,13 @@ def capture_pass(
         if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != length or query.shape[1] % key.shape[1]:
             raise CannotCapture("an attention with shapes of its own")
         with torch._C.DisableTorchFunction():
-            # Laid out as when the captured pass runs, where code that needs it otherwise would fail.
+            # The layout is that of a captured run, so that code that needs another one fails here already.
             result = query.new_zeros((1, query.shape[1], length, value.shape[3])).transpose(1, 2)
             (_, _, new_key), (_, _, new_value) = keys[id(key)], keys[id(value)]
             scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
             states = map(capture.argument, (query, new_key, new_value))
             made = capture.graph.call_method("attend", (attend, *states, layer, scale))
-            capture.noted(made, result, writes=True)  # into the cache, which `attend` stands for
+            capture.noted(made, result, writes=True)  # into the cache, which `attend` represents
         return result, None
 
     with torch.inference_mode(), own_attention(lambda original: attention, has_masks=False):

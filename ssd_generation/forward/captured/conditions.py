@@ -1,4 +1,4 @@
-"""Whether passes of a model may be captured."""
+"""Conditions under which passes of a model may be captured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class ConditionsPart(Part):
-    """Of a model: why none of its passes may be captured, or none over several rows, as its checks found."""
+    """Part of a model's state: why none of its passes, or none over several rows, may be captured, by its checks."""
 
     def __init__(self) -> None:
         self.capture_refusal: str | None = None
@@ -42,18 +42,18 @@ def forbid_capture(model: PreTrainedModel, reason: str | None) -> None:
 
     Args:
         model: the target model.
-        reason: what its captured passes were found to do wrong; `None`: they may be captured again.
+        reason: error that was found in its captured passes; `None`: they may be captured again.
     """
     state_of(model).get(ConditionsPart).capture_refusal = reason
 
 
 def forbid_batch_capture(model: PreTrainedModel, reason: str | None) -> None:
-    """Forbid captured passes over several rows from now on, or allow them again; arguments as of `forbid_capture`."""
+    """Forbid captured passes over several rows from now on, or allow them again; arguments as in `forbid_capture`."""
     state_of(model).get(ConditionsPart).batch_refusal = reason
 
 
 def why_no_batch_captured(model: PreTrainedModel) -> str | None:
-    """Why passes over several rows are not captured; `None` where they may be.
+    """Return why passes over several rows are not captured; `None` where they may be.
 
     Args:
         model: the target model.
@@ -64,12 +64,12 @@ def why_no_batch_captured(model: PreTrainedModel) -> str | None:
 def why_not_captured(
     model: PreTrainedModel, even_forbidden: bool = False, replaced: Collection[int] = ()
 ) -> str | None:
-    """Why passes of this model are not captured; `None` where they may be.
+    """Return why passes of this model are not captured; `None` where they may be.
 
     Args:
         model: the target model.
-        even_forbidden: do not count what `forbid_capture` said.
-        replaced: ids of modules that something else stands for in the passes, so that their make does not matter.
+        even_forbidden: whether to ignore `forbid_capture`.
+        replaced: ids of modules that are replaced in the passes, so that their make does not matter.
     """
     if not even_forbidden and (refusal := state_of(model).get(ConditionsPart).capture_refusal) is not None:
         return refusal
@@ -80,7 +80,7 @@ def why_not_captured(
 def why_not_on(
     model: PreTrainedModel, device: torch.device, elsewhere: str, replaced: Collection[int] = frozenset()
 ) -> str | None:
-    """Why passes are not captured on a device; `elsewhere` where a weight is not on it."""
+    """Return why passes are not captured on a device; `elsewhere` where a weight is not on it."""
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
         return "its attention implementation is not sdpa"
     if has_states(model):
@@ -112,7 +112,7 @@ def why_not_on(
 
 
 def does_something(hook: Any) -> bool:
-    """Whether a hook is more than what transformers leaves behind once a call has asked for hidden states.
+    """Tell whether a hook is more than the one that transformers leaves after a call that requested hidden states.
 
     That one does nothing until the next such call, whose passes are not captured ones.
     """

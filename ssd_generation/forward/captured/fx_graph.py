@@ -1,4 +1,4 @@
-"""A captured pass: its `torch.fx.Graph` and constants, at one length or at any, and the code that plays it back."""
+"""A captured pass: its `torch.fx.Graph` and constants, at one length or at any, and the code that runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Attention", "CapturedPass", "Program", "at_length", "compile_pass", 
 
 
 class Attention(Protocol):
-    """What a captured pass attends with."""
+    """Attention of a captured pass."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
@@ -28,12 +28,12 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class CopiedWeight:
-    """A weight whose values a constant of a captured pass holds a copy of, in another form.
+    """Copy of a weight in another form, held as a constant of a captured pass.
 
     Attributes:
-        weight: what was copied; it may be a copy itself, of those before it.
+        weight: the tensor that was copied; it may be an earlier copy itself.
         copy: the constant.
-        of: makes the values of the copy of those of the weight.
+        of: computes the values of the copy from those of the weight.
     """
 
     weight: torch.Tensor
@@ -46,12 +46,12 @@ class CapturedPass:
     """One captured pass. The rewrites (rewrites.py) change it in place, as those of `torch.fx` do.
 
     Attributes:
-        graph: of the placeholders `ids (1, n)`, `positions (1, n)` and `attention` (an `Attention`); it gives the
-            logits `(1, n, V)`. Every node's `meta` says of its result `shape` and `dtype` (`None` where it is not a
-            single tensor), `is_view` (it may lie in the memory of an argument), and `writes` (into an argument).
-        constants: what `get_attr` nodes stand for, by their target: parameters, buffers, and others from outside.
+        graph: graph with the placeholders `ids (1, n)`, `positions (1, n)` and `attention` (an `Attention`); it returns
+            the logits `(1, n, V)`. Every node's `meta` gives `shape` and `dtype` of its result (`None` where it is not
+            a single tensor), `is_view` (it may share the memory of an argument), and `writes` (into an argument).
+        constants: values of `get_attr` nodes by their target: parameters, buffers, and others from outside.
         length: n; 0 where the graph is of any length.
-        copied_weights: weights that are not read anew in each pass, in the order that their copies are made in.
+        copied_weights: weights that are not read anew in each pass, in the order in which their copies are made.
     """
 
     graph: Graph
@@ -65,12 +65,12 @@ class CapturedPass:
         return list(self.graph.nodes)
 
     def constant(self, node: Any) -> torch.Tensor | None:
-        """The tensor that a node stands for, `None` where it is computed or no tensor."""
+        """Return the tensor that a node gives as a constant; `None` where it is computed or no tensor."""
         value = self.constants.get(node.target) if isinstance(node, Node) and node.op == "get_attr" else None
         return value if isinstance(value, torch.Tensor) else None
 
     def add_constant(self, name: str, value: torch.Tensor, before: Node) -> Any:
-        """A node for a constant of the rewrites' own, whose name a number follows."""
+        """Add a node for a constant of the rewrites' own; a number is appended to its name."""
         name = f"{name}_{len(self.constants)}"
         self.constants[name] = value
         with self.graph.inserting_before(before):
@@ -79,14 +79,14 @@ class CapturedPass:
     def add_copy(
         self, name: str, weight: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor], before: Node
     ) -> Any:
-        """A node for a constant of the rewrites' own that is made of a weight, and made anew when that changes."""
+        """Add a node for a constant of the rewrites' own that is computed from a weight, anew when that changes."""
         with torch.no_grad():
             copy = of(weight)
         self.copied_weights.append(CopiedWeight(weight, copy, of))
         return self.add_constant(name, copy, before)
 
     def eliminate_dead_code(self) -> None:
-        """Leave out what computes results that nobody reads."""
+        """Remove what computes results that are not read."""
 
         def stays(node: Node) -> bool:
             return node.op in ("placeholder", "output") or bool(node.meta.get("writes"))
@@ -94,7 +94,7 @@ class CapturedPass:
         self.graph.eliminate_dead_code(stays)
 
     def copy(self, length: int, change: Callable[[Any], Any]) -> CapturedPass:
-        """The same at another length, with `change` made to all that is not a node: arguments and shapes."""
+        """Copy the pass at another length, with `change` applied to all that is not a node: arguments and shapes."""
         graph, copies = Graph(), dict[Node, Node]()
         for node in self.nodes:
             args, kwargs, shape = map_aggregate(
@@ -107,7 +107,7 @@ class CapturedPass:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# playing it back
+# running it
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Program:
     Attributes:
         run: `(ids (1, n), positions (1, n), attention) → logits (1, n, V)`.
         length: n.
-        source: the Python code of `run`, for the curious.
-        copied_weights: as of the `CapturedPass`.
+        source: the Python code of `run`, for inspection.
+        copied_weights: as in `CapturedPass`.
     """
 
     run: Callable[[torch.Tensor, torch.Tensor, Attention], torch.Tensor]
@@ -128,17 +128,17 @@ class Program:
 
     @property
     def attends_by_kernels(self) -> bool:
-        """Whether code made here does all of its attention, of which torch does none."""
+        """Tell whether JIT-compiled kernels compute all of its attention, and torch none."""
         return ".attend(" not in self.source
 
 
 def _alias(constant: Any) -> Any:
-    """A tensor of the same memory: a parameter itself lets its own go when a thread replaces it, even as it is read."""
+    """Return a tensor of the same memory: a parameter itself releases its own when replaced, even while it is read."""
     return constant.detach() if isinstance(constant, torch.Tensor) else constant
 
 
 def compile_pass(captured: CapturedPass) -> Program:
-    """The code that `torch.fx` generates for a pass, with its constants."""
+    """Compile the code that `torch.fx` generates for a pass, with its constants."""
     code = captured.graph.python_code("self")
     namespace = dict(code.globals)
     exec(compile(code.src, "<captured pass>", "exec"), namespace)
@@ -166,29 +166,29 @@ class _Grows:
 
 
 class _Differ(Exception):
-    """Captured passes of several lengths that do not do the same."""
+    """Captured passes of several lengths are not the same."""
 
 
 def same_pass(first: CapturedPass, second: CapturedPass) -> bool:
-    """Whether two captures of the same length do the same, whatever the cache held.
+    """Tell whether two captures of the same length are the same, whatever the cache held.
 
-    A number that the model computed from the cache's length (an offset, a scale) shows as a difference.
+    A number that the model computed from the cache's length (an offset, a scale) appears as a difference.
     """
     return first.length == second.length and of_any_length([first, second]) is not None
 
 
 def of_any_length(passes: Sequence[CapturedPass]) -> CapturedPass | None:
-    """What the passes over any number of tokens between those of some captures have in common; see `at_length`.
+    """Return what passes over any number of tokens between those of some captures have in common; see `at_length`.
 
     A number in a graph (of a shape, of a slice) is the same in all of them, or grows with the tokens by the same step.
-    Where that is not so, or where the operations are others, there is no such pass.
+    Where that does not hold, or where the operations differ, there is no such pass.
 
     Args:
-        passes: three or more, of ascending lengths (two for the step, one to see that it holds), and behind caches of
+        passes: three or more, of ascending lengths (two for the step, one to check it), captured after caches of
             several lengths, since nothing may depend on these. Of one length, any two.
 
     Returns:
-        A pass of length 0 that does for all between, or `None`.
+        A pass of length 0 that holds for all lengths between, or `None`.
     """
     if len({len(captured.graph.nodes) for captured in passes}) > 1:
         return None
@@ -244,5 +244,5 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def at_length(common: CapturedPass, length: int) -> CapturedPass:
-    """The pass over so many tokens, from what `of_any_length` gave; the model's code is not run."""
+    """Return the pass over `length` tokens, from a result of `of_any_length`; the model's code is not run."""
     return common.copy(length, lambda leaf: leaf.at(length) if isinstance(leaf, _Grows) else leaf)

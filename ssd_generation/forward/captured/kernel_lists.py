@@ -1,8 +1,8 @@
 """Captured passes whose nodes become lists of kernels, so that little of a pass is left to Python.
 
 A pass over one token through a small model spends as long between its kernels as in them. Here neighbouring nodes that
-there are kernels for become one call; what else a model does stays between two of these. Views are followed by torch
-itself, on tensors without memory.
+there are kernels for become one call; everything else in a model stays between two of these. torch itself follows the
+views, on tensors without memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["use_kernel_lists"]
 
 _NAMES = "view reshape transpose unsqueeze squeeze permute contiguous flatten unflatten narrow to"
 _VIEWS = frozenset(_NAMES.split())
-"""Methods whose result may lie where their argument lies; whether it does, torch says."""
+"""Methods whose result may share the memory of their argument; torch says whether it does."""
 
 
 _SHARE = 4096
-"""Numbers between two layers that are worth a part of their own."""
+"""Elements between two layers that are worth a separate part of the work."""
 
 
 class _No(Exception):
@@ -39,7 +39,7 @@ class _No(Exception):
 
 @dataclass(frozen=True)
 class _Value:
-    """A part of a block, and a tensor without memory that has its shape and strides, in a storage like the block."""
+    """A part of a block, and a tensor without memory that has its shape and strides, in a storage like the block's."""
 
     block: Block
     like: torch.Tensor
@@ -52,7 +52,7 @@ class _Value:
         return Operand(self.block, int(self.like.storage_offset()))
 
     def rows_and_stride(self, rows: int) -> tuple[int, int]:
-        """Columns of each of the first rows of it, and numbers from one of these rows to the next."""
+        """Return the columns of each of its `rows` rows, and the numbers from one row to the next."""
         like = self.like.flatten(0, -2) if self.like.ndim > 1 else self.like[None]
         if like.untyped_storage()._cdata != self.like.untyped_storage()._cdata or like.stride(1) != 1:
             raise _No
@@ -78,7 +78,7 @@ class _List:
     # ------------------------------------------------------------------------------------------------------------------
 
     def take(self, captured: CapturedPass, node: Any) -> bool:
-        """Add a node; `False` where there is no kernel for it, and nothing has changed."""
+        """Add a node; return `False` where there is no kernel for it, and nothing has changed."""
         before = len(self.inputs)
         try:
             self._take(captured, node)
@@ -144,7 +144,7 @@ class _List:
         self.nodes[node] = None
 
     def _value(self, node: Any) -> _Value:
-        """The tensor of an argument: one of the list's own, or given to it."""
+        """Return the tensor of an argument: one of the list's own, or an input of the list."""
         value = self.values.get(node) or self.inputs.get(node)
         if value is None:
             meta = node.meta if isinstance(node, Node) else {}
@@ -171,7 +171,7 @@ class _List:
         fields: list[int],
         held: Any = None,
     ) -> None:
-        """A kernel of rows_code.py, whose result comes behind its other operands (a norm's before its weight)."""
+        """Add a kernel of rows_code.py, whose result follows its other operands (a norm's precedes its weight)."""
         block = Block(shape)
         result = Operand(block, 0, True)
         how = flags(max(1, block.count() // _SHARE))
@@ -198,7 +198,7 @@ class _List:
         if (rows, kv_rows, kv_size) != (self.rows, self.rows, size):
             raise _No
         names = NAMES[self.dtype], NAMES[self.cached], size
-        # What it writes is not seen here: the cache stands for it as a block of its own.
+        # What it writes is not seen here: the cache is represented by a separate block.
         cache = Block((1,))
         ways = [number for _, to_head, to_row, _ in strides[1:] for number in (to_row, to_head)]
         appended = [key.operand(), value.operand(), layer, kv_heads, *ways, Operand(cache, 0, True)]
@@ -240,11 +240,11 @@ class _List:
     # ------------------------------------------------------------------------------------------------------------------
 
     def knows(self, node: Any) -> bool:
-        """Whether something that a node reads is computed in the list."""
+        """Tell whether something that a node reads is computed in the list."""
         return any(source in self.values for source in node.all_input_nodes)
 
     def close(self, captured: CapturedPass) -> None:
-        """Put the list in the place of its nodes, where that saves anything."""
+        """Replace the nodes by the list, where that saves anything."""
         if self.attention is None and len(self.steps) < 2:
             return
         wanted = [node for node in self.nodes if self._is_read_outside(node)]
@@ -270,7 +270,7 @@ class _List:
         for node in reversed(list(self.values)):
             if not node.users:
                 graph.erase_node(node)
-            else:  # a view that others read, of what the list gives
+            else:  # a view, read elsewhere, of a result of the list
                 last.append(node)
 
     def _block_of(self, node: Any) -> Block:
@@ -278,19 +278,19 @@ class _List:
         return (value[0] if isinstance(value, tuple) else value).block  # type: ignore[no-any-return]
 
     def _is_read_outside(self, node: Any) -> bool:
-        """Whether anybody but the list's kernels reads a result, itself or by a view."""
+        """Tell whether anything but the list's kernels reads a result, directly or through a view."""
         return any(
             user not in self.values or (user not in self.nodes and self._is_read_outside(user)) for user in node.users
         )
 
 
 def use_kernel_lists(captured: CapturedPass, dtype: torch.dtype, cached: torch.dtype) -> None:
-    """Let neighbouring nodes that there are kernels for be one call.
+    """Merge neighbouring nodes that there are kernels for into one call.
 
     Args:
-        captured: the pass, whose linear layers are what they are to be.
-        dtype: of its activations.
-        cached: what the cache holds. Where it is another type than the activations', what comes from outside is cast.
+        captured: the pass, with its final linear layers.
+        dtype: type of its activations.
+        cached: type of the cache. Where it differs from that of the activations, what comes from outside is cast.
     """
     written = written_nodes(captured)
 

@@ -1,8 +1,8 @@
 """Kernels for the linear layers of a pass over a few tokens on the CPU, and which of them is the fastest here.
 
-A pass over n tokens could take what a pass over one takes, since reading the weights is most of it. What `F.linear`
-calls (MKL's GEMM) does not come near that; which kernel comes nearest depends on the processor, the matrix and n. So it
-is measured, once per machine, matrix and number of rows.
+A pass over n tokens could take no longer than a pass over one, since reading the weights is most of it. What `F.linear`
+calls (MKL's GEMM) is far from that; which kernel is closest depends on the processor, the matrix and n. So the kernels
+are measured, once per machine, matrix and number of rows.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Layer = tuple[torch.Tensor, "torch.Tensor | None"]
 _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _SMALL = 2**16
-"""Weights of fewer elements are left to the rule: a call takes longer than their arithmetic."""
+"""Elements below which a weight is left to the rule: a call takes longer than its arithmetic."""
 
 _ROWS = (1, 2, 3, 4, 8, 16, 32)
-"""Numbers of rows that are measured; the next one stands for those between, which are filled up to it or nearly."""
+"""Numbers of rows that are measured; numbers between are filled up to the next one, or nearly, and use its result."""
 
 _BYTES = 2**26
-"""Of weights of one shape that a measurement runs over, so that they come from memory as they do in a pass."""
+"""Bytes of weights of one shape that a measurement reads, so that they come from memory as they do in a pass."""
 
 _REPEATS = 5
 _AHEAD = 0.95
-"""A kernel takes the place of the rule's where it needs less than this share of its time."""
+"""Share of the time of the rule's kernel below which another one replaces it."""
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -48,7 +48,7 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies numbers of a type on this processor: half precision not on all (AVX2 has none)."""
+    """Tell whether oneDNN multiplies numbers of a type on this processor: half precision not on all (AVX2 has none)."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype is torch.bfloat16:
@@ -59,7 +59,7 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
 
 
 def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-    """The layer by oneDNN on the plain weight, which is read as it lies; `None` where oneDNN has none of this type."""
+    """Return the layer by oneDNN on the plain weight, read in place; `None` where oneDNN has none of this type."""
     if not _onednn_takes(weight.dtype):
         return None
     kernel = torch.ops.mkldnn._linear_pointwise.default
@@ -71,10 +71,10 @@ def onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | N
 
 
 def _turned(weight: torch.Tensor, bias: torch.Tensor | None, least: int, block: int, product: _Product) -> Linear:
-    """`W · xᵀ`, in which the weight is the matrix of many rows: it is read as it lies, and only x is packed.
+    """Return a layer that computes `W · xᵀ`: the weight has the many rows and is read in place; only x is packed.
 
-    From `least` rows on, x gets rows of zeros up to a multiple of `block`: the kernels are much slower at the numbers
-    between.
+    From `least` rows on, x is padded with rows of zeros to a multiple of `block`: the kernels are much slower at the
+    numbers between.
     """
     out_features, in_features = weight.shape
 
@@ -112,17 +112,17 @@ KERNELS: Mapping[str, Callable[[torch.Tensor, torch.Tensor | None], Linear | Non
     "onednn-turned": _onednn_turned,
     "mkl-turned": _mkl_turned,
 }
-"""By name: `(weight (N, K), bias (N,) or None)` → the layer on the CPU; `None`: there is none for it here."""
+"""Makers by name: `(weight (N, K), bias (N,) or None)` → the layer on the CPU; `None`: there is none for it here."""
 
 
 def _rule(rows: int, dtype: torch.dtype) -> str:
-    """The kernel where nothing is measured.
+    """Return the name of the kernel where nothing is measured.
 
-    Code made for the processor reads weights about as fast as memory gives them; with more rows than passes of decoding
-    have, arithmetic is what takes the time. There, and where no code is made, in float32: MKL's GEMM, which `F.linear`
-    calls from four rows on, takes twice the time of a matrix-vector product; oneDNN's on the plain weight streams it
-    once. On processors that are not Intel's it is ahead from the first row (on an AMD EPYC 1.0 to 1.8 times as fast at
-    one row, up to 3 times at three).
+    JIT-compiled kernels read weights about as fast as memory gives them; with more rows than passes of decoding have,
+    arithmetic takes the time. There, and where nothing is compiled, in float32: MKL's GEMM, which `F.linear` calls from
+    four rows on, takes twice the time of a matrix-vector product; oneDNN's on the plain weight streams it once. On
+    processors other than Intel's it is ahead from the first row (on an AMD EPYC 1.0 to 1.8 times as fast at one row, up
+    to 3 times at three).
     """
     if rows <= _ROWS[-1] and why_not() is None:
         return "native"
@@ -130,12 +130,12 @@ def _rule(rows: int, dtype: torch.dtype) -> str:
 
 
 def _fits(weight: torch.Tensor) -> bool:
-    """Whether there may be kernels for this weight."""
+    """Tell whether there may be kernels for this weight."""
     return weight.dtype in NAMES and weight.device.type == "cpu" and weight.is_contiguous()
 
 
 def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Linear | None:
-    """A kernel that is faster than `F.linear` for `rows` rows on most machines; `None` where there is none."""
+    """Return a kernel that is faster than `F.linear` for `rows` rows on most machines; `None` where there is none."""
     name = _rule(rows, weight.dtype)
     return None if name == "linear" or not _fits(weight) else KERNELS[name](weight, bias)
 
@@ -143,10 +143,10 @@ def linear_of_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, rows: in
 def fastest_kernels(
     model: nn.Module, layers: Sequence[Layer], rows: int
 ) -> Callable[[torch.Tensor, torch.Tensor | None], Linear | None]:
-    """The kernels that are the fastest here for a pass over `rows` tokens: known, or measured now.
+    """Return the kernels that are the fastest here for a pass over `rows` tokens: known, or measured now.
 
     Args:
-        model: the model that the layers are of; the answer is stored with it.
+        model: the model that the layers belong to; the answer is stored with it.
         layers: the linear layers of the pass.
         rows: tokens in the pass, ≥ 1.
 
@@ -185,14 +185,14 @@ def _shape(weight: torch.Tensor, bias: torch.Tensor | None) -> str:
 
 
 def _check(names: Any) -> None:
-    """Complain about an answer from the disk that names no kernels."""
+    """Raise where an answer from the disk names unknown kernels."""
     unknown = set(names.values()) - set(KERNELS)
     if unknown:
         raise ValueError(f"unknown kernels {', '.join(sorted(map(str, unknown)))}")
 
 
 def _measure(by_shape: Mapping[str, Sequence[Layer]], rows: int) -> Any:
-    """By shape, the name of the fastest kernel; `NoisyMeasurement` where the machine is busy."""
+    """Return the name of the fastest kernel by shape; `NoisyMeasurement` where the machine is busy."""
     with torch.inference_mode():
         runs: dict[tuple[str, str], tuple[torch.Tensor, list[Linear]]] = {}
         for shape, layers in by_shape.items():
@@ -207,10 +207,10 @@ def _measure(by_shape: Mapping[str, Sequence[Layer]], rows: int) -> Any:
                 if linears:
                     runs[shape, name] = x, linears
         for x, linears in runs.values():
-            linears[0](x)  # what a kernel prepares once
+            linears[0](x)  # a kernel's preparation, done once
         times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
         for _ in range(_REPEATS):
-            # Kernels in the outer loop: until a weight's turn comes again, it has left the processor's cache.
+            # Kernels in the outer loop: before a weight is read again, it has left the processor's cache.
             for name in KERNELS:
                 for shape in by_shape:
                     if (shape, name) not in runs:

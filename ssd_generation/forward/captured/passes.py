@@ -1,4 +1,4 @@
-"""Passes of a model over a few tokens behind its cache, captured and run where that is possible.
+"""Passes of a model over a few tokens that continue its cache, captured and run where that is possible.
 
 A pass is captured (capture.py) from the model's own code and used as long as the model is the one captured: same
 modules, same weights, no hooks, nothing patched. Where a pass cannot be captured, the caller runs the model itself.
@@ -66,21 +66,21 @@ __all__ = ["CapturedPart", "CapturedPasses", "captured_draft", "captured_target"
 logger = logging.getLogger(__name__)
 
 _MOST_DRAFTS = 4
-"""Skip sets whose captured drafts are kept: each holds code and constants, some a megabyte."""
+"""Skip sets whose captured drafts are retained: each holds code and constants, some a megabyte."""
 
 
 class CapturedPasses:
-    """Passes of one model, whole or as a draft.
+    """Captured passes of one model, whole or as a draft.
 
     Args:
         model: the target model.
-        skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
+        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the whole model.
         skipped_attention: layers whose attention the draft leaves out.
         copies: low-bit copies that the draft computes from, or `None`.
-        batch_invariance: of the whole model: how its bits are kept from depending on the width of a pass; `None`: they
+        batch_invariance: means by which the bits of the whole model do not depend on the width of a pass; `None`: they
             may.
-        of_prompts: whether passes read prompts: of these no logits are computed.
-        leaves_out: whether anything of the model is left out, or runs otherwise than in the whole model.
+        of_prompts: whether passes read prompts: these compute no logits.
+        leaves_out: whether anything of the model is left out, or runs differently from the whole model.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class CapturedPasses:
         self.batch_invariance = batch_invariance
         self._skip_mode = skip_mode
         self._skipped = skipped_attention
-        # Not held: the copies hold their passes, and are to go when they are dropped.
+        # A weak reference: the copies hold their passes, and must be freed when they are dropped.
         self._copies = None if copies is None else weakref.ref(copies)
         self._programs: dict[int, Program | None] = {}
         self._linears: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, Linear | None]] = {}
         self._attention = threading.local()
         self._fingerprint = fingerprint(model)
         self._copied: dict[int, tuple[CopiedWeight, torch.Tensor]] = {}
-        # Not passes that run by torch's own kernels.
+        # Not for passes that run by torch's own kernels.
         may_be = (
             self.is_draft or model.dtype == torch.float32
             if batch_invariance is None
@@ -118,10 +118,10 @@ class CapturedPasses:
         self._capture = self._pass_capture(model, leaves_out)
         self.refusal: str | None = None
         self.uneven: str | None = None
-        """An operation of the last pass that was captured that keeps its bits from being the same at any width."""
+        """Operation by which the bits of the last captured pass depend on its width; `None`: there is none."""
 
     def _pass_capture(self, model: PreTrainedModel, leaves_out: bool) -> PassCapture:
-        """What captures the passes; by kernels made here, the same for all that leave nothing of the model out."""
+        """Return the capture of the passes; with JIT-compiled kernels, it is shared where nothing is left out."""
         knows_windows, is_native = self.batch_invariance is not None, self._is_native
         is_alike = is_native and not leaves_out and (knows_windows or not any(windows_of(model)))
         whole = state_of(model).get(CapturedPart).whole_of(model) if is_alike else None
@@ -129,11 +129,11 @@ class CapturedPasses:
 
     @property
     def is_draft(self) -> bool:
-        """Whether these are drafting passes, whose tokens are verified."""
+        """Tell whether these are drafting passes, whose tokens are verified."""
         return self._skip_mode is not None
 
     def follow(self, model: PreTrainedModel) -> bool:
-        """Make what the passes hold copies of anew where it has changed; `False` where the model is another one."""
+        """Renew the copies of weights that have changed; return `False` where the model is another one."""
         if self._fingerprint != fingerprint(model):
             return False
         with torch.inference_mode():
@@ -144,7 +144,7 @@ class CapturedPasses:
         return True
 
     def program(self, length: int) -> Program | None:
-        """The pass over `length` tokens; `None` where it cannot be captured."""
+        """Return the pass over `length` tokens; `None` where it cannot be captured."""
         if self.refusal is not None or not 1 <= length <= self._longest:
             return None
         if length not in self._programs:
@@ -157,11 +157,11 @@ class CapturedPasses:
                     self._programs[length] = None if self.uneven is not None else self._make(model, captured)
             except Exception as error:
                 if self.is_draft and self._is_native and not isinstance(error, CannotCapture):
-                    # What a model computes beside its linear layers may not go with what kernels made here give.
+                    # What a model computes next to its linear layers may not suit what JIT-compiled kernels give.
                     self._is_native = False
                     self._capture = self._pass_capture(model, True)
                     return self.program(length)
-                # Whatever a model's code does that the capture does not know: its passes are then run as they are.
+                # Whatever a model's code does that the capture does not know: its passes then run uncaptured.
                 self.refusal = f"{type(error).__name__}: {error}"
                 self._programs[length] = None
                 level = logging.DEBUG if isinstance(error, CannotCapture) else logging.INFO
@@ -169,18 +169,18 @@ class CapturedPasses:
         return self._programs[length]
 
     def can_run(self, cache: Cache, length: int, texts: Sequence[TextPlace] = ONE_TEXT) -> bool:
-        """Whether `run` can run a captured pass over `length` tokens behind this cache, those of all texts together."""
+        """Tell whether `run` can run a captured pass over `length` tokens, of all texts together, after this cache."""
         width = self._width(length, texts)
         return width is not None and self._program_for(width, texts) is not None and bool(self._live(cache))
 
     def _width(self, total: int, texts: Sequence[TextPlace]) -> int | None:
-        """What a pass over so many tokens is filled up to; `None` where there is none as wide."""
+        """Return the width to which a pass over `total` tokens is filled up; `None` where there is none as wide."""
         if len(texts) > 1:
             return next((width for width in TEXT_WIDTHS if width >= total), None)
         return total if self.batch_invariance is None else self.batch_invariance.width(total)
 
     def _program_for(self, width: int, texts: Sequence[TextPlace]) -> Program | None:
-        """The pass of this width, where it can attend in several rows of a cache or need not."""
+        """Return the pass of this width, where it can attend in several rows of a cache or need not."""
         program = self.program(width)
         if program is None or not (program.attends_by_kernels or tuple(texts) == ONE_TEXT):
             return None
@@ -189,15 +189,15 @@ class CapturedPasses:
     def _live(self, cache: Cache) -> list[BufferedLayer] | None:
         live = live_layers(cache, self._skipped) if self.batch_invariance is None else live_layers_of_any_window(cache)
         if live and self._is_native and any(layer.dtype is not self._dtype for layer in live):
-            return None  # which torch's attention would take
+            return None  # torch's attention would accept it
         return live
 
     def begin_cache(self, cache: Cache, rows: int = 1) -> None:
-        """Let the layers of a new cache know what they will hold, as a first pass of the model's own would.
+        """Initialise the layers of a new cache for their contents, as a first pass of the model's own would.
 
         Args:
-            cache: with buffers.
-            rows: of it, B.
+            cache: cache with buffers.
+            rows: number of its rows, B.
         """
         if self.program(1) is None:
             return
@@ -215,7 +215,7 @@ class CapturedPasses:
     def _begin(
         self, attention: CacheAttention, cache: Cache, count: int, ahead: int, texts: Sequence[TextPlace]
     ) -> bool:
-        """Begin the attention of a pass; `False` where the cache is of another kind. Arguments as of `run`."""
+        """Begin the attention of a pass; `False` where the cache is of another kind. Arguments as in `run`."""
         live = self._live(cache)
         if not live:
             return False
@@ -225,7 +225,7 @@ class CapturedPasses:
         return True
 
     def _attending(self, cache: Cache, count: int) -> CacheAttention | None:
-        """The attention of a pass that is tried out, over so many tokens; `None` as `_begin`."""
+        """Begin the attention of a trial pass over `count` tokens; `None` where `_begin` gives `False`."""
         attention = self._new_attention()
         return attention if self._begin(attention, cache, count, 0, ONE_TEXT) else None
 
@@ -242,23 +242,23 @@ class CapturedPasses:
         """Run a pass.
 
         Args:
-            cache: the target's cache. The whole model's tokens are appended to it; a draft's are written behind it and
-                not counted.
+            cache: the target's cache. The whole model's tokens are appended to it; a draft's are written after its
+                tokens and not counted.
             ids (`torch.LongTensor` of shape `(B, n)`): the tokens of each text.
             positions (`torch.LongTensor` of shape `(B, n)`): their positions.
-            drafted: tokens of this round's draft that are behind the cache already.
+            drafted: tokens of this round's draft that are written after the cache already.
             ahead: tokens that this round's draft will have in all, to reserve cache for them at once.
-            width: to fill the pass up to; by default that of `batch_invariance`, where there is one.
-            texts: where each is in the cache, in which all end at the same slot.
+            width: width to fill the pass up to; by default that of `batch_invariance`, where there is one.
+            texts: place of each text in the cache, in which all end at the same slot.
 
         Returns:
-            Logits `(B, n, V)`, or `None` where there is no captured pass to run: nothing has happened then. Of passes
-            that read prompts, what the head is given, `(B, n, H)`.
+            Logits `(B, n, V)`, or `None` where there is no captured pass to run: nothing has happened then. From passes
+            that read prompts, the input of the head, `(B, n, H)`.
         """
         count, total, is_one = ids.shape[1], ids.numel(), len(texts) == 1
         if is_one and self.batch_invariance is not None and count > (widest := self.batch_invariance.widths[-1]):
             for layer in self._live(cache) or ():
-                layer.reserve(count)  # at once: a window is to be rolled back by all of it
+                layer.reserve(count)  # at once: a rollback of the window may cover all of it
             parts = zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True)
             found = [self.run(cache, *part, texts=texts) for part in parts]
             return None if found[0] is None else torch.cat([logits for logits in found if logits is not None], dim=1)
@@ -288,7 +288,7 @@ class CapturedPasses:
     def _run_in_groups(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, texts: Sequence[TextPlace]
     ) -> torch.Tensor | None:
-        """`run` of the whole model, for more texts than one pass has room for."""
+        """Run the whole model over more texts than one pass has room for; see `run`."""
         count = ids.shape[1]
         most = max(TEXT_WIDTHS[-1] // count, 1)
         found = []
@@ -306,13 +306,13 @@ class CapturedPasses:
         """Read tokens of one text into its row of a cache of several, which must have room; they are not counted.
 
         Args:
-            cache: with buffers, whose layers hold nothing yet.
+            cache: cache with buffers, whose layers hold nothing yet.
             ids (`torch.LongTensor` of shape `(1, n)`): the tokens, for the slots from the text's first one on.
-            positions (`torch.LongTensor` of shape `(1, n)`): theirs.
-            text: where it is in the cache.
+            positions (`torch.LongTensor` of shape `(1, n)`): their positions.
+            text: place of the text in the cache.
 
         Returns:
-            Whether they were read; else nothing has happened.
+            Whether they were read; otherwise nothing has happened.
         """
         assert self.batch_invariance is not None
         widest, at = self.batch_invariance.widths[-1], text.start
@@ -329,7 +329,7 @@ class CapturedPasses:
         return True
 
     def end_round(self) -> None:
-        """No further step of this round's draft: what is held of the cache is let go."""
+        """End this round's draft: what is held of the cache is released."""
         attention: CacheAttention | None = getattr(self._attention, "value", None)
         if attention is not None:
             attention.let_go()
@@ -366,12 +366,12 @@ class CapturedPasses:
             if not self._is_native:
                 try_out(model, program)
         elif not any(self._programs.values()) and not self._of_prompts:
-            # Those of prompts are held against these (tuning/prompt_kernels.py).
+            # Those of prompts are compared with these (tuning/prompt_kernels.py).
             compare_with_model(model, program, self._attending, self.batch_invariance is not None)
         return program
 
     def _invariant_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-        """A layer whose bits do not depend on the width of a pass, the same for passes of all lengths."""
+        """Return a layer whose bits do not depend on the width of a pass, the same for passes of all lengths."""
         assert self.batch_invariance is not None
         key = id(weight), id(bias)
         if key not in self._linears:
@@ -386,9 +386,9 @@ class CapturedPasses:
 def _run_filled(
     program: Program, ids: torch.Tensor, positions: torch.Tensor, attention: CacheAttention
 ) -> torch.Tensor:
-    """Logits `(B, n, V)` of the tokens `(B, n)` of several texts, one text after the other in the pass.
+    """Return logits `(B, n, V)` of the tokens `(B, n)` of several texts, one text after the other in the pass.
 
-    What fills the pass up is computed for nobody.
+    The results of the tokens that fill the pass up are dropped.
     """
     batch, count = ids.shape
     if batch > 1:
@@ -406,10 +406,10 @@ def _run_filled(
 
 
 def _leave_out_head(model: PreTrainedModel, captured: CapturedPass) -> None:
-    """Let a pass give what the head is given, which is not computed.
+    """Make a pass return the input of the head, which is not computed.
 
     Raises:
-        CannotCapture: the logits are not the head's, one by one.
+        CannotCapture: the logits are not the plain output of the head.
     """
     output, head = captured.nodes[-1], model.get_output_embeddings()
     node = output.args[0]
@@ -424,7 +424,7 @@ def _leave_out_head(model: PreTrainedModel, captured: CapturedPass) -> None:
 
 
 def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:
-    """Let a draft's linear layers compute from their low-bit copies."""
+    """Make a draft's linear layers compute from their low-bit copies."""
     copies = held.by_weight
 
     def group_of(weight: torch.Tensor) -> LowBitCopy | None:
@@ -445,7 +445,7 @@ def _use_copies(captured: CapturedPass, held: LowBitCopies) -> None:
 
 
 def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any]:
-    """A layer that stays as it is in a draft whose activations are bfloat16."""
+    """Return a layer with its own weights for a draft whose activations are bfloat16."""
     faster = linear_of_few_rows(weight, bias, 1)
 
     def linear(x: torch.Tensor) -> torch.Tensor:
@@ -456,12 +456,13 @@ def _mixed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[..., Any
 
 
 class CapturedPart(Part):
-    """Of a model: its captured passes.
+    """Part of a model's state: its captured passes.
 
     Attributes:
-        captured_targets: of the whole model, by the kernel that keeps their bits the same; that of prompts behind it.
-        captured_drafts: of its drafts, by skip set.
-        whole: captured of the whole model, for all of these that leave nothing out.
+        captured_targets: passes of the whole model, by the kernel that keeps their bits the same; those that read
+            prompts have entries of their own.
+        captured_drafts: passes of its drafts, by skip set.
+        whole: capture of the whole model, shared by all of these that leave nothing out.
     """
 
     def __init__(self) -> None:
@@ -470,7 +471,7 @@ class CapturedPart(Part):
         self.whole: WholeCapture | None = None
 
     def whole_of(self, model: PreTrainedModel) -> WholeCapture:
-        """`whole`, made anew when the model changed."""
+        """Return `whole`, made anew when the model has changed."""
         if self.whole is None or not self.whole.is_of(model):
             self.whole = WholeCapture(model)
         return self.whole
@@ -482,10 +483,10 @@ class CapturedPart(Part):
 
 
 def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopies | None) -> CapturedPasses | None:
-    """A draft's passes, or `None` where they may not be captured; made once, and anew when the model changed."""
+    """Return a draft's passes, made once, and anew when the model has changed; `None` where they are not captured."""
     replaced = set() if copies is None else {id(m) for module in copies.modules for m in module.modules()}
     if replaced:
-        # What the draft does not run may be of any make.
+        # Modules that the draft does not run may be of any make.
         layers = layout_of(model).layers
         skipped = [layers[index].attention for index in skip.attention] + [layers[index].mlp for index in skip.mlp]
         replaced.update(id(m) for sub in skipped if sub is not None for top in sub.modules for m in top.modules())
@@ -502,14 +503,14 @@ def captured_draft(model: PreTrainedModel, skip: SkipConfig, copies: LowBitCopie
     if copies is not None:
         copies.passes = passes
         return passes
-    known[skip] = passes  # the last that was used
+    known[skip] = passes  # most recently used
     while len(known) > _MOST_DRAFTS:
         del known[next(iter(known))]
     return passes
 
 
 def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, CapturedPasses | None]:
-    """What makes a model the draft of a config: its skip mode, low-bit copies in place, and its captured passes.
+    """Return the draft of a config: its skip mode, with low-bit copies in place, and its captured passes.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -519,10 +520,10 @@ def draft_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[Ski
 
 
 def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple[SkipMode, LowBitCopies | None]:
-    """The skip mode of a config, with its low-bit copies in place, and these.
+    """Return the skip mode of a config, with its low-bit copies in place, and these copies.
 
     Raises:
-        ValueError: as `draft_of`.
+        ValueError: as in `draft_of`.
     """
     copies = copies_of(model, config.skip, config.precision) if config.precision else None
     return SkipMode(model, config.skip, () if copies is None else copies.forwards()), copies
@@ -531,12 +532,12 @@ def skip_mode_of(model: PreTrainedModel, config: SelfSpeculativeConfig) -> tuple
 def captured_target(
     model: PreTrainedModel, batch_invariance: BatchInvariance | None = None, of_prompts: bool = False
 ) -> CapturedPasses | None:
-    """The whole model's passes, or `None` where they may not be captured; made anew when the model changed.
+    """Return the whole model's passes, made anew when it has changed, or `None` where they may not be captured.
 
     Args:
         model: the target model.
-        batch_invariance: how bits are kept from depending on the width of a pass; `None`: they may.
-        of_prompts: the passes that prompts are read by.
+        batch_invariance: means by which bits do not depend on the width of a pass; `None`: they may.
+        of_prompts: whether to return the passes that read prompts.
     """
     if why_not_captured(model) is not None:
         return None

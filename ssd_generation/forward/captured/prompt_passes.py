@@ -1,8 +1,8 @@
-"""Prompts read by captured passes: by the kernels that decode, so that a token's bits are those of decoding.
+"""Passes that read prompts with the kernels used for decoding, so that a token's bits are those of decoding.
 
-A prompt is arithmetic, where a decoding step is memory. The kernels of captured passes (native/ops/linear_code.py) add
-up each row in one fixed order, whatever stands beside it. So a prompt may be read in parts of any length, at once or
-behind a cached prefix, and its keys and values are those that decoding it token by token would have made.
+A prompt is bound by arithmetic, a decoding step by memory. The kernels of captured passes (native/ops/linear_code.py)
+add up each row in one fixed order, whatever the other rows are. So a prompt may be read in parts of any length, at once
+or after a cached prefix, and its keys and values are those that decoding it token by token would have made.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["PromptPasses", "prompt_passes"]
 
 
 class PromptPasses:
-    """Reads prompts of one model.
+    """Passes that read prompts of one model.
 
     Args:
         model: the target model; its passes can be captured.
-        batch_invariance: how it decodes.
+        batch_invariance: means by which decoding is batch-invariant.
     """
 
     def __init__(self, model: PreTrainedModel, batch_invariance: BatchInvariance) -> None:
@@ -40,9 +40,9 @@ class PromptPasses:
         """Read tokens of a single text.
 
         Args:
-            cache: with buffers; it may be empty. The tokens are appended to it.
-            ids (`torch.LongTensor` of shape `(1, n)`): n ≥ 1 of them.
-            positions (`torch.LongTensor` of shape `(1, n)`): of these.
+            cache: cache with buffers; it may be empty. The tokens are appended to it.
+            ids (`torch.LongTensor` of shape `(1, n)`): the tokens, n ≥ 1.
+            positions (`torch.LongTensor` of shape `(1, n)`): their positions.
 
         Returns:
             The logits of the last one, `(1, 1, V)`; `None` where there are no such passes, or the cache is of another
@@ -56,19 +56,19 @@ class PromptPasses:
             return None
         if ids.shape[1] > 1 and wide.run(cache, ids[:, :-1], positions[:, :-1]) is None:
             return None
-        # The last one as any token is decoded: its logits are the ones that count.
+        # The last one is decoded like any token: its logits are the ones that count.
         return decoding.run(cache, ids[:, -1:], positions[:, -1:])
 
     def read_rows(
         self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor | None:
-        """Read the prompts of a batch, each by itself; of equal ones, one.
+        """Read the prompts of a batch, each separately, and equal ones once.
 
         Args:
-            cache: with buffers; it is empty.
+            cache: cache with buffers; it is empty.
             ids (`torch.LongTensor` of shape `(B, n)`): the prompts, padded at the left; n ≥ 1.
-            positions (`torch.LongTensor` of shape `(B, n)`): of these.
-            starts: by row, the first token that is no padding.
+            positions (`torch.LongTensor` of shape `(B, n)`): their positions.
+            starts: index of the first token of each row that is not padding.
 
         Returns:
             The logits of the last tokens, `(B, 1, V)`; `None` where there are no such passes, or the cache is of
@@ -96,17 +96,17 @@ class PromptPasses:
             ):
                 return None
         append_written(cache, count - 1)
-        # The last ones as any token is decoded: their logits are the ones that count.
+        # The last ones are decoded like any token: their logits are the ones that count.
         places = [TextPlace(row, start) for row, start in enumerate(starts)]
         return decoding.run(cache, ids[:, -1:], positions[:, -1:], texts=places)
 
 
 def prompt_passes(model: PreTrainedModel, batch_invariance: BatchInvariance | None) -> PromptPasses | None:
-    """Passes that read prompts of a model with the bits of decoding; `None` where it does not decode by such kernels.
+    """Return passes that read prompts with the bits of decoding; `None` where decoding does not use such kernels.
 
     Args:
         model: the target model.
-        batch_invariance: how it decodes.
+        batch_invariance: means by which decoding is batch-invariant.
     """
     if batch_invariance is None or batch_invariance.linear != NATIVE:
         return None

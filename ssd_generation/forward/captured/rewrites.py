@@ -1,10 +1,10 @@
 """Rewrites of captured passes, which change a graph in place: fewer operations, faster kernels.
 
-Rewrites that leave every number as it is are made for all passes: common sub-expressions, results nobody reads. Those
-that only round otherwise (a fused norm, a fused rotary embedding) are made in float32, where a pass over n tokens
-rounds otherwise than a pass over one anyway, and in drafts, whose tokens are verified.
+Rewrites that leave every number unchanged are made for all passes: common sub-expressions, results that are not read.
+Those that only round differently (a fused norm, a fused rotary embedding) are made in float32, where a pass over n
+tokens rounds differently from a pass over one anyway, and in drafts, whose tokens are verified.
 
-What is to be replaced is found by `torch.fx`'s subgraph matcher, of which `torch.fx.replace_pattern` is made; that
+What is to be replaced is found by `torch.fx`'s subgraph matcher, on which `torch.fx.replace_pattern` is built; that
 function itself compares no shapes, and generates code after each pattern.
 """
 
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def share_results(captured: CapturedPass) -> None:
-    """Compute the same thing once (such as the rotary tables that every layer reshapes), and nothing for nobody.
+    """Compute equal expressions once (such as the rotary tables that every layer reshapes), and unread ones not at all.
 
     fx's own pass for this (`passes.dialect.common.cse_pass`) is for graphs without writes in place, takes 1 and 1.0 for
     the same, and fails on slices.
@@ -55,7 +55,7 @@ def share_results(captured: CapturedPass) -> None:
         if node.op not in ("call_function", "call_method") or node.meta.get("writes"):
             continue
         if written.isdisjoint((node, *node.all_input_nodes)):
-            # Nodes show as their names in it, and numbers with their types.
+            # In it, nodes appear as their names, and numbers with their types.
             key = node.op, node.target, repr((node.args, sorted(node.kwargs.items())))
             if known.setdefault(key, node) is not node:
                 node.replace_all_uses_with(known[key])
@@ -63,7 +63,7 @@ def share_results(captured: CapturedPass) -> None:
 
 
 def written_nodes(captured: CapturedPass) -> set[Node]:
-    """Nodes whose result another one writes into, and all that may share their memory."""
+    """Return nodes whose result another one writes into, and all that may share their memory."""
     written: set[Node] = set()
     for node in captured.nodes:
         if node.meta.get("writes"):
@@ -78,7 +78,7 @@ def written_nodes(captured: CapturedPass) -> set[Node]:
 
 
 def _become(node: Any, target: Callable[..., Any], *args: Any) -> None:
-    """Let a node be the call of another function; it keeps its name, its readers and what is known of its result."""
+    """Turn a node into the call of another function; its name, its readers and what is known of its result stay."""
     node.op, node.target, node.args, node.kwargs = "call_function", target, args, {}
 
 
@@ -87,9 +87,9 @@ def _become(node: Any, target: Callable[..., Any], *args: Any) -> None:
 
 
 def _pattern(names: str, function: Callable[..., Any]) -> Graph:
-    """The graph of a function of as many arguments, each of which stands for any value.
+    """Return the graph of a function of as many arguments, each of which matches any value.
 
-    By proxies, not by `symbolic_trace`, which patches `nn.Module` for all threads.
+    It is made with proxies, not with `symbolic_trace`, which patches `nn.Module` for all threads.
     """
     graph = Graph()
     graph.output(function(*(Proxy(graph.placeholder(name)) for name in names.split())).node)
@@ -97,9 +97,9 @@ def _pattern(names: str, function: Callable[..., Any]) -> Graph:
 
 
 def _found(captured: CapturedPass, patterns: Sequence[Graph]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Where a pattern is in a graph: the node of its result, and what its arguments are.
+    """Find patterns in a graph, and yield for each match the node of its result, and its arguments.
 
-    What comes between is read by nobody else, and nothing is written into any of it.
+    Nodes in between have no other readers, and nothing is written into any of them.
     """
     written = written_nodes(captured)
     results: dict[Any, list[Any]] = {}
@@ -132,7 +132,7 @@ def _both(operation: Callable[[Any, Any], Any], turned: bool) -> Callable[[Any, 
 
 
 def _width(captured: CapturedPass, node: Any) -> int | None:
-    """Size of the last dimension, where it is known and of any length the same."""
+    """Return the size of the last dimension, where it is known and the same at any length."""
     constant = captured.constant(node)
     shape = constant.shape if constant is not None else isinstance(node, Node) and node.meta.get("shape")
     return shape[-1] if shape and isinstance(shape[-1], int) else None
@@ -155,7 +155,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: torch.Tensor) -> torch
 
 
 def fuse_norms(captured: CapturedPass) -> None:
-    """`w · (x · rsqrt(mean(x²) + ε))` becomes `(w √d) · x / hypot(|x|, √(d ε))`: four operations instead of six.
+    """Replace `w · (x · rsqrt(mean(x²) + ε))` by `(w √d) · x / hypot(|x|, √(d ε))`: four operations instead of six.
 
     (`torch.rms_norm` takes three times as long for a single token on the CPU.)
     """
@@ -188,7 +188,7 @@ def _rotations() -> list[Graph]:
 
 
 def _signed(sin: torch.Tensor) -> torch.Tensor:
-    """−sin in the first half and sin in the second: `cat((−x₂, x₁)) · sin = roll(x, half) · this`."""
+    """Return −sin in the first half and sin in the second: `cat((−x₂, x₁)) · sin = roll(x, half) · this`."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
@@ -198,7 +198,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int) ->
 
 
 def _rotated(captured: CapturedPass) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Where `x · cos + cat((−x₂, x₁)) · sin` of halves of x is computed: the result, x, cos and sin."""
+    """Find where `x · cos + cat((−x₂, x₁)) · sin` of halves of x is computed; yield the result, x, cos and sin."""
     for result, found in _found(captured, _rotations()):
         x, cos, sin = (found[name] for name in ("x", "cos", "sin"))
         half = (_width(captured, x) or 0) // 2
@@ -208,7 +208,7 @@ def _rotated(captured: CapturedPass) -> Iterator[tuple[Any, Any, Any, Any]]:
 
 
 def fuse_rotary(captured: CapturedPass) -> None:
-    """`x · cos + cat((−x₂, x₁)) · sin` becomes three operations instead of seven."""
+    """Replace the seven operations of `x · cos + cat((−x₂, x₁)) · sin` by three."""
     signed: dict[Node, Node] = {}
     for result, x, cos, sin in _rotated(captured):
         if sin not in signed:
@@ -240,7 +240,7 @@ def _gates() -> list[Graph]:
 
 @dataclass(frozen=True)
 class RowFunctions:
-    """What computes each row of a tensor alone, each with the arguments of its namesake in native/ops/rows.py.
+    """Functions that compute each row of a tensor separately, each with its namesake's arguments in native/ops/rows.py.
 
     Attributes:
         norm: RMSNorm.
@@ -254,21 +254,21 @@ class RowFunctions:
 
 
 NATIVE_ROWS = RowFunctions(rms_norm, gated_silu, rotary)
-"""By code made for the processor. In half precision their numbers are those of the model's own code, to the bit; in
-float32 they round otherwise."""
+"""JIT-compiled functions. In half precision their numbers are those of the model's own code, to the bit; in float32
+they round differently."""
 
 
 def use_native_rows(captured: CapturedPass) -> None:
-    """Let norms, gated activations and rotary embeddings be computed by `NATIVE_ROWS`."""
+    """Compute norms, gated activations and rotary embeddings by `NATIVE_ROWS`."""
     use_rows(captured, NATIVE_ROWS)
 
 
 def use_rows(captured: CapturedPass, rows: RowFunctions) -> None:
-    """Let norms, gated activations and rotary embeddings be computed by functions of their own.
+    """Compute norms, gated activations and rotary embeddings by given functions.
 
     Args:
         captured: the pass.
-        rows: these functions.
+        rows: the functions.
     """
     for result, found in (*_found(captured, _norms()), *_found(captured, _half_norms())):
         weight, epsilon, x = captured.constant(found["weight"]), found["epsilon"], found["x"]
@@ -295,7 +295,7 @@ def use_rows(captured: CapturedPass, rows: RowFunctions) -> None:
 
 
 def _is_plain(dtype: torch.dtype | None, *nodes: Any) -> bool:
-    """Whether these are computed tensors of one type that there is code for."""
+    """Tell whether these are computed tensors of one type that has kernels."""
     return dtype in NAMES and all(isinstance(node, Node) and node.meta.get("dtype") == dtype for node in nodes)
 
 
@@ -304,7 +304,7 @@ def _is_plain(dtype: torch.dtype | None, *nodes: Any) -> bool:
 
 
 def linear_weight(captured: CapturedPass, node: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """`(weight, bias)` of an `F.linear` by constants, else `None`."""
+    """Return `(weight, bias)` of an `F.linear` of constants, else `None`."""
     if node.target is not functional.linear or not node.args:
         return None
     named = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
@@ -341,7 +341,7 @@ def merge_linears(
 
     Args:
         captured: the pass.
-        group_of: weight → what it belongs to, or `None` to leave the layer as it is.
+        group_of: weight → the group that it belongs to, or `None` to leave the layer as it is.
         kernel_of: `(group, weights)` → the kernel `x (…, K) ↦ tuple of (…, N_i)`, and the index in that tuple by
             weight; for a single layer a kernel `x (…, K) ↦ (…, N)` and `None`.
     """
@@ -351,7 +351,7 @@ def merge_linears(
         linear = linear_weight(captured, node)
         group = None if linear is None else group_of(linear[0])
         if linear is not None and group is not None:
-            # An input that is written into may not be the same for all: those come one by one.
+            # An input that is written into may not be the same for all: such layers stay separate.
             alone = node if node.args[0] in written else None
             members.setdefault((node.args[0], id(group), alone), []).append((node, linear[0], group))
     for (x, _, _), together in members.items():
@@ -370,7 +370,7 @@ def merge_linears(
 def _rotate_together(
     parts: Sequence[torch.Tensor], shape: tuple[int, ...], heads: int, cos: torch.Tensor, sin: torch.Tensor, half: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first two of several parts that lie side by side in one row, `shape` together, turned and taken apart."""
+    """Rotate the first two of several parts that are adjacent in one row, `shape` together, and split them."""
     first = parts[0]
     size = shape[2] * shape[3]
     both = first.as_strided((1, shape[1], size), first.stride(), first.storage_offset()).view(shape)
@@ -388,12 +388,12 @@ def _turned_parts() -> list[Graph]:
 
 
 def rotate_together(captured: CapturedPass, joined: Callable[[Node], bool]) -> None:
-    """Turn query and key in one go where they lie side by side, the first two results of one kernel.
+    """Rotate query and key at once where they are adjacent, the first two results of one kernel.
 
     Args:
         captured: the pass over one token, after `fuse_rotary` and `merge_linears`.
-        joined: whether a node is a kernel whose results, side by side in one tensor, are float32 enough to be turned
-            before they are taken apart.
+        joined: whether a node is a kernel whose results, adjacent in one tensor, can be rotated before they are
+            split.
     """
     parts: dict[Node, dict[int, Any]] = {}
     for turned, found in _found(captured, _turned_parts()):
@@ -413,9 +413,9 @@ def rotate_together(captured: CapturedPass, joined: Callable[[Node], bool]) -> N
 
 
 def use_bfloat16(captured: CapturedPass) -> None:
-    """Let the activations of a draft be bfloat16, which is what the low-bit kernels take: no casts between layers.
+    """Make the activations of a draft bfloat16, which is what the low-bit kernels take: no casts between layers.
 
-    The embedding's output is cast, and small constants (norms, biases) are; everything else follows from them.
+    The embedding's output is cast, and so are small constants (norms, biases); everything else follows from them.
     """
     wide = (torch.float32, torch.float16)
 

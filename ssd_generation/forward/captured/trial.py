@@ -1,4 +1,4 @@
-"""Captured passes tried out before they are used."""
+"""Trials of captured passes before they are used."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["compare_with_model", "try_out"]
 
 _TIMES, _MOST = 4, 0.35
-"""Half precision: logits of other kernels may differ by so many times what another rounding of the embeddings changes,
-and by so many standard deviations, as a root mean square."""
+"""Limits in half precision: logits of other kernels may differ by so many times the effect of another rounding of the
+embeddings, and by so many standard deviations, as a root mean square."""
 
 _BEHIND = 9
 """Tokens before a pass that is tried out."""
@@ -34,15 +34,15 @@ Attending = Callable[[Cache, int], CacheAttention | None]
 
 
 def compare_with_model(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool) -> None:
-    """Play a pass back on a small cache beside the model's own: a wrong capture must never decide a token.
+    """Compare a pass on a small cache with the model's own: a wrong capture must never decide a token.
 
     Two of three texts have to agree: in half precision there are tokens whose logits change with every rounding.
 
     Args:
         model: the target model.
         program: the pass.
-        attending: begins its attention.
-        knows_windows: whether this knows about sliding windows.
+        attending: begins the attention of the pass.
+        knows_windows: whether this attention knows about sliding windows.
 
     Raises:
         CannotCapture: the logits differ by more than rounding.
@@ -55,7 +55,7 @@ def compare_with_model(model: PreTrainedModel, program: Program, attending: Atte
 
 
 def _agrees(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool, seed: int) -> bool:
-    """Whether a pass over random tokens gives the model's logits, but for rounding."""
+    """Tell whether a pass over random tokens gives the model's logits, but for rounding."""
     length = program.length
     with torch.inference_mode():
         vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -89,16 +89,16 @@ def _agrees(model: PreTrainedModel, program: Program, attending: Attending, know
 def _sensitivity(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, expected: torch.Tensor
 ) -> torch.Tensor:
-    """How far logits move where the embeddings are rounded otherwise."""
+    """Return how far logits move where the embeddings are rounded differently."""
     moved = moved_embeddings(model, ids)
     logits = model(inputs_embeds=moved, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
     return (logits.float() - expected).norm()  # type: ignore[no-any-return]
 
 
 def try_out(model: PreTrainedModel, program: Program) -> None:
-    """Play a draft back without a cache. What it says is verified later; that it can be run must be known before.
+    """Run a draft's pass without a cache. Its tokens are verified later; that it can be run must be known before.
 
-    A model may mix what a draft computes in bfloat16 with weights of its own in a way that torch refuses.
+    A model may combine what a draft computes in bfloat16 with weights of its own in a way that torch refuses.
 
     Args:
         model: the target model.

@@ -1,11 +1,11 @@
 """Low-bit copies of a model's own linear layers, for drafting.
 
-A copy holds the same weights in 8 or 4 bits and is read where the layer's own weights would be: a decoding step is
-bound by the bytes it reads. The target never computes with a copy, so the text is the target's.
+A copy holds the same weights in 8 or 4 bits and is read in place of the layer's own weights: a decoding step is bound
+by the bytes it reads. The target never computes with a copy, so the text is the target's.
 
 int8: one scale per output channel, symmetric, w ≈ q · s. int4: one scale and offset per group of input channels,
 asymmetric, w ≈ q · s + z (as in QuantSpec's weights, arXiv 2502.10424, and every int4 weight-only kernel). They are
-read by code made for the processor, or by ATen's kernels where there is none; both take bfloat16 activations.
+read by JIT-compiled kernels, or by ATen's where there are none; both take bfloat16 activations.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ __all__ = [
 ]
 
 _MOST_DRAFTS = 8
-"""Drafts of other skip sets or precisions that are known; copies that they have in common are made once."""
+"""Drafts with different skip sets or precisions that are retained; copies that they share are made once."""
 
 MOST_DRIFT = 0.1
-"""Share of their size that weights may have moved by for their copies to draft still: beyond it, they are others."""
+"""Share of their size by which weights may move while their copies still draft: beyond it, the copies are stale."""
 
 _ROWS = 1 << 18
-"""Weights quantised at a time: a megabyte, so that the steps in between stay in a core's cache."""
+"""Weights quantised at a time: a megabyte, so that the intermediate steps stay in a core's cache."""
 
 
 class LowBitCopy:
@@ -99,7 +99,7 @@ class LowBitCopy:
     def _quantised(
         self, layers: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Quantise and pack the weights of layers: numbers, scales, and the biases below each other."""
+        """Quantise and pack the weights of layers; return numbers, scales, and the concatenated biases."""
         bias: torch.Tensor | None = None
         weights = [weight for weight, _ in layers]
         is_native = _reads_here(weights[0], self.precision)
@@ -142,7 +142,7 @@ class LowBitCopy:
         self._last: tuple[Any, Any] = (None, None)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `of_tensors` makes the same copy of again."""
+        """Return the tensors from which `of_tensors` makes the same copy again."""
         held = {"weight": self.weight, "scales": self.scales, "bias": self.bias}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
@@ -150,11 +150,11 @@ class LowBitCopy:
     def of_tensors(
         cls, tensors: Mapping[str, torch.Tensor], weights: Sequence[torch.Tensor], precision: str, group_size: int
     ) -> LowBitCopy:
-        """A copy that was made before.
+        """Make a copy from its tensors, without quantising.
 
         Args:
-            tensors: what `tensors` gave, on a processor that packs weights in the same way (`packing`).
-            weights: of the layers, of which only shape and device are looked at.
+            tensors: result of `tensors`, on a processor that packs weights in the same way (`packing`).
+            weights: weights of the layers, of which only shape and device are used.
             precision: as in the constructor.
             group_size: as in the constructor.
 
@@ -175,12 +175,12 @@ class LowBitCopy:
         return made
 
     def num_bytes(self) -> int:
-        """Memory of the copy."""
+        """Return the memory of the copy in bytes."""
         tensors = (self.weight, self.scales, self.bias)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """All layers' outputs side by side: `(…, K)` to `(…, N_1 + N_2 + …)` in bfloat16."""
+        """Return all layers' outputs, concatenated: `(…, K)` to `(…, N_1 + N_2 + …)` in bfloat16."""
         if self.native is not None:
             return self.native(x)
         if x.dtype is not torch.bfloat16:
@@ -199,11 +199,11 @@ class LowBitCopy:
         return y if len(shape) == 2 else y.view(*shape[:-1], -1)
 
     def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The layers' outputs, `(…, N_i)` each, as views of one tensor."""
+        """Return the layers' outputs, `(…, N_i)` each, as views of one tensor."""
         return torch.split_with_sizes(self.whole(x), self.sizes, -1)
 
     def one(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """The output of one of the layers, where they are called one after the other with the same input."""
+        """Return the output of one of the layers, which are called one after the other with the same input."""
         known, outputs = self._last
         if known is not x:
             outputs = self.apart(x)
@@ -212,30 +212,30 @@ class LowBitCopy:
 
 
 def packing(weight: torch.Tensor, precision: str) -> str:
-    """How a copy's numbers lie in memory: by the code that reads them, which for ATen's goes by the processor."""
+    """Name the layout of a copy's numbers in memory, by the code that reads them; ATen's depends on the processor."""
     if _reads_here(weight, precision):
         return "native, by integers" if precision == "int8" and native.can_pack_int8(*weight.shape) else "native"
     return f"aten {torch.backends.cpu.get_cpu_capability()} {torch.__version__.partition('+')[0]}"
 
 
 def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows at a time of weights below each other, in float32 and without gaps, and which they are."""
+    """Yield some rows at a time of concatenated weights: their slice, and their values in float32 and without gaps."""
     step = max(16, _ROWS // weights[0].shape[1] // 16 * 16)
     place = 0
     for weight in weights:
         for rows in torch.split(weight.detach(), step):
-            # Numbers are packed by looking at their bytes as wider ones, whatever the layout of the weights.
+            # Packing reads the numbers' bytes as wider numbers, whatever the layout of the weights.
             yield slice(place, place + rows.shape[0]), rows.float().contiguous()
             place += rows.shape[0]
 
 
 def _to_int8(weights: Sequence[torch.Tensor], packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of weights `(N_i, K)` below each other: `(N, K)` int8, or as `native.pack_int8` gives it, and scales `(N,)`."""
+    """Quantise concatenated weights `(N_i, K)`: `(N, K)` int8, or as `native.pack_int8` gives it; scales `(N,)`."""
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
     quantised = weights[0].new_empty((rows, columns), dtype=torch.uint8 if packed else torch.int8)
     scales = weights[0].new_empty(rows, dtype=torch.bfloat16)
     for at, w in _chunks(weights):
-        # Rounded to bfloat16 before it is used, so that the kernel multiplies by what was divided by.
+        # Rounded to bfloat16 before it is used, so that the kernel multiplies by the number that was divided by.
         scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-12).to(torch.bfloat16)
         q = (w / scale.float()[:, None]).round_().clamp_(-127, 127)
         quantised[at] = native.pack_int8(q.to(torch.int8)) if packed else q
@@ -244,23 +244,23 @@ def _to_int8(weights: Sequence[torch.Tensor], packed: bool = False) -> tuple[tor
 
 
 def _is_native(rows: int, precision: str) -> bool:
-    """Whether there is code made here for copies of weights of so many rows, on the CPU."""
+    """Tell whether JIT-compiled kernels read copies of weights with `rows` rows, on the CPU."""
     return why_not() is None and (precision == "int8" or rows % 16 == 0)
 
 
 def _reads_here(weight: torch.Tensor, precision: str) -> bool:
-    """Whether copies of such weights are read by code made here."""
+    """Tell whether JIT-compiled kernels read copies of such a weight."""
     return weight.device.type == "cpu" and _is_native(int(weight.shape[0]), precision)
 
 
 def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of weights `(N_i, K)` below each other: `(N, K)` int32 in 0 … 15; `(K / group_size, N, 2)` scales and offsets.
+    """Quantise concatenated weights `(N_i, K)`: `(N, K)` int32 in 0 … 15; `(K / group_size, N, 2)` scales and offsets.
 
-    For ATen's kernel, to which w is (q − 8) · s + z.
+    The form is that of ATen's kernel, for which w is (q − 8) · s + z.
     """
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
     quantised = weights[0].new_empty((rows, columns), dtype=torch.int32)
-    # As the kernel wants them: by group, then by output channel.
+    # The order of the kernel: by group, then by output channel.
     scales = weights[0].new_empty((columns // group_size, rows, 2), dtype=torch.bfloat16)
     for at, whole in _chunks(weights):
         w = whole.reshape(whole.shape[0], -1, group_size)
@@ -273,7 +273,7 @@ def _to_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Te
 
 
 def _pack_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of weights `(N_i, K)` below each other what code made here reads, see `native.pack_int4`."""
+    """Quantise concatenated weights `(N_i, K)` for JIT-compiled kernels; see `native.pack_int4`."""
     rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
     packed = weights[0].new_empty((rows, columns // 2), dtype=torch.uint8)
     scales = weights[0].new_empty((rows // 16, columns // group_size, 16), dtype=torch.float32)
@@ -283,7 +283,7 @@ def _pack_int4(weights: Sequence[torch.Tensor], group_size: int) -> tuple[torch.
 
 
 def refused_shape(rows: int, columns: int, precision: str, group_size: int, on_cpu: bool = True) -> str | None:
-    """Why the kernel does not take a weight of shape `(rows, columns)`; `None` if it does."""
+    """Return why the kernel does not take a weight of shape `(rows, columns)`; `None` if it does."""
     if precision == "int8" and columns % 16:
         # ATen's kernel does not check: it reads beyond the rows, and gives wrong numbers or kills the process.
         return f"its {columns} input channels are no multiple of 16"
@@ -303,7 +303,7 @@ def refused_shape(rows: int, columns: int, precision: str, group_size: int, on_c
 
 @dataclass(frozen=True)
 class _Place:
-    """A linear layer in a sub-layer (or the head) and the precision asked for."""
+    """A linear layer in a sub-layer (or the head) and the requested precision."""
 
     name: str
     module: nn.Module
@@ -317,7 +317,7 @@ class _Place:
 
 
 def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> tuple[list[_Place], list[str]]:
-    """The linear layers that are to be copied, and the other weights in sub-layers that are asked for but cannot be."""
+    """Find the linear layers to be copied, and the other weights that are requested but cannot be copied."""
     layout = layout_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     places: list[_Place] = []
@@ -349,7 +349,7 @@ def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
             if held < 0.5 * sum(p.numel() for top in sub.modules for p in top.parameters()):
                 left.append(f"{names.get(id(sub.modules[-1]), sub.name)} (its weights are not in linear layers)")
     if precision.default is not None:
-        # What is in no sub-layer that is known, of the text's decoder.
+        # Layers of the text's decoder that are in no known sub-layer.
         for module in linears(model.get_decoder()):
             if module is not head and id(module) not in within:
                 place(module, "linear", precision.default)
@@ -363,11 +363,11 @@ def _places(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig
 
 
 def check_precision(model: PreTrainedModel, precision: PrecisionConfig | None = None) -> None:
-    """Whether low-bit copies can be made of this model, here.
+    """Check that low-bit copies can be made of this model, here.
 
     Args:
         model: the target model.
-        precision: of the copies; `None`: any that somebody may want.
+        precision: precision of the copies; `None`: any that may be requested.
 
     Raises:
         ValueError: the weights are quantised already, or the device has no kernel for it.
@@ -408,7 +408,7 @@ def _device_types(model: PreTrainedModel) -> set[str]:
 
 @follows_from_structure
 def _why_none_is_read(model: PreTrainedModel) -> list[str]:
-    """Why the weights of none of a model's linear layers can be had; empty where those of some can."""
+    """Return why the weights of none of a model's linear layers can be obtained; empty where those of some can."""
     found = [_why_not_read(model, module) for module in linears_of(model)]
     if any(reason is None for reason in found):
         return []
@@ -416,7 +416,7 @@ def _why_none_is_read(model: PreTrainedModel) -> list[str]:
 
 
 def _what_holds_weights(model: nn.Module) -> str:
-    """Of a model without a linear layer that is known for one."""
+    """Name what holds the weights of a model without a layer that is known for a linear one."""
     kinds = {
         type(module).__name__
         for module in model.modules()
@@ -427,11 +427,11 @@ def _what_holds_weights(model: nn.Module) -> str:
 
 
 def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:
-    """Why the weights that a linear layer computes with cannot be had; `None` where they can.
+    """Return why the weights that a linear layer computes with cannot be obtained; `None` where they can.
 
-    Of a quantiser's classes, one layer of each is looked at.
+    Of a quantiser's classes, one layer of each is tested.
     """
-    # `ssd inspect` looks at a model whose tensors have no values.
+    # `ssd inspect` inspects a model whose tensors have no values.
     if is_plain_linear(module) or (isinstance(module, nn.Linear) and isinstance(module.weight, FakeTensor)):
         dtype: Any = module.weight.dtype
         if dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -454,11 +454,11 @@ class LowBitCopies:
 
     Attributes:
         by_module: `(copy, index of the layer in it)` by id of the layer.
-        by_weight: the same by id of the weight, or of what stands for it in captured passes (`stand_ins`).
+        by_weight: the same by id of the weight, or of what replaces it in captured passes (`stand_ins`).
         modules: the linear layers, in the order of the model.
-        others: further `(module, forward)` pairs that the draft computes by.
-        left: sub-layers and layers that were asked for and stay as they are, with the reason.
-        passes: passes captured with these copies (captured/passes.py), kept here so that they go with them.
+        others: further `(module, forward)` pairs that the draft computes with.
+        left: requested sub-layers and layers that stay as they are, with the reason.
+        passes: passes captured with these copies (captured/passes.py), stored here so that they are freed with them.
     """
 
     def __init__(
@@ -468,12 +468,12 @@ class LowBitCopies:
         precision: PrecisionConfig,
         make: Callable[[Sequence[str], Sequence[Any], str, int], LowBitCopy] | None = None,
     ) -> None:
-        """The copies for one draft.
+        """Make the copies for one draft.
 
         Args:
-            model: whose layers are copied.
-            skip: what the draft leaves out.
-            precision: of its layers.
+            model: the model whose layers are copied.
+            skip: sub-layers that the draft leaves out.
+            precision: precision of its layers.
             make: `(names, layers, precision, group size)` → the copy of these layers; by default of their weights.
 
         Raises:
@@ -502,7 +502,7 @@ class LowBitCopies:
                     else:
                         names, modules = [p.name for p in group], [p.module for p in group]
                         store[key] = make(names, modules, group[0].precision, precision.group_size)
-                except CannotRead as error:  # unlike the layer of this class that was looked at
+                except CannotRead as error:  # unlike the layer of this class that was tested
                     reason = str(error)
             if reason is not None:
                 self.left += [f"{place.name} ({reason})" for place in group]
@@ -513,7 +513,7 @@ class LowBitCopies:
                 self.by_module[id(module)] = store[key], index
                 weight: Any = module.weight
                 if not is_plain_linear(module):
-                    # Of no memory: it is there to be recognised.
+                    # It takes no memory: it serves to be recognised.
                     zero = torch.zeros(1, dtype=model.dtype, device="cpu")
                     weight = self._stand_ins[id(module)] = zero.expand(place.shape)
                 self.by_weight[id(weight)] = store[key], index
@@ -521,14 +521,14 @@ class LowBitCopies:
         self._note(model)
 
     def _note(self, model: PreTrainedModel) -> None:
-        """Note of which weights the copies are."""
+        """Record the weights that the copies are made of."""
         self._linears = [id(module) for module in linears_of(model)]
         self._identities = [identity(module) for module in self.modules]
         self._places = list(map(_place, self.modules))
         self._sample = sample(self.modules)
 
     def is_current(self, model: PreTrainedModel) -> bool:
-        """Whether these are the model's layers, and still hold the weights that were copied."""
+        """Tell whether these are the model's layers, and still hold the weights that were copied."""
         return (
             self._linears == [id(module) for module in linears_of(model)]
             and self._identities == [identity(module) for module in self.modules]
@@ -553,29 +553,29 @@ class LowBitCopies:
         return float(moved) if math.isfinite(moved) else math.inf
 
     def rewrite(self, model: PreTrainedModel) -> None:
-        """Quantise weights that have moved again, in place, and note that the copies are of these.
+        """Quantise weights that have moved again, in place, and record that the copies are made of these.
 
         Raises:
-            CannotRead: weights of a layer can no longer be had.
+            CannotRead: weights of a layer can no longer be obtained.
         """
         for copy, modules in self._copied:
             copy.rewrite([dense(module, model.dtype) for module in modules])
         self._note(model)
 
     def by_key(self) -> dict[Any, LowBitCopy]:
-        """The copies by weights and precision, as `CopiesPart` has them."""
+        """Return the copies by weights and precision, as `CopiesPart` has them."""
         return {_key(modules, copy.precision, copy.group_size): copy for copy, modules in self._copied}
 
     def num_weights(self) -> int:
-        """Numbers that quantising all of them takes in."""
+        """Count the numbers that quantising all of them takes in."""
         return sum(sum(copy.sizes) * (features(modules[0]) or (0,))[0] for copy, modules in self._copied)
 
     def num_bytes(self) -> int:
-        """Memory of the copies."""
+        """Return the memory of the copies in bytes."""
         return sum(copy.num_bytes() for copy in {id(c): c for c, _ in self.by_module.values()}.values())
 
     def forwards(self) -> list[tuple[nn.Module, Any]]:
-        """`(module, forward)` pairs under which the linear layers compute from their copies."""
+        """Return the `(module, forward)` pairs with which the linear layers compute from their copies."""
         return [*self.others, *((module, self._forward(module)) for module in self.modules)]
 
     def _forward(self, module: nn.Module) -> Any:
@@ -587,7 +587,7 @@ class LowBitCopies:
         return forward
 
     def stand_ins(self) -> list[tuple[nn.Module, Any]]:
-        """`(module, forward)` pairs under which a capture sees layers of other makes than torch's as torch's."""
+        """Return the `(module, forward)` pairs with which a capture sees layers of other makes as torch's."""
 
         def forward(weight: torch.Tensor) -> Any:
             return lambda x: nn.functional.linear(x, weight)
@@ -596,21 +596,21 @@ class LowBitCopies:
 
 
 def _key(modules: Sequence[nn.Module], precision: str, group_size: int) -> Any:
-    """Key of a copy: the weights of its layers, and how they are quantised."""
+    """Return the key of a copy: the weights of its layers, and how they are quantised."""
     return tuple(map(identity, modules)), precision, group_size
 
 
 def _place(module: nn.Module) -> list[Any]:
-    """Which tensors a layer has, and where: unlike `identity`, the same after they were written into."""
+    """Return the tensors of a layer and their places: unlike `identity`, the same after they were written into."""
     return [(id(tensor), place_of(tensor)) for tensor in tensors_of(module)]
 
 
-# Layers that read the same input, by the names that transformers gives them. Only speed hangs on it.
+# Layers that read the same input, by the names that transformers gives them. Only speed depends on it.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 def _groups(places: list[_Place], group_size: int) -> list[list[_Place]]:
-    """Places that share an input, their precision and a shape that fits, together."""
+    """Group places that share an input, their precision and a shape that fits."""
     groups: list[list[_Place]] = []
     for place in places:
         parent, _, leaf = place.name.rpartition(".")
@@ -633,23 +633,23 @@ def _groups(places: list[_Place], group_size: int) -> list[list[_Place]]:
 
 
 class Resident(Protocol):
-    """The draft of a model with offloaded weights (resident.py), as far as it is known here."""
+    """Draft of a model with offloaded weights (resident.py), as far as it is used here."""
 
     def is_of(self, model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> bool:
-        """Whether it is the draft of these, of the weights of now."""
+        """Tell whether it is the draft of these, with the current weights."""
 
     def num_bytes(self) -> int:
-        """Memory of all that the draft has for itself."""
+        """Return the memory, in bytes, of all that the draft has for itself."""
 
 
 class CopiesPart(Part):
-    """Of a model: the low-bit copies of its weights.
+    """Part of a model's state: the low-bit copies of its weights.
 
     Attributes:
         low_bit_copies: copies, by weights and precision.
-        low_bit_drafts: the copies that a draft computes from, by skip set and precision.
-        resident: the draft of a model with offloaded weights, which has all of its own in memory.
-        unread: of classes of linear layers, why their weights cannot be had, or `None`.
+        low_bit_drafts: copies that a draft computes from, by skip set and precision.
+        resident: draft of a model with offloaded weights, whose own are all in memory.
+        unread: reasons why the weights of classes of linear layers cannot be obtained; `None` where they can.
     """
 
     def __init__(self) -> None:
@@ -668,9 +668,9 @@ class CopiesPart(Part):
 
 
 def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> LowBitCopies:
-    """The low-bit copies of a model, made once and shared by all configs that want the same.
+    """Return the low-bit copies of a model, made once and shared by all configs that need the same.
 
-    Copies of weights that have moved a little since, as in training, still draft: `rewrite_copies` follows them.
+    Copies of weights that have moved a little since, as in training, still draft: `rewrite_copies` updates them.
 
     Raises:
         ValueError: see `check_precision`.
@@ -678,14 +678,14 @@ def copies_of(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConf
     state, part = state_of(model), state_of(model).get(CopiesPart)
     copies: LowBitCopies | None = part.low_bit_drafts.get((skip, precision))
     if copies is not None and copies.drift(model) > MOST_DRIFT:
-        state.drop_copies()  # of weights that are no more
+        state.drop_copies()  # of weights that no longer exist
         copies = None
     if copies is None:
         _drop_of_others(model)
         copies = LowBitCopies(model, skip, precision)
     known = part.low_bit_drafts
     known.pop((skip, precision), None)
-    known[skip, precision] = copies  # the last that was used
+    known[skip, precision] = copies  # most recently used
     while len(known) > _MOST_DRAFTS:
         del known[next(iter(known))]
     return copies
@@ -696,7 +696,7 @@ def rewrite_copies(model: PreTrainedModel, copies: LowBitCopies) -> None:
 
     Args:
         model: the target model.
-        copies: whose `drift` is neither 0 nor infinite.
+        copies: copies whose `drift` is neither 0 nor infinite.
     """
     part = state_of(model).get(CopiesPart)
     try:
@@ -704,7 +704,7 @@ def rewrite_copies(model: PreTrainedModel, copies: LowBitCopies) -> None:
     except CannotRead:
         state_of(model).drop_copies()
         return
-    # Other drafts find the copies that they share when they are next wanted.
+    # Other drafts find the copies that they share when they are next used.
     part.low_bit_copies = copies.by_key()
     part.low_bit_drafts = {asked: other for asked, other in part.low_bit_drafts.items() if other is copies}
 
@@ -720,14 +720,14 @@ def _drop_of_others(model: PreTrainedModel) -> None:
 
 
 def copy_bytes(model: nn.Module) -> int:
-    """Bytes of all low-bit copies kept for a model; where its weights are offloaded, of all that its draft keeps."""
+    """Return the bytes of all low-bit copies of a model; where its weights are offloaded, of all that its draft has."""
     part = state_of(model).get(CopiesPart)
     kept: int = sum(copy.num_bytes() for copy in part.low_bit_copies.values())
     return kept if part.resident is None else kept + int(part.resident.num_bytes())
 
 
 def keep_only(model: nn.Module, copies: LowBitCopies | None) -> None:
-    """Free the low-bit copies of a model but these."""
+    """Free all low-bit copies of a model but these."""
     if copies is None:
         drop_copies(model)
         return
@@ -746,7 +746,7 @@ def drop_copies(model: nn.Module) -> None:
 
 
 def estimated_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:
-    """Bytes that the copies would take, before they are made."""
+    """Estimate the bytes of the copies before they are made."""
     total = 0
     for group in _groups(_places(model, skip, precision)[0], precision.group_size):
         rows, columns = sum(place.shape[0] for place in group), group[0].shape[1]

@@ -1,10 +1,10 @@
 """The draft of a model with offloaded weights: everything that it reads is in memory.
 
-Of the model a second one is made (`clone_without_hooks`) that has low-bit copies in place of its linear layers, the
-embedding in bfloat16, and whatever else there is (norms, biases, routers) as it is. No hook is on it, so that its
-passes are captured like those of any draft, and none of them reads an offloaded weight. The copies are made a few
-layers at a time, each written to the offload folder when it is made: the next process reads them, also where this one
-is killed in the middle.
+A second model is made of the first (`clone_without_hooks`) that has low-bit copies in place of its linear layers, the
+embedding in bfloat16, and everything else (norms, biases, routers) unchanged. It has no hooks, so that its passes are
+captured like those of any draft, and none of them reads an offloaded weight. The copies are made a few layers at a
+time, each written to the offload folder when it is made: the next process reads them, even where this one is killed in
+the middle.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 FOLDER = "ssd_low_bit"
-"""The folder in the offload folder in which copies are kept."""
+"""The folder for copies in the offload folder."""
 
 _FORMAT = 1
 _COPY = re.compile(r"[0-9a-f]{24}-[0-9a-f]{24}\.safetensors")
-"""Names of the files; no others are ever taken away."""
+"""Names of the files; no others are ever deleted."""
 
 _OLD_SECONDS = 3600.0
-"""A file that was being written so long ago was left behind."""
+"""Age from which a file that was being written counts as abandoned."""
 
 
 def drafting_model(model: PreTrainedModel, config: SelfSpeculativeConfig) -> PreTrainedModel:
-    """The model whose passes draft by a config: the model itself, or one that has all that a draft reads in memory.
+    """Return the model that drafts with a config: the model itself, or one with all that a draft reads in memory.
 
     Args:
         model: the target model.
-        config: what to draft with.
+        config: the drafting config.
 
     Raises:
-        ValueError: low-bit copies were asked for of offloaded weights and cannot be made here; or a file of these
+        ValueError: low-bit copies of offloaded weights were requested and cannot be made here; or a file of these
             weights is gone.
     """
     if not config.precision or not is_offloaded(model):
@@ -91,7 +91,7 @@ def drafting_model(model: PreTrainedModel, config: SelfSpeculativeConfig) -> Pre
 
 
 def check_copies(model: PreTrainedModel) -> None:
-    """Whether `generate` can draft from low-bit copies of this model, here, be its weights offloaded or not.
+    """Check that `generate` can draft from low-bit copies of this model, here, its weights offloaded or not.
 
     Raises:
         ValueError: it cannot; see `check_precision`.
@@ -108,7 +108,7 @@ def check_copies(model: PreTrainedModel) -> None:
 
 
 def why_not_resident(model: PreTrainedModel) -> str | None:
-    """Why a model with offloaded weights has no draft in memory; `None` where it can have one."""
+    """Return why a model with offloaded weights has no draft in memory; `None` where it can have one."""
     device = input_device(model)
     others = {p.device.type for p in model.parameters()} - {"meta", "cpu"}
     if device.type != "cpu" or others:
@@ -127,7 +127,7 @@ def why_not_resident(model: PreTrainedModel) -> str | None:
 
 
 def resident_bytes(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> int:
-    """About how many bytes the draft of a model with offloaded weights takes, before it is made."""
+    """Estimate the bytes of the draft of a model with offloaded weights, before it is made."""
     draft = state_of(model).get(CopiesPart).resident
     if draft is not None and draft.is_of(model, skip, precision):
         return int(draft.num_bytes())
@@ -143,7 +143,7 @@ def resident_bytes(model: PreTrainedModel, skip: SkipConfig, precision: Precisio
 
 
 def check_memory(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> str | None:
-    """Why the draft does not fit into memory beside the largest layer of a pass; `None` where it does."""
+    """Return why the draft does not fit into memory next to the largest layer of a pass; `None` where it does."""
     draft = state_of(model).get(CopiesPart).resident
     if draft is not None and draft.is_of(model, skip, precision):
         return None
@@ -180,14 +180,14 @@ class ResidentDraft:
 
     Args:
         model: the target model.
-        skip: what the draft leaves out.
-        precision: of its layers.
+        skip: sub-layers that the draft leaves out.
+        precision: precision of its layers.
 
     Attributes:
         model: the model that drafts. Its low-bit copies are known to `copies_of`.
-        made: copies that were made, not read.
-        read: copies that were read from the offload folder.
-        folder: where the copies are kept; `None` where they are not.
+        made: number of copies that were made, not read.
+        read: number of copies that were read from the offload folder.
+        folder: folder in which the copies are stored; `None` where they are not.
 
     Raises:
         OSError: a file of the weights is gone.
@@ -203,7 +203,7 @@ class ResidentDraft:
         self.folder = _folder_of(self._sources)
         self._may_write = self.folder is not None
         self.model, modules = clone_without_hooks(model)
-        # Values of no layer that has a copy are ever read: shape and type of all are there at once, and no memory.
+        # Values of layers that have a copy are never read: all have their shape and type at once, and no memory.
         offloaded = _replace_offloaded(self.model, self._sources)
         layout = layout_of(model)
         state_of(self.model).get(LayoutPart).layout = dataclasses.replace(
@@ -220,7 +220,7 @@ class ResidentDraft:
             copies = LowBitCopies(self.model, skip, precision, make=self._copy)
             del self._bar
         state_of(self.model).get(CopiesPart).low_bit_drafts[skip, precision] = copies
-        # A copy has its biases, too. It is known by the module's tensors: none may be another one from here on.
+        # A copy has its biases, too. It is identified by the module's tensors: none may be replaced from here on.
         covered = {id(tensor) for module in copies.modules for tensor in module.parameters()}
         self._resident: int = 0
         embedding = self.model.get_input_embeddings()
@@ -237,7 +237,7 @@ class ResidentDraft:
         self._clean_up()
 
     def is_of(self, model: PreTrainedModel, skip: SkipConfig, precision: PrecisionConfig) -> bool:
-        """Whether it is the draft of these, and the weights are those that were copied."""
+        """Tell whether it is the draft of these, and the weights are those that were copied."""
         if (skip, precision) != self._asked:
             return False
         try:
@@ -246,7 +246,7 @@ class ResidentDraft:
             return False
 
     def num_bytes(self) -> int:
-        """Memory of all that the draft has for itself."""
+        """Return the memory, in bytes, of all that the draft has for itself."""
         copies: dict[Any, LowBitCopy] = state_of(self.model).get(CopiesPart).low_bit_copies
         return self._resident + sum(copy.num_bytes() for copy in copies.values())
 
@@ -279,7 +279,7 @@ class ResidentDraft:
         return copy
 
     def _embedding(self, name: str, module: nn.Embedding) -> Any:
-        """What stands for the embedding's forward: its rows in bfloat16, which is what a draft computes in."""
+        """Return a replacement of the embedding's forward: its rows in bfloat16, in which a draft computes."""
         what = ((name,), "bfloat16", 0, "")
         found = self._stored(what, [name])
         weight = None if found is None else found.get("weight")
@@ -295,10 +295,10 @@ class ResidentDraft:
         return forward
 
     # ------------------------------------------------------------------------------------------------------------------
-    # on the disk
+    # on disk
 
     def _path(self, what: tuple[Any, ...], names: Sequence[str]) -> Path:
-        """A file by what is in it, and by the files of the weights that it was made of."""
+        """Return the path of a file, named by its contents and by the files of the weights that it was made of."""
         assert self.folder is not None
         known: dict[Path, tuple[int, int]] = {}
         of = [self._sources[name].identity(known) for name in names if name in self._sources]
@@ -306,7 +306,7 @@ class ResidentDraft:
         return self.folder / f"{_digest((_FORMAT, *what))}-{_digest((of, shapes))}.safetensors"
 
     def _is_kept(self, names: Sequence[str]) -> bool:
-        """Whether all of this comes from files, by which it would be known again."""
+        """Tell whether all weights come from files, by which the copy would be recognised again."""
         weights = [name for name in names if name.endswith("weight")]
         return self.folder is not None and all(
             name in self._sources and self._sources[name].file() is not None for name in weights
@@ -318,9 +318,9 @@ class ResidentDraft:
         path = self._path(what, names)
         try:
             with opened(path) as stored, safe_open(name_of_open(stored, path), framework="pt") as file:
-                # Copied out of the mapped file, whose pages the system may take back at any time.
+                # Copied out of the mapped file, whose pages the system may reclaim at any time.
                 return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except (FileNotFoundError, UntrustedFolderError):  # of such a folder `_store` says so
+        except (FileNotFoundError, UntrustedFolderError):  # `_store` reports such a folder
             return None
         except (OSError, ValueError, SafetensorError) as error:
             logger.warning("A low-bit copy, %s, cannot be read (%s); making it again.", path, clipped(error))
@@ -344,7 +344,7 @@ class ResidentDraft:
             )
 
     def _clean_up(self) -> None:
-        """Take away copies of weights that are no more, and what a killed process left behind."""
+        """Delete copies of weights that no longer exist, and what a killed process left."""
         if self.folder is None or not self._may_write or not self.made:
             return
         with contextlib.suppress(OSError, ValueError):
@@ -362,7 +362,7 @@ class ResidentDraft:
 
 
 def _replace_offloaded(other: nn.Module, sources: Mapping[str, Source]) -> dict[str, tuple[nn.Module, str]]:
-    """Put tensors of the same shape and type, of zeros that take no memory, in place of offloaded ones."""
+    """Replace offloaded tensors by zeros of the same shape and type that take no memory."""
     places = {}
     for name in sources:
         prefix, _, key = name.rpartition(".")
@@ -374,7 +374,7 @@ def _replace_offloaded(other: nn.Module, sources: Mapping[str, Source]) -> dict[
 
 
 def _identity(model: nn.Module, sources: Mapping[str, Source]) -> tuple[Any, ...]:
-    """Changes when weights do, or modules.
+    """Return a value that changes when weights or modules do.
 
     Raises:
         OSError: a file is gone.
@@ -386,7 +386,7 @@ def _identity(model: nn.Module, sources: Mapping[str, Source]) -> tuple[Any, ...
 
 
 def _folder_of(sources: Mapping[str, Source]) -> Path | None:
-    """Where copies are kept: in the folder that was named for offloading."""
+    """Return the folder for copies: in the folder that was named for offloading."""
     found = next((folder for source in sources.values() if (folder := source.folder()) is not None), None)
     return None if found is None else found / FOLDER
 

@@ -1,7 +1,7 @@
 """Norms, gated activations and rotary embeddings of a pass, each compiled once for all layers by torch's inductor.
 
 In a recorded pass nothing is left to the host, but the device still reads and writes memory for every small operation.
-Compiled, each of these is one kernel. Compiling takes seconds for each width; torch keeps the code on the disk.
+Compiled, each of these is one kernel. Compiling takes seconds for each width; torch stores the code on disk.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ __all__ = ["fused_rows"]
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm as in llama, w · (x / √(mean(x²) + ε)); x is `(…, K)`, the weight `(K,)`."""
+    """Compute RMSNorm as in llama, w · (x / √(mean(x²) + ε)); x is `(…, K)`, the weight `(K,)`."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def gate(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gates) · up."""
+    """Compute silu(gates) · up."""
     return functional.silu(gates) * up
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """X · cos + (−x₂, x₁) · sin, x₁ and x₂ being the halves of the last dimension."""
+    """Compute x · cos + (−x₂, x₁) · sin, x₁ and x₂ being the halves of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 @cache
 def fused_rows() -> RowFunctions:
-    """These functions, compiled when they are first called with tensors of a shape."""
+    """Return these functions, each compiled on its first call with tensors of a shape."""
     return RowFunctions(*(torch.compile(function, dynamic=False) for function in (norm, gate, rotary)))

@@ -1,8 +1,8 @@
-"""The small operations of a model's passes are compiled (compiled_ops.py) in a thread, while decoding goes on without.
+"""Compilation of the small operations of a model's passes (compiled_ops.py) in a thread, while decoding continues.
 
-Compiling takes seconds for each model (torch keeps the code on the disk, where the next process finds most of it), so
-it begins once a process has decoded for as long. What comes of it takes the place of the passes in use at the beginning
-of a later call, and stays if it is faster.
+Compiling takes seconds for each model (torch stores the code on disk, where the next process finds most of it), so it
+begins once a process has decoded for as long. The result replaces the passes in use at the beginning of a later call,
+and stays if it is faster.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class _Compiled(Protocol):
     backend: GraphBackend
 
     def compute_beside(self) -> None:
-        """Run all that is to be compiled, in memory of its own."""
+        """Run all that is to be compiled, in separate memory."""
 
 
 T = TypeVar("T", bound=_Compiled)
 
 
 class Fusing(Generic[T]):
-    """Compiles passes in a thread of its own, which a process waits for at its end.
+    """Compilation of passes in a separate thread, for which a process waits at its end.
 
     Args:
-        passes: those to be compiled, of which nothing has been recorded yet.
+        passes: the passes to be compiled, of which nothing has been recorded yet.
 
     Attributes:
-        refusal: why they could not be compiled; `None` while that is not known.
+        refusal: reason why they could not be compiled; `None` while that is not known.
     """
 
     def __init__(self, passes: T) -> None:
@@ -49,7 +49,7 @@ class Fusing(Generic[T]):
     def _run(self) -> None:
         try:
             device = self.passes.backend.device
-            backend = graph_backend_on(device)  # with no memory in common with those that decode
+            backend = graph_backend_on(device)  # shares no memory with that of decoding
             assert backend is not None
             with torch.no_grad():
                 backend.beside(self.passes.compute_beside)
@@ -59,5 +59,5 @@ class Fusing(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Tell whether compilation has finished."""
         return not self._thread.is_alive()

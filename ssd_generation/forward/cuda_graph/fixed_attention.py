@@ -1,4 +1,4 @@
-"""Attention over a cache of fixed address: slots are numbers in a tensor, and what a token may not see is masked."""
+"""Attention over a cache of fixed address: slots are numbers in a tensor, and a mask hides what a token may not see."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ __all__ = ["FixedAttention"]
 
 
 class FixedAttention:
-    """Writes keys and values into slots of an arena and attends to a bucket of them.
+    """Attention that writes keys and values into slots of an arena and attends to a bucket of them.
 
-    One row; shapes as in `captured.Attention`. Nothing here reads a value: which slots there are, and what is masked,
-    is computed from a tensor. Query heads that share a key head are treated as further queries, so that no key is
-    repeated.
+    One row; shapes as in `fx_graph.Attention`. Nothing here reads a value on the host: slots and mask are computed from
+    a tensor. Query heads that share a key head are treated as further queries, so that no key is repeated.
 
     Args:
-        arena: its buffers are read and written where they lie.
-        bucket: slots that are read, the first ones.
-        slots (`torch.LongTensor` of shape `(n,)`): where the tokens of the pass are written. A token sees the slots
-            before its own, and that.
-        windows: by layer, how many slots it sees; `None`: all.
+        arena: arena whose buffers are read and written in place.
+        bucket: number of slots that are read, from the first one on.
+        slots (`torch.LongTensor` of shape `(n,)`): slots that the tokens of the pass are written into. A token sees the
+            slots before its own, and its own.
+        windows: number of slots that each layer sees; `None`: all.
     """
 
     def __init__(self, arena: Arena, bucket: int, slots: torch.Tensor, windows: Sequence[int | None]) -> None:
@@ -37,11 +36,11 @@ class FixedAttention:
         self._masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Begin a pass: the slots are others."""
+        """Begin a pass, whose slots are others."""
         self._masks.clear()
 
     def _mask(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive, `(groups · n, bucket)`, made once per pass for all layers that are alike."""
+        """Return the additive mask `(groups · n, bucket)`, made once per pass for all layers that are alike."""
         key = (window, groups, dtype)
         if key not in self._masks:
             own = self._slots[:, None]
@@ -55,7 +54,7 @@ class FixedAttention:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float
     ) -> torch.Tensor:
-        """See `captured.Attention`."""
+        """Write keys and values into the slots and attend, as in `fx_graph.Attention`."""
         keys, values = self._keys[layer], self._values[layer]
         keys.index_copy_(2, self._slots, key.to(keys.dtype))
         values.index_copy_(2, self._slots, value.to(values.dtype))

@@ -1,12 +1,12 @@
 """Passes of a model that are replayed at fixed addresses (graphs.py) over an arena (cache/arena.py).
 
 A pass is captured from the model's own code (capture.py), as on the CPU, and then recorded once for each width and each
-bucket of slots. Between two recordings nothing but inputs changes: ids, positions and slots are copied to where the
-pass reads them, mask and choice of tokens are part of it. A pass over fewer tokens is filled up; what fills it is
-written into slots behind the text, which the next pass writes again.
+bucket of slots. Between two replays nothing but inputs changes: ids, positions and slots are copied to the addresses
+that the pass reads; mask and choice of tokens are part of it. A pass over fewer tokens is filled up; the tokens that
+fill it are written into slots after the text, which the next pass overwrites.
 
-Recording takes about as long as some tens of tokens of plain decoding, so it waits until it is worth that: until the
-tokens that may still come, or those that were decoded without it, have taken as long.
+Recording takes about as long as some tens of tokens of plain decoding, so it waits until it pays: until the tokens that
+may still come, or those that were decoded without it, have taken as long.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ WIDTHS = (16,)
 token's bits do not depend on what was drafted."""
 
 NARROWER = 1
-"""Tokens of a narrower pass, for those in which nothing is drafted: only where it is faster and has the same bits."""
+"""Tokens of a narrower pass, for passes without drafted tokens: used only where it is faster and has the same bits."""
 
 FUSES: str | None = None
-"""What is compiled of passes before they are recorded: `"none"`, `"rows"` (norms, gated activations and rotary
+"""Parts of passes that are compiled before they are recorded: `"none"`, `"rows"` (norms, gated activations and rotary
 embeddings, each once for all layers, compiled_ops.py), or `"whole"` (all of a pass, most of a minute for each bucket).
 `None`: rows, in a thread (compiling.py), and only if that turns out to be faster."""
 
 _FUSING_AFTER = 3.0
-"""Seconds that replayed passes have taken in a process when others begin to be compiled: about what that takes."""
+"""Seconds that replayed passes have taken in a process when compilation begins: about what that takes."""
 
 _PAYS = 0.95
-"""Of the time of a pass by the model's own code, what one that is replayed may take; and of that, a narrower one."""
+"""Share of the time of a pass by the model's own code that a replayed one may take; and of that, a narrower one."""
 
 _FIRST_TRIES = 3
-"""Passes that are held against the model's own before the first one counts; two have to agree."""
+"""Passes that are compared with the model's own before the first one counts; two have to agree."""
 
 _AHEAD = 2048
-"""Slots that an arena is made for at the most before they are needed."""
+"""Most slots that an arena is made for before they are needed."""
 
 _HALF = 0.5
-"""Of the time that the rest of a text takes by the model's own code, what replaying saves at the least."""
+"""Share of the time of the rest of a text by the model's own code that replaying saves at least."""
 
 
 class GraphPasses:
@@ -70,24 +70,23 @@ class GraphPasses:
 
     Args:
         model: the target model.
-        arena: where the text's keys and values lie.
-        backend: how passes are run again.
-        skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
-        widths: of the passes, ascending.
-        fuses: as `FUSES`.
+        arena: arena with the text's keys and values.
+        backend: backend that records and replays passes.
+        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the whole model.
+        widths: widths of the passes, ascending.
+        fuses: parts to compile, as in `FUSES`.
 
     Attributes:
         table: the graphs.
-        refusal: why nothing is replayed any more; `None` while it may be.
+        refusal: reason why nothing is replayed any more; `None` while it may be.
         is_checked: whether passes were found to give the model's own logits.
-        keeps_bits: whether a token's bits were found not to depend on its place in a pass; `None` while not tried
+        keeps_bits: whether a token's bits were found not to depend on its place in a pass; `None`: not tried yet
             (tuning/exactness.py).
-        seconds: of a pass, by its width, as far as they were seen.
-        fuses: what of them is compiled, as `FUSES`.
-        copies: of weights, that a draft computes by; `None`: it has none.
-        rival: the same passes without what is compiled of these, while it is not known whether these are faster.
-        narrower_saves: seconds of a pass over one token, where a narrower one was found to have the same bits; 0 while
-            it was not.
+        seconds: times of a pass by its width, as far as they were measured.
+        fuses: parts that are compiled, as in `FUSES`.
+        copies: copies of weights that a draft computes from; `None`: it has none.
+        rival: the same passes without compiled parts, while it is not known which are faster.
+        narrower_saves: seconds that a narrower pass over one token saves, where such passes may be used; 0 where not.
     """
 
     def __init__(
@@ -119,17 +118,17 @@ class GraphPasses:
         self.seconds: dict[int, float] = {}  # by width
 
     def is_current(self, model: PreTrainedModel) -> bool:
-        """Whether the model is still what was recorded; weights may have changed where they lie."""
+        """Tell whether the model is still the recorded one; weights may have changed in place."""
         return self._fingerprint == fingerprint(model)
 
     @property
     def in_use(self) -> GraphPasses:
-        """These, or those without compiled operations where these were given up."""
+        """These passes, or those without compiled operations where these were given up."""
         return self if self.refusal is None or self.rival is None else self.rival
 
     @property
     def is_checked(self) -> bool:
-        """See the class."""
+        """Tell whether passes were found to give the model's own logits."""
         return sum(self._tries) >= _FIRST_TRIES - 1
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -146,16 +145,16 @@ class GraphPasses:
         """Run a pass. The cache's layers do not count its tokens.
 
         Args:
-            cache: of a single text.
-            tokens: n of them. `None`: the one that the pass before this one, a draft's, chose behind its own.
-            slot: of the first token: how many slots of the cache are in use.
-            position: of the first token.
-            records: record the pass where it has not been; otherwise it is not run then.
-            expected: slots that the text will come to, for an arena that is made now.
+            cache: cache of a single text.
+            tokens: n tokens. `None`: the one that the previous pass, a draft's, chose after its own.
+            slot: slot of the first token: how many slots of the cache are in use.
+            position: position of the first token.
+            records: whether to record the pass where it has not been; otherwise it is not run then.
+            expected: slots that the text is expected to fill, for an arena that is made now.
 
         Returns:
-            Logits `(1, n, V)` and the tokens with the largest `(n,)`, good until the next pass; `None` where it is not
-            replayed, and nothing has happened that counts.
+            Logits `(1, n, V)` and the tokens with the largest, `(n,)`, valid until the next pass; `None` where it is
+            not replayed, and nothing has happened that counts.
         """
         count = 1 if tokens is None else len(tokens)
         width = next((width for width in self.widths if width >= count), None)
@@ -175,14 +174,14 @@ class GraphPasses:
                 width = NARROWER
             logits, choices = self.table.run(width, bucket, tokens, slot, position)
         except Exception as error:
-            # Whatever a driver says, or a model's code does, that is not known here: its own passes go on.
+            # Whatever a driver reports, or a model's code does, that is not known here: its own passes continue.
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         self._runs += 1
         return logits[:, :count], choices[:count]
 
     def _is_narrower_here(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
-        """Whether a narrower pass may stand in: where it has been used as often as pays, and has the same bits."""
+        """Tell whether a narrower pass may run instead: where it was wanted as often as pays, and has the same bits."""
         known = self._narrower.get(bucket)
         if known is None and self.narrower_saves:
             self._might_have_saved[bucket] += 1
@@ -191,20 +190,20 @@ class GraphPasses:
         return bool(known)
 
     def _has_same_bits(self, bucket: int, tokens: Tokens, slot: int, position: int) -> bool:
-        """Whether a narrower pass gives the logits of the usual one, to the bit."""
+        """Tell whether a narrower pass gives the logits of the usual one, to the bit."""
         count, width = len(tokens), self.widths[-1]
         usual = self.table.run(width, bucket, tokens, slot, position)[0][:, :count].clone()
-        # By the device alone: the host has not waited in between.
+        # The device's own copy of the tokens: the host has not waited in between.
         given = Tokens((), self.table.inputs[width].ids[:, :count].clone())
         return torch.equal(usual, self.table.run(NARROWER, bucket, given, slot, position)[0][:, :count])
 
     def consider_narrower(self, cache: Cache, tokens: Tokens, slot: int) -> bool:
-        """Whether a pass over one token is faster by a narrower one than by the usual one.
+        """Tell whether a narrower pass over one token is faster than the usual one.
 
         Args:
-            cache: of a single text, with `slot` slots in use.
-            tokens: one, of the device.
-            slot: its own.
+            cache: cache of a single text, with `slot` slots in use.
+            tokens: one token, on the device.
+            slot: slot of the token.
         """
         width = self.widths[-1]
         bucket = bucket_of(slot + width)
@@ -223,11 +222,11 @@ class GraphPasses:
         return seconds[NARROWER] <= _PAYS * seconds[width]
 
     def use_narrower(self, uses: bool, buckets: Sequence[int] = ()) -> None:
-        """Whether passes over one token may be narrower ones, as `consider_narrower` found them to be faster.
+        """Allow or forbid narrower passes over one token, which `consider_narrower` found to be faster.
 
         Args:
-            uses: once they have been seen to have the same bits where they are.
-            buckets: in which they are used without a look.
+            uses: whether to use them, once they have been seen to have the same bits in a bucket.
+            buckets: buckets in which they are used without that check.
         """
         self.narrower_saves = self.seconds[self.widths[-1]] - self.seconds[NARROWER] if uses else 0.0
         self._narrower = dict.fromkeys(buckets, True)
@@ -236,13 +235,13 @@ class GraphPasses:
             self.table.drop_other_widths(self.widths)
 
     def chain(self, cache: Cache, first: int, slot: int, position: int, length: int) -> torch.Tensor | None:
-        """Tokens that a draft takes greedily one behind the other: nothing but replays, and no wait.
+        """Draft a greedy chain of tokens: nothing but replays, and no wait.
 
         Args:
-            cache: of a single text, for whose last pass the host has waited.
+            cache: cache of a single text, for whose last pass the host has waited.
             first: the token that they follow.
-            slot, position: its own.
-            length: of the chain, at most 64.
+            slot, position: slot and position of that token.
+            length: length of the chain, at most 64.
 
         Returns:
             `torch.LongTensor` of shape `(1, length)`; `None` where a pass is not replayed.
@@ -258,11 +257,11 @@ class GraphPasses:
         return inputs.chain[:, :length].clone()
 
     def compute_beside(self) -> None:
-        """Run a pass of each width in buffers of its own, by which all that is compiled of it is: in another thread."""
+        """Run a pass of each width in separate buffers, so that its parts are compiled: in another thread."""
         self.table.compute_beside((self.widths[-1], NARROWER))
 
     def fused(self, model: PreTrainedModel) -> GraphPasses | None:
-        """The same passes, to be compiled; `None` while that does not pay, or where it is not wanted.
+        """Return the same passes, to be compiled; `None` while that does not pay, or where it is not wanted.
 
         Args:
             model: the target model.
@@ -283,17 +282,17 @@ class GraphPasses:
             logger.info("Compiled passes of %s are not used: %s", self._model_name, reason)
 
     def forget(self) -> None:
-        """Free what was recorded."""
+        """Free all graphs."""
         self.table.forget()
         self._narrower.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def is_worth_it(self, most_tokens: int) -> bool:
-        """Whether recording pays: by the tokens that may still come, or by those that went without it.
+        """Tell whether recording pays, by the tokens that may still come or those that were decoded without it.
 
         Args:
-            most_tokens: that the text may still come to.
+            most_tokens: most tokens that may still follow in the text.
         """
         if self.refusal is not None:
             return False
@@ -305,21 +304,21 @@ class GraphPasses:
         return self._eager_seconds + saved >= self.table.recording_seconds
 
     def note_eager(self, seconds: float) -> None:
-        """A pass was run by the model's own code, and took so long."""
+        """Count a pass by the model's own code, and the time that it took."""
         self._eager_seconds += seconds
         self._eager_tokens += 1
 
     def try_beside(
         self, cache: Cache, ids: torch.Tensor, position: int, logits: torch.Tensor, most_tokens: int
     ) -> None:
-        """After a pass by the model's own code: record it as well, and see that it gives the same logits.
+        """Record a pass that the model's own code has just run, and check that it gives the same logits.
 
         Args:
-            cache: the tokens of the pass are its last ones.
-            ids (`torch.LongTensor` of shape `(1, n)`): these.
-            position: of the first.
-            logits (`torch.FloatTensor` of shape `(1, ≥ n, V)`): the model's own.
-            most_tokens: that the text may still come to.
+            cache: cache whose last tokens are those of the pass.
+            ids (`torch.LongTensor` of shape `(1, n)`): these tokens.
+            position: position of the first one.
+            logits (`torch.FloatTensor` of shape `(1, ≥ n, V)`): the model's own logits.
+            most_tokens: most tokens that may still follow in the text.
         """
         if len(self._tries) >= _FIRST_TRIES and not self.is_checked:
             return
@@ -331,8 +330,8 @@ class GraphPasses:
             return
         layers: list[Any] = cache.layers
         if any(getattr(layer, "key_buffer", None) is None for layer in layers):
-            return  # one that holds nothing
-        # While it is not known to be right, what it writes does not stay.
+            return  # a cache layer that holds nothing
+        # While it is not known to be right, nothing that it writes stays.
         own = [
             [buffer[:, :, layer.end - count : layer.end].clone() for buffer in (layer.key_buffer, layer.value_buffer)]
             for layer in layers
@@ -349,7 +348,7 @@ class GraphPasses:
             self._see_that_it_pays(ids, slot, position)
 
     def _see_that_it_pays(self, ids: torch.Tensor, slot: int, position: int) -> None:
-        """Give up where a pass takes as long as by the model's own code (a large model on a device of little speed)."""
+        """Give up where a pass takes as long as by the model's own code (a large model on a slow device)."""
         own = self._eager_seconds / self._eager_tokens
         width = self.widths[-1]
         bucket = bucket_of(slot + width)
@@ -364,7 +363,7 @@ class GraphPasses:
             self.rival = None
 
     def _measured(self, bucket: int, ids: torch.Tensor, slot: int, position: int) -> float:
-        """Seconds of a pass, now where it is recorded, else as it was elsewhere."""
+        """Return the seconds of a pass, measured now where it is recorded, else as measured elsewhere."""
         width = self.widths[-1]
         if (width, bucket) in self.table.graphs and not self.table.is_stale:
             self.seconds[width] = self.table.seconds_of(width, bucket, Tokens((), ids), slot, position)
@@ -375,13 +374,13 @@ class GraphPasses:
 
 
 class GraphPart(Part):
-    """Of a model: its passes as CUDA graphs.
+    """Part of a model's state: its passes as CUDA graphs.
 
     Attributes:
-        passes: by skip set and precision, `None` for the whole model.
-        backend: how they are run again.
+        passes: passes by skip set and precision, `None` for the whole model.
+        backend: backend that records and replays them.
         arena: the keys and values that they read and write.
-        fusing: what compiles them.
+        fusing: compilation of passes.
     """
 
     def __init__(self) -> None:
@@ -398,20 +397,20 @@ class GraphPart(Part):
 
 
 def target_graphs(model: PreTrainedModel) -> GraphPasses | None:
-    """The whole model's passes, or `None` where they may not be replayed; recorded anew when the model changed."""
+    """Return the whole model's passes, recorded anew when it has changed; `None` where they may not be replayed."""
     return _known(model, None, lambda arena, backend: GraphPasses(model, arena, backend, widths=WIDTHS))
 
 
 def draft_graphs(
     model: PreTrainedModel, kind: Hashable, skip_mode: SkipMode, copies: object = None
 ) -> GraphPasses | None:
-    """A draft's passes over one token, or `None`, as `target_graphs`.
+    """Return a draft's passes over one token, or `None`, as in `target_graphs`.
 
     Args:
         model: the target model.
-        kind: what tells the draft from others.
-        skip_mode: what makes the model the draft.
-        copies: of weights, that it computes by.
+        kind: key that distinguishes the draft from others.
+        skip_mode: skip mode of the draft.
+        copies: copies of weights that it computes from.
     """
 
     def make(arena: Arena, backend: GraphBackend) -> GraphPasses:
@@ -423,7 +422,7 @@ def draft_graphs(
 
 
 def _fused_or_not(model: PreTrainedModel, passes: GraphPasses) -> GraphPasses:
-    """The passes to go on with: those that were compiled meanwhile, as long as they are not known to be slower."""
+    """Return the passes to continue with: those compiled in the meantime, while they are not known to be slower."""
     state = state_of(model).get(GraphPart)
     if passes.rival is not None:
         return passes.in_use
@@ -457,7 +456,7 @@ def _known(
 
 
 def why_no_graphs(model: PreTrainedModel) -> str | None:
-    """Why passes of this model are not replayed at fixed addresses (graphs.py); `None` where they may be."""
+    """Return why passes of this model are not replayed at fixed addresses (graphs.py); `None` where they may be."""
     device = model.get_input_embeddings().weight.device
     if device.type not in KINDS:
         return f"nothing is replayed on {device.type}"

@@ -1,6 +1,6 @@
-"""CUDA graphs of a model's passes, one for each width and each bucket of slots: how they are recorded and replayed.
+"""CUDA graphs of a model's passes, one for each width and each bucket of slots: their recording and replay.
 
-Which of them a text needs, and whether they may be used at all, is decided in graph_passes.py.
+graph_passes.py decides which of them a text needs, and whether they may be used at all.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class GraphTable:
 
     Args:
         model: the target model.
-        arena: where the text's keys and values lie.
-        backend: how passes are run again.
-        skip_mode: for a draft: what leaves the sub-layers out. `None`: the whole model.
-        fuses: what is compiled of passes, as `graph_passes.FUSES`.
+        arena: arena with the text's keys and values.
+        backend: backend that records and replays passes.
+        skip_mode: mode that leaves out the sub-layers of a draft; `None`: the whole model.
+        fuses: parts of passes to compile, as in `graph_passes.FUSES`.
 
     Attributes:
-        graphs: by width and bucket.
-        inputs: where the passes of a width read their tokens.
-        recording_seconds: what recording a graph took last; before that, the backend's guess.
+        graphs: graphs by width and bucket.
+        inputs: inputs of the passes, by width.
+        recording_seconds: time of the last recording of a graph; before that, the backend's estimate.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class GraphTable:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the arena's addresses are no longer those that were recorded."""
+        """Tell whether the arena's addresses are no longer those that were recorded."""
         return self._version != self._arena.version
 
     def forget(self) -> None:
-        """Free what was recorded."""
+        """Free all graphs and inputs."""
         self._version = self._arena.version
         self.graphs.clear()
         self.inputs.clear()
@@ -79,17 +79,17 @@ class GraphTable:
         self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] in widths}
 
     def run(self, width: int, bucket: int, tokens: Tokens | None, slot: int, position: int) -> Results:
-        """Replay a pass, recorded before where it has not been.
+        """Replay a pass, and record it first where it has not been.
 
         Args:
-            width: of the pass.
+            width: width of the pass.
             bucket: slots that it reads.
-            tokens: at most `width`; `None`: those that the pass before left.
-            slot: of the first token.
-            position: of the first token.
+            tokens: at most `width` tokens; `None`: those that the previous pass left.
+            slot: slot of the first token.
+            position: position of the first token.
 
         Returns:
-            As of `compute_pass`.
+            As in `compute_pass`.
         """
         inputs = self.inputs.get(width)
         if inputs is None:
@@ -104,15 +104,15 @@ class GraphTable:
         return graph()
 
     def seconds_of(self, width: int, bucket: int, tokens: Tokens, slot: int, position: int) -> float:
-        """Time a pass; arguments as of `run`."""
+        """Time a pass; arguments as in `run`."""
         run = partial(self.run, width, bucket, tokens, slot, position)
         return min(self._backend.seconds_of(run) for _ in range(_REPEATS))
 
     def compute_beside(self, widths: Collection[int]) -> None:
-        """Run passes in buffers of their own, by which all that is compiled of them is: in another thread.
+        """Run passes in separate buffers, so that their parts are compiled: in another thread.
 
         Args:
-            widths: of the passes.
+            widths: widths of the passes.
         """
         model = self._model()
         if model is None:

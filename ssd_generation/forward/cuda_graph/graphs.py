@@ -1,7 +1,7 @@
-"""Functions of tensors that are run again with the addresses they were recorded at.
+"""Functions of tensors that are recorded once and replayed at the same addresses.
 
 A pass of a model on a GPU takes as long as the host needs to launch its kernels. Recorded as a CUDA graph it is one
-launch. A graph knows addresses and shapes, no values: what it reads is copied to where it reads it, before it runs.
+launch. A graph knows addresses and shapes, no values: its inputs are copied to these addresses before it runs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import torch
 __all__ = ["CudaGraphs", "GraphBackend", "Results", "graph_backend_on"]
 
 Results = tuple[torch.Tensor, ...]
-"""What a recorded function gives: the same tensors each time, whose values hold until the next run."""
+"""Results of a recorded function: the same tensors each time, whose values are valid until the next run."""
 
 
 class GraphBackend(Protocol):
-    """A way to run functions again.
+    """Backend that records and replays functions.
 
     Attributes:
-        device: where the functions compute.
-        seconds: about what it takes to record a pass, until it is known: no text is so short that it would be longer
-            for it.
+        device: device on which the functions compute.
+        seconds: estimated time to record a pass, until it is known; so long that recording makes no short text slower.
         compiles: whether compiling small operations pays there.
     """
 
@@ -38,29 +37,29 @@ class GraphBackend(Protocol):
         """Run a function as another thread may while passes run, and wait for it."""
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """Record a function without arguments, which may run some times while that is done.
+        """Record a function without arguments, which may run several times meanwhile.
 
         Returns:
-            A function that does the same again, on the tensors that `function` read and wrote then. It keeps
-            `function`, and with it the tensors that only that refers to.
+            A function that does the same again, on the tensors that `function` read and wrote then. It retains
+            `function`, and with it the tensors to which only that refers.
 
         Raises:
             RuntimeError: it cannot be recorded (torch's own error), or memory is short.
         """
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """Seconds of a run, on the device's own clock."""
+        """Return the seconds of a run, by the device's own clock."""
 
 
 @cache
 def _stream_of(device: int) -> Any:
-    """Where passes are recorded: the same for all models, since cuBLAS keeps 32 MB to work in for each stream."""
+    """Return the stream on which passes are recorded: one for all models, since cuBLAS needs 32 MB for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class _Recorded:
-    """A graph, with what it reads and gives: both must live as long as it may be replayed."""
+    """A graph, with its inputs and results: both must live as long as it may be replayed."""
 
     graph: torch.cuda.CUDAGraph
     function: Callable[[], Results]
@@ -87,7 +86,7 @@ class CudaGraphs:
         self._pool: object = None
 
     def beside(self, function: Callable[[], object]) -> None:
-        """See `GraphBackend`."""
+        """Run a function alongside passes, as in `GraphBackend`."""
         with torch.cuda.device(self.device):
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
@@ -95,14 +94,14 @@ class CudaGraphs:
             stream.synchronize()
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """See `GraphBackend`."""
+        """Record a function, as in `GraphBackend`."""
         with torch.cuda.device(self.device):
             stream = _stream_of(torch.cuda.current_device())
             if not self._graphs:  # a pool is gone with the last of its graphs
                 self._pool = torch.cuda.graph_pool_handle()
             current = torch.cuda.current_stream()
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):  # libraries set themselves up at first use, which no graph may hold
+            with torch.cuda.stream(stream):  # libraries initialise at first use, which no graph may contain
                 for _ in range(2):
                     function()
             current.wait_stream(stream)
@@ -114,17 +113,17 @@ class CudaGraphs:
         state = generator.clone_state()
         options: Any = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         try:
-            with torch.cuda.graph(graph, **options):  # other threads may go on using the device meanwhile
+            with torch.cuda.graph(graph, **options):  # other threads may continue to use the device meanwhile
                 results = function()
         except BaseException:
-            # It may still take itself for captured, and would then draw nothing any more, for nobody in the process.
+            # The generator may still consider itself captured, and would then draw nothing for the whole process.
             generator.graphsafe_set_state(state)
             raise
         self._graphs.add(graph)
         return _Recorded(graph, function, results)
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """See `GraphBackend`."""
+        """Time a run, as in `GraphBackend`."""
         event: Any = torch.cuda.Event
         first, last = event(enable_timing=True), event(enable_timing=True)
         first.record()
@@ -135,10 +134,10 @@ class CudaGraphs:
 
 
 KINDS: dict[str, Callable[[torch.device], GraphBackend]] = {} if torch.version.hip else {"cuda": CudaGraphs}
-"""By type of device. Elsewhere, on ROCm, MPS and CPUs, nothing is replayed."""
+"""Backends by type of device. Elsewhere, on ROCm, MPS and CPUs, nothing is replayed."""
 
 
 def graph_backend_on(device: torch.device) -> GraphBackend | None:
-    """A way to run functions again on a device; `None` where there is none."""
+    """Return the backend for a device; `None` where there is none."""
     kind = KINDS.get(device.type)
     return None if kind is None else kind(device)

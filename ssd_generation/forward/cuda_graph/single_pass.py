@@ -1,7 +1,7 @@
-"""One pass that is replayed at fixed addresses (graphs.py): where it reads its tokens, and what is recorded.
+"""One pass that is replayed at fixed addresses (graphs.py): its inputs, and the computation that is recorded.
 
-What differs from run to run is copied to where the pass reads it. A draft's pass over one token leaves that as the next
-one needs it, so that a chain of them is replays and nothing else.
+Inputs that differ from run to run are copied to the addresses that the pass reads. A draft's pass over one token leaves
+them as the next one needs them, so that a chain of these is replays and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .graphs import Results
 __all__ = ["LONGEST_CHAIN", "ChainInputs", "Inputs", "Tokens", "compute_pass"]
 
 LONGEST_CHAIN = 64
-"""Tokens that a draft takes one behind the other without the host's help."""
+"""Most tokens in a draft's chain, which needs no help from the host."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Tokens:
     """The tokens of a pass over a single text.
 
     Attributes:
-        known: those that the host knows, the first ones. If there are any, it must have waited for the pass before.
-        others (`torch.LongTensor` of shape `(1, n)`): the device's, behind them; `None`: none.
+        known: first tokens, which the host knows. If there are any, it must have waited for the pass before.
+        others (`torch.LongTensor` of shape `(1, n)`): following tokens, on the device; `None`: none.
     """
 
     known: Sequence[int]
     others: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        """All of them."""
+        """Return the number of all tokens."""
         return len(self.known) + (0 if self.others is None else self.others.shape[1])
 
 
 class Inputs:
-    """Where passes of one width read: `ids (1, w)`, `positions (1, w)`, `slots (w,)`."""
+    """Inputs of passes of one width: `ids (1, w)`, `positions (1, w)`, `slots (w,)`."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.width = width
@@ -51,14 +51,14 @@ class Inputs:
         self._steps = torch.arange(width, device=device)
 
     def set(self, tokens: Tokens, slot: int, position: int) -> None:
-        """For a pass over these tokens from a slot and a position on.
+        """Set the inputs of a pass over these tokens from a slot and a position on.
 
-        What the host knows takes one copy, which must be through before the next.
+        What the host knows takes one copy, which must have finished before the next.
 
         Args:
-            tokens: at most w.
-            slot: of the first token.
-            position: of the first token; what fills the pass up has that of the last one.
+            tokens: at most w tokens.
+            slot: slot of the first token.
+            position: position of the first token; tokens that fill the pass up have that of the last one.
         """
         count, first = len(tokens), len(tokens.known)
         if first:
@@ -76,38 +76,38 @@ class Inputs:
 
 
 class ChainInputs(Inputs):
-    """Of a draft's passes over one token, each of which leaves them as the next one needs them.
+    """Inputs of a draft's passes over one token, each of which leaves them as the next one needs them.
 
     Attributes:
-        chain (`torch.LongTensor` of shape `(1, LONGEST_CHAIN)`): what they chose, one after the other.
+        chain (`torch.LongTensor` of shape `(1, LONGEST_CHAIN)`): the tokens that they chose, one after the other.
     """
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         super().__init__(1, device)
-        self._at = self.all[3]  # 0 where a chain begins: the host's number is never another
+        self._at = self.all[3]  # 0 where a chain begins: the host never writes another number
         self._last = capacity - 1
         self.chain = torch.zeros((1, LONGEST_CHAIN), dtype=torch.long, device=device)
 
     def go_on(self, choices: torch.Tensor) -> None:
-        """A token was chosen, `(1,)`; part of what is recorded."""
+        """Make a chosen token, `(1,)`, the next input; part of what is recorded."""
         self.chain.index_copy_(1, self._at, choices[None])
         self.ids.copy_(choices[None])
         self.positions.add_(1)
-        # While it is being recorded a pass may be run more often than there is room for.
+        # During recording, a pass may be run more often than there is room for.
         self.slots.add_(1).clamp_(max=self._last)
         self._at.add_(1).clamp_(max=LONGEST_CHAIN - 1)
 
 
 def compute_pass(program: Program, attention: FixedAttention, inputs: Inputs) -> Results:
-    """What is recorded of a pass of one width, w, over one bucket.
+    """Compute a pass of one width, w, over one bucket; this is what is recorded.
 
     Args:
         program: the model's pass.
-        attention: over the bucket.
-        inputs: where the tokens are read.
+        attention: attention over the bucket.
+        inputs: inputs of the pass.
 
     Returns:
-        Logits `(1, w, V)` and the tokens with the largest `(w,)`.
+        Logits `(1, w, V)` and the tokens with the largest logits, `(w,)`.
     """
     with torch.inference_mode():
         attention.begin()

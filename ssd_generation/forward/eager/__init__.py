@@ -1,1 +1,1 @@
-"""Passes by the model's own code, and what is put in place for them."""
+"""Passes by the model's own code, and the replacements put in place for them."""

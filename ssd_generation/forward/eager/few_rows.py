@@ -1,9 +1,9 @@
-"""Linear layers of a model's own passes by code made for the processor, where a pass is over a few rows.
+"""JIT-compiled kernels for the linear layers of a model's own passes, where a pass is over a few rows.
 
-Passes that are not captured (of a batch, of models with recurrent states, behind adapters) run by the model's own code,
-whose linear layers call a GEMM that reads weights at half of memory's speed or less for so few rows. For the time of
-such a pass a kernel of native/ stands in for `forward` of each linear layer of torch's own make. It adds up each row in
-one order, whatever else is in the pass.
+Passes that are not captured (of a batch, of models with recurrent states, with adapters) run by the model's own code,
+whose linear layers call a GEMM that reads weights at half of memory's speed or less for so few rows. During such a pass
+a kernel of native/ replaces `forward` of each linear layer of torch's own make. It adds up each row in one order,
+whatever else is in the pass.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["MOST_ROWS", "FewRowsPart", "few_rows"]
 
 MOST_ROWS = 64
 _MOST_HALF = 32
-"""Rows of a pass, in float32 and in half precision, beyond which arithmetic is what takes the time."""
+"""Most rows of a pass, in float32 and in half precision; beyond these, arithmetic takes the time."""
 
 _SMALL = 2**16
-"""Weights of fewer elements are left to torch: a call takes longer than their arithmetic."""
+"""Elements below which a weight is left to torch: a call takes longer than its arithmetic."""
 
 
 class FewRowsPart(Part):
-    """Of a model: its linear layers, and what replaces their `forward` in passes over few rows."""
+    """Part of a model's state: its linear layers, and replacements of their `forward` in passes over few rows."""
 
     def __init__(self) -> None:
         self.few_rows: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
@@ -50,9 +50,9 @@ class FewRowsPart(Part):
 
 
 def few_rows(model: PreTrainedModel) -> SkipMode | None:
-    """What makes passes over at most `MOST_ROWS` rows fast; `None` where there is no code for any of the layers.
+    """Return the mode that makes passes over at most `MOST_ROWS` rows fast; `None` where no layer has a kernel.
 
-    Weights are read where they lie; of a layer whose weights have moved since, torch's code is run.
+    Weights are read in place; for a layer whose weights have moved since, torch's code is run.
 
     Args:
         model: the target model.
@@ -62,9 +62,9 @@ def few_rows(model: PreTrainedModel) -> SkipMode | None:
 
 
 def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """The linear layers that there is code for, and what stands in for their `forward`; known from call to call.
+    """Return the linear layers that have kernels, with replacements of their `forward`, retained from call to call.
 
-    None of a quantised model: its own layers stay torch's in any case, and some of them make much of another rounding.
+    A quantised model has none: its own layers stay torch's in any case, and some of them amplify any other rounding.
     """
     if why_not() is not None or torch.is_autocast_enabled("cpu"):
         return []
@@ -90,13 +90,13 @@ def _forwards(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[..., Any
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch has compiled it: that would be done anew for what stands in for a layer."""
+    """Tell whether torch has compiled a module: compilation would be repeated for the replacement of a layer."""
     forward = module.__dict__.get("forward")
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _held(module: nn.Linear) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """Weight and bias of a layer, held by tensors of our own, and their place.
+    """Return weight and bias of a layer, held by tensors of our own, and their place.
 
     As long as these are held, no other thread can free the memory that a kernel reads.
     """
@@ -108,7 +108,7 @@ def _forward(module: nn.Linear, place: tuple[Any, ...]) -> Callable[..., Any] | 
     kernel = native_linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
     if not isinstance(kernel, NativeLinear):
         return None
-    kernel.held = kernel.held[-1:]  # not the weights, which are the module's: those of old are to go
+    kernel.held = kernel.held[-1:]  # not the weights, which are the module's: old ones must be freed
     columns, dtype = module.weight.shape[1], module.weight.dtype
     most = columns * (MOST_ROWS if dtype is torch.float32 else _MOST_HALF)
 

@@ -1,9 +1,9 @@
-"""States that a model keeps on its modules, where there is one set for all texts (recurrent_gemma).
+"""States that a model stores on its modules, one set for all texts (recurrent_gemma).
 
-The cache of such a model has places for its states, and nothing in them. For the time of a call they are kept there,
-so that they belong to a text, and are copied, put back and drafted behind like any others: a module is given those of
-the cache that a pass is made with, and what it makes of them goes back into that cache. Afterwards the modules hold
-those of the text, as they do behind plain decoding.
+The cache of such a model has places for its states, and nothing in them. During a call the states are stored there, so
+that they belong to a text, and are copied, restored and drafted from like any others: a module is given those of the
+cache that a pass runs with, and its new ones go back into that cache. Afterwards the modules hold those of the text, as
+they do after plain decoding.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _NAMES = ("_state", "_states")
 
 
 class Holder(NamedTuple):
-    """A module that keeps states of its own, or has parts that do."""
+    """A module that stores states itself, or has parts that do."""
 
     layer: int
-    """Its place in the cache."""
+    """Index of its layer in the cache."""
 
     module: nn.Module
     places: tuple[tuple[nn.Module, str], ...]
-    """The modules that have a state, and its name there."""
+    """Modules that have a state, each with the state's name there."""
 
 
 def holders(model: PreTrainedModel) -> list[Holder]:
-    """The modules that keep states, of the layers of which the cache would hold states alone.
+    """Find the modules that store states, in the layers of which the cache would hold states alone.
 
     Args:
         model: the target model.
@@ -60,7 +60,7 @@ def holders(model: PreTrainedModel) -> list[Holder]:
 def _outermost(layer: nn.Module) -> list[tuple[nn.Module, tuple[tuple[nn.Module, str], ...]]]:
     found: list[tuple[nn.Module, tuple[tuple[nn.Module, str], ...]]] = []
     inside: set[nn.Module] = set()
-    for module in layer.modules():  # what holds others comes before them
+    for module in layer.modules():  # a module comes before those inside it
         if module not in inside and _states_of(module):
             parts = list(module.modules())
             inside.update(parts)
@@ -69,7 +69,7 @@ def _outermost(layer: nn.Module) -> list[tuple[nn.Module, tuple[tuple[nn.Module,
 
 
 def _states_of(module: nn.Module) -> list[str]:
-    """Names of what a module keeps from pass to pass: tensors, or nothing yet, that are neither weights nor buffers."""
+    """Return the names of a module's states: tensors, or nothing yet, that are neither weights nor buffers."""
     return [
         name
         for name, value in vars(module).items()
@@ -78,20 +78,20 @@ def _states_of(module: nn.Module) -> list[str]:
 
 
 class ModuleStates:
-    """The states that a model's modules keep, and what brings them into a cache.
+    """States that a model's modules store, and their transfer into a cache.
 
     Args:
-        held: the modules, as `holders` finds them.
+        held: the modules, as found by `holders`.
     """
 
     def __init__(self, held: list[Holder]) -> None:
         self._held = held
 
     def mode(self, model: PreTrainedModel) -> SkipMode:
-        """What a pass is to be made in, so that its states are those of its cache.
+        """Return the mode in which a pass must run, so that its states are those of its cache.
 
         Args:
-            model: the model whose modules they are.
+            model: the model that the modules belong to.
         """
         return SkipMode(model, SkipConfig(), [(holder.module, self._run(holder)) for holder in self._held])
 
@@ -109,26 +109,26 @@ class ModuleStates:
         return run
 
     def read(self) -> list[list[Any]]:
-        """What the modules hold now."""
+        """Return the states that the modules hold now."""
         return [[getattr(part, name) for part, name in holder.places] for holder in self._held]
 
     def write(self, states: list[list[Any]]) -> None:
-        """Have them hold something else.
+        """Replace the states that the modules hold.
 
         Args:
-            states: as `read` gave it.
+            states: result of `read`.
         """
         for holder, values in zip(self._held, states, strict=True):
             for (part, name), value in zip(holder.places, values, strict=True):
                 setattr(part, name, value)
 
     def take(self, cache: Cache) -> None:
-        """Put what the modules hold into a cache, behind whose tokens it stands."""
+        """Store the modules' states in a cache, whose tokens they follow."""
         for holder in self._held:
             _take(holder, _kept(cache, holder))
 
     def end(self, cache: Cache) -> None:
-        """Give the modules what a cache holds of them, and leave nothing of it there."""
+        """Give the modules their states from a cache, and remove these from it."""
         for holder in self._held:
             kept = _kept(cache, holder)
             if any(key in kept for key in _keys(holder)):
@@ -138,7 +138,7 @@ class ModuleStates:
 
 
 def _kept(cache: Any, holder: Holder) -> dict[Any, Any]:
-    """Where a layer of a cache keeps its states, those of modules beside others."""
+    """Return the states of a layer of a cache, those of modules among others."""
     return cache.layers[holder.layer].recurrent_states  # type: ignore[no-any-return]
 
 
@@ -157,7 +157,7 @@ def _take(holder: Holder, kept: dict[Any, Any]) -> None:
 
 
 class ModuleStatesPart(Part):
-    """Of a model: the states that its modules keep, or `None`, in a tuple once that is known."""
+    """Part of a model's state: the states that its modules store, or `None`, in a tuple once that is known."""
 
     def __init__(self) -> None:
         self.module_states: tuple[ModuleStates | None, ...] = ()
@@ -167,7 +167,7 @@ class ModuleStatesPart(Part):
 
 
 def module_states(model: PreTrainedModel) -> ModuleStates | None:
-    """Of a model that keeps states on its modules; `None` of any other.
+    """Return the states that a model stores on its modules; `None` where it stores none.
 
     Args:
         model: the target model.
@@ -180,7 +180,7 @@ def module_states(model: PreTrainedModel) -> ModuleStates | None:
 
 
 def mode_of_states(model: PreTrainedModel) -> SkipMode | None:
-    """Return what makes states that modules keep those of a pass's cache; `None` where they keep none.
+    """Return the mode in which modules use the states of a pass's cache; `None` where they store none.
 
     Args:
         model: the target model.

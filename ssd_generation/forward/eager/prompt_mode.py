@@ -24,15 +24,15 @@ _LARGE = 2**21
 
 
 def prompt_mode(model: PreTrainedModel, rows: int) -> AbstractContextManager[Any]:
-    """Under this, a model's large linear layers run by the faster kernel for a pass over a prompt, where there is one.
+    """Return a mode in which a model's large linear layers run by the faster kernel for a prompt, where there is one.
 
     In half precision there is none: a prompt's pass has the bits of the model's own.
 
-    On processors that are not Intel's, `linear_of_few_rows` is ahead with large weights until the arithmetic takes all
+    On processors other than Intel's, `linear_of_few_rows` is ahead with large weights until the arithmetic takes all
     the time (on an AMD EPYC, 8960 × 1536: 2.7 times as fast at 16 rows, 1.6 at 64, 1.2 at 256, the same beyond). The
-    model's own code runs all the same; what is exchanged is put back at the end.
+    model's own code runs all the same; what is replaced is restored at the end.
 
-    Drafts are judged under it as well: skip mode goes inside.
+    Drafts are judged in it as well: skip mode goes inside.
 
     Args:
         model: the target model.

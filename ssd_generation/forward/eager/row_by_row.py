@@ -1,14 +1,14 @@
-"""Passes of a model's own code over several tokens that give each token what a pass over it alone gives.
+"""Passes of a model's own code over several tokens that give each token the result of a pass over it alone.
 
-Where activations are rounded to a few bits on their way (quantised models), rounding of another order of sums is no
-small thing: a number falls to the other side, and the logits of a whole model part by a tenth of their spread. What
-sums in another order for another number of tokens is attention, which costs little to do for each token by itself,
-with the very call that a pass over that token makes. Linear layers of some makes are another function of a token for
-the tokens beside it (outliers are looked for in all of them): then they, too, run for each token by itself, which takes
-as long as so many steps, but for what comes between. And some layers of states have a scan of their own for several
-tokens, which is another one (state_layers.py).
+Where activations are rounded to a few bits on their way (quantised models), another order of sums has large effects: a
+number is rounded the other way, and the logits of a whole model diverge by a tenth of their spread. Attention sums in
+another order for another number of tokens; it costs little to compute for each token separately, with the very call
+that a pass over that token makes. In linear layers of some makes the result for a token depends on the other tokens
+(they look for outliers in all of them): then they, too, run for each token separately, which takes as long as so many
+steps, but for what comes between. And some layers of states have a scan of their own for several tokens, which is
+another function (state_layers.py).
 
-Which of it a model needs, its check finds out (tuning/model_check.py).
+The model's check finds out which of these it needs (tuning/model_check.py).
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = [
 ]
 
 STATES, ATTENTION, EVERYTHING = "layers of states", "attention", "attention and linear layers"
-"""What is done for each token by itself."""
+"""Parts of a model that run for each token separately."""
 _WIDTHS = (2, 5, 12)
 _NUMBERS = 2**17
-"""Numbers of a linear layer's output that are looked at: in half precision one of 20,000 may be rounded otherwise."""
+"""Numbers of a linear layer's output that are compared: in half precision one of 20,000 may be rounded differently."""
 
 
 class RowByRowPart(Part):
-    """Of a model: what is done for each token by itself in passes of its own code, as its check found it to be needed.
+    """Part of a model's state: what passes of its own code run for each token separately, as its check found necessary.
 
     Attributes:
-        state_layers: its layers of states, where these may have to be run token by token.
+        state_layers: its layers of states, where these may have to run token by token.
         row_by_row: one of `ways`, for a batch (`True`) and for a single text.
     """
 
@@ -66,22 +66,22 @@ class RowByRowPart(Part):
 
 
 def run_row_by_row(model: PreTrainedModel, is_batch: bool, what: str | None) -> None:
-    """Have passes of a model's own code over several tokens run like this from now on.
+    """Set how passes of a model's own code over several tokens run from now on.
 
     Args:
         model: the target model.
-        is_batch: those of several texts, or those of a single one.
+        is_batch: whether this is for several texts, or for a single one.
         what: one of `ways(model)`.
     """
     state_of(model).get(RowByRowPart).row_by_row[is_batch] = what
 
 
 def ways(model: PreTrainedModel, least: str | None) -> list[str | None]:
-    """What may be done for each token by itself, the cheapest first: `None` is nothing.
+    """Return what may run for each token separately, the cheapest first: `None` is nothing.
 
     Args:
         model: the target model.
-        least: leave out what is cheaper.
+        least: cheapest way to return.
     """
     found = [None, *([STATES] if _state_layers(model) else []), ATTENTION, EVERYTHING]
     return found[found.index(least) :]
@@ -95,10 +95,10 @@ def _state_layers(model: PreTrainedModel) -> list[StateLayer]:
 
 
 def least_needed(model: PreTrainedModel) -> str | None:
-    """What has to be done for each token by itself, as far as the linear layers show it, whatever a short text says.
+    """Return what must run for each token separately, as far as the linear layers show it, whatever a short text says.
 
-    One layer of each class is looked at. Where there are foreign ones, in half precision, no pass is captured, and
-    attention is done for each token. All that is worth nothing where linear layers round otherwise beside other tokens.
+    One layer of each class is tested. Where there are foreign ones, in half precision, no pass is captured, and
+    attention runs for each token. All that is of no use where linear layers round differently next to other tokens.
     """
     classes = {(type(m), type(getattr(m, "weight", None))): m for m in linears(model) if is_foreign(m)}
     needed = ATTENTION if classes and model.dtype in (torch.bfloat16, torch.float16) else None
@@ -108,15 +108,15 @@ def least_needed(model: PreTrainedModel) -> str | None:
                 return EVERYTHING
             if rounds_activations(module, model.dtype):
                 needed = ATTENTION
-        except Exception:  # not a layer like others: the check tells
+        except Exception:  # not a layer like others: the check decides
             continue
     return EVERYTHING if needed is not None and _any_hangs_on_width(model) else needed
 
 
 def _any_hangs_on_width(model: PreTrainedModel) -> bool:
-    """Whether a linear layer gives a token other bits beside other tokens: one of each make and shape is looked at.
+    """Tell whether a linear layer's bits for a token depend on other tokens: one of each make and shape is tested.
 
-    In float32 the last layer does not count, whose last bits nothing behind it makes larger.
+    In float32 the last layer does not count, whose last bits nothing after it amplifies.
     """
     head = model.get_output_embeddings() if model.dtype is torch.float32 else None
     tops = {(type(m), type(getattr(m, "weight", None)), features(m)): m for m in linears(model, False) if m is not head}
@@ -124,7 +124,7 @@ def _any_hangs_on_width(model: PreTrainedModel) -> bool:
         try:
             if _hangs_on_width(module, model.dtype):
                 return True
-        except Exception:  # not a layer like others: the check tells
+        except Exception:  # not a layer like others: the check decides
             continue
     return False
 
@@ -143,13 +143,13 @@ def _hangs_on_width(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def has_scans_of_its_own(model: PreTrainedModel, texts: int) -> bool:
-    """Whether the model's own code over several tokens of so many texts was found to be another function of states."""
+    """Tell whether the model's own code over several tokens of `texts` texts was found to treat states differently."""
     return state_of(model).get(RowByRowPart).row_by_row.get(texts > 1) == STATES
 
 
 @contextmanager
 def row_by_row(model: PreTrainedModel, texts: int) -> Iterator[None]:
-    """For a pass over several tokens of each of so many texts: what was found to be needed, token by token."""
+    """Run passes over several tokens of each of `texts` texts token by token, as far as that was found necessary."""
     what = state_of(model).get(RowByRowPart).row_by_row.get(texts > 1)
     if what is None:
         yield
@@ -181,8 +181,8 @@ def _each_row(module: nn.Module) -> Callable[..., Any]:
 
 
 def _token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that calls another one for each token, with the keys that the token sees."""
-    seen: list[Any] = [None, []]  # the last mask, and what was found of it: layers share one
+    """Return an attention function that calls another one for each token, with the keys that the token sees."""
+    seen: list[Any] = [None, []]  # the last mask, and what was derived from it: layers share one
 
     def attention(
         module: nn.Module,
@@ -207,11 +207,11 @@ def _token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _visible(mask: torch.Tensor) -> list[tuple[int, int, torch.Tensor | None]]:
-    """For each token, where the keys that it sees begin and end, and the mask over these, if it hides any of them.
+    """Return where the keys that each token sees begin and end, and the mask over these, if it hides any of them.
 
     Args:
-        mask (`torch.BoolTensor` or `torch.FloatTensor` of shape `(B, 1 or H, tokens, keys)`): added to scores, where it
-            has numbers.
+        mask (`torch.BoolTensor` or `torch.FloatTensor` of shape `(B, 1 or H, tokens, keys)`): mask; its numbers, where
+            it has any, are added to scores.
     """
     is_seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
     by_anyone = is_seen.flatten(0, 1).any(dim=0).int()  # of several texts, one may see more than another

@@ -1,10 +1,10 @@
 """Layers of states that take the tokens of a pass one at a time, and read their weights once for all of them.
 
-Over several tokens behind a cache, some layers compute another function than over one at a time: their scan begins with
-an empty state there (mamba, falcon_mamba and jamba in transformers 5.23). Given each token by itself, a layer computes
-what plain decoding does. What would make that as dear as so many steps are its weights: so a linear layer that is given
-the layer's own input takes all tokens at the first of them, and the one whose result is the layer's takes them all at
-the last. What comes between (a convolution, gates, a step of the scan) is done for each token, by the layer's own code.
+After a cache, some layers compute another function over several tokens than over one at a time: their scan begins with
+an empty state there (mamba, falcon_mamba and jamba in transformers 5.23). Given each token separately, a layer computes
+what plain decoding does. Its weights would make that as expensive as so many steps: so a linear layer that is given the
+layer's own input takes all tokens at the first of them, and the one whose result is the layer's takes them all at the
+last. What comes between (a convolution, gates, a step of the scan) runs for each token, by the layer's own code.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StateLayer:
     """A layer of states, run token by token in passes over several.
 
     Args:
-        layer: takes hidden states `(B, tokens, H)`, as its first argument or as `hidden_states`, and gives as many,
-            alone or first in a tuple.
+        layer: module that takes hidden states `(B, tokens, H)`, as its first argument or as `hidden_states`, and gives
+            as many, alone or first in a tuple.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -43,14 +43,14 @@ class StateLayer:
 
     def _end_pass(self) -> None:
         self._whole: torch.Tensor | None = None  # the hidden states of all tokens
-        self._row: torch.Tensor | None = None  # and of the one that is gone through
+        self._row: torch.Tensor | None = None  # and of the token that is processed
         self._token = 0
         self._ahead: dict[nn.Module, torch.Tensor] = {}  # by linear layer: the results of all tokens
-        self._waiting: list[torch.Tensor] = []  # by token: what the last linear layer is to be given
+        self._waiting: list[torch.Tensor] = []  # by token: input of the last linear layer
         self._latest: tuple[nn.Module, torch.Tensor] | None = None  # a linear layer, and what it gave
 
     def patches(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """Modules, and what takes the place of their `forward` for one pass."""
+        """Return modules, with replacements of their `forward` for one pass."""
         return [
             (self._layer, partial(self._run, forward_of(self._layer))),
             *((linear, partial(self._run_linear, linear, forward_of(linear))) for linear in self._linears),
@@ -86,11 +86,11 @@ class StateLayer:
         return (hidden, *result[1:]) if isinstance(result, tuple) else hidden
 
     def _of_token(self, value: Any, count: int) -> Any:
-        """An argument, as a pass over the token alone would be given it."""
+        """Return an argument as a pass over the token alone would be given it."""
         if value is self._whole:
             return self._row
         if isinstance(value, torch.Tensor) and value.ndim in (1, 2) and value.shape[-1] >= count:
-            # Places or a mask: of this pass's tokens, or of all of the text up to them.
+            # Positions or a mask: of this pass's tokens, or of all of the text up to them.
             end = value.shape[-1] - count + self._token + 1
             return value[..., end - 1 : end] if value.shape[-1] == count else value[..., :end]
         return value
@@ -112,9 +112,9 @@ class StateLayer:
 
 
 def state_layers(model: PreTrainedModel) -> list[StateLayer]:
-    """The layers of which the model's cache keeps states alone.
+    """Return the layers of which the model's cache holds states alone.
 
-    They are the innermost modules that know their place in it, or those that keep states of their own.
+    They are the innermost modules that know their place in it, or those that store states themselves.
     """
     places = layers_without_keys(model)
     found = [StateLayer(holder.module) for holder in holders(model) if next(linears(holder.module), None) is not None]

@@ -1,1 +1,1 @@
-"""What a model consists of: sub-layers, linear layers, adapters, weights, and skip mode, which leaves some out."""
+"""Structure of a model: sub-layers, linear layers, adapters, weights, and skip mode, which leaves some out."""

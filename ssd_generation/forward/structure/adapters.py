@@ -1,4 +1,4 @@
-"""Which adapters (PEFT's) are in use, and whether that has changed: what was learnt, copied or verified with others."""
+"""Adapters (PEFT's) in use, and whether these have changed since something was learnt, copied or verified with them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterWatch", "adapters_in_use", "few_numbers_of", "numbers_of"]
 
-# How a layer with adapters says which of them are in use, and how much of each.
+# Attributes of a layer with adapters that say which of them are in use, and how much of each.
 _SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
 _FEW = 4
-"""Numbers of each of the adapters' own weights that are looked at."""
+"""Numbers read from each of the adapters' own weights."""
 
 
 class AdapterWatch:
-    """Tells whether the adapters of a model were switched, added, merged, taken away, or their weights written to.
+    """Watch over the adapters of a model: tells whether any were switched, added, merged, removed or written to.
 
-    Looking is cheap enough for each token: the layers are looked up once.
+    Checking is cheap enough for each token: the layers are looked up once.
 
     Args:
         model: the target model.
@@ -42,7 +42,7 @@ class AdapterWatch:
         self.state = self._look()
 
     def has_changed(self) -> bool:
-        """Whether anything is other than when this was last asked, or at first."""
+        """Tell whether anything has changed since the last call, or since construction."""
         before, self.state = self.state, self._look()
         return self.state != before
 
@@ -50,13 +50,13 @@ class AdapterWatch:
         names = tuple(getattr(self._model, "peft_config", None) or ())
         if names != self._names:
             self._names, self._layers = names, list(_adapted_layers(self._model)) if names else []
-            # Views: what is written to in a way that torch does not count (`weight.data`) is seen in them.
+            # Views: they show writes that torch does not count (`weight.data`).
             self._numbers = [few_of(w, _FEW) for *_, weights in self._layers for w in weights if is_plain(w)]
         if not names:
             return ()
         found: list[Any] = [names]
         for parent, name, module, weights in self._layers:
-            # One that was taken out of the model is in use no more.
+            # A layer that was removed from the model is no longer in use.
             found.append(parent._modules.get(name) is module)
             found += _switches(module)
             found += map(fingerprint_of, weights)
@@ -76,7 +76,7 @@ def _frozen(value: Any) -> Hashable:
 
 
 def _adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, list[torch.Tensor]]]:
-    """`(parent, name in it, layer, the adapters' own weights)` of all layers with adapters."""
+    """Yield `(parent, name in it, layer, the adapters' own weights)` of all layers with adapters."""
     for parent in model.modules():
         for name, module in parent._modules.items():
             if module is not None and hasattr(module, _SWITCHES[0]):
@@ -86,14 +86,14 @@ def _adapted_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Modul
 
 
 def adapters_in_use(model: PreTrainedModel) -> Hashable:
-    """Which adapters are there, in which layers, and which of them are switched on, merged or scaled, by how much."""
+    """Return which adapters exist, in which layers, and which are switched on, merged or scaled, by how much."""
     if not getattr(model, "peft_config", None):
         return ()
     return tuple(model.peft_config), tuple((id(layer), *_switches(layer)) for _, _, layer, _ in _adapted_layers(model))
 
 
 def few_numbers_of(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """A few numbers of each layer, and a few of the adapters' own weights, on the CPU."""
+    """Return a few numbers of each layer, and a few of the adapters' own weights, on the CPU."""
     layers = _adapted_layers(model) if getattr(model, "peft_config", None) else ()
     few = [few_of(w, _FEW).to("cpu", torch.float64) for *_, weights in layers for w in weights if is_plain(w)]
     none = torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -102,10 +102,10 @@ def few_numbers_of(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 @looked_at_once
 def _sample_of(model: PreTrainedModel) -> torch.Tensor:
-    """A few numbers of each layer."""
+    """Return a few numbers of each layer."""
     return sample(linears_of(model))
 
 
 def numbers_of(model: PreTrainedModel) -> str:
-    """A fingerprint of the same numbers that holds from one process to the next."""
+    """Return a fingerprint of the same numbers that is equal from one process to the next."""
     return hashlib.sha256(torch.cat(few_numbers_of(model)).numpy().tobytes()).hexdigest()[:16]

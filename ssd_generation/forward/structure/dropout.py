@@ -1,7 +1,7 @@
-"""What makes a pass random in training mode: dropout, and the little else that depends on it.
+"""Sources of randomness of a pass in training mode: dropout, and the little else that depends on that mode.
 
-Training mode by itself changes nothing: models are loaded with dropout rates of 0 as often as not, and are generated
-with while they are trained. So not the flag is looked at, but what the modules that have it set do with it.
+Training mode alone changes nothing: models are often loaded with dropout rates of 0, and generate while they are
+trained. So what counts is not the flag, but what the modules that have it set do with it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _RATES = re.compile("drop|jitter|noise", re.IGNORECASE)
 _CONFIG = "config."
 
 _KNOWN = ("transformers.", "peft.")
-"""Whose classes draw random numbers by such numbers alone."""
+"""Packages whose classes draw random numbers by such rates alone."""
 
 _NOT_IN_A_PASS = frozenset({"__init__", "_init_weights", "reset_parameters", "train", "eval", "extra_repr"})
 
 
 @looked_at_once
 def active_dropout(model: PreTrainedModel) -> str | None:
-    """Why training mode makes the passes of a model random, with the module's name; `None` where it does not.
+    """Return why training mode makes the passes of a model random, with the module's name; `None` where it does not.
 
-    Nothing is changed on the model.
+    The model is not changed.
 
     Args:
         model: the target model; all of it, a part or nothing may be in training mode.
@@ -55,7 +55,7 @@ def active_dropout(model: PreTrainedModel) -> str | None:
 
 
 def _why_random(module: nn.Module, model: PreTrainedModel) -> str | None:
-    """Why a module in training mode is random, by its own code alone; `None` where it is not."""
+    """Return why a module in training mode is random, by its own code alone; `None` where it is not."""
     if isinstance(module, _DropoutNd):
         return f"with a dropout rate of {module.p:g}" if module.p > 0 else None
     if isinstance(module, _NormBase):
@@ -65,14 +65,14 @@ def _why_random(module: nn.Module, model: PreTrainedModel) -> str | None:
     if type(module).__module__.startswith("torch.nn."):
         rate = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
         return f"with a dropout rate of {rate:g}" if isinstance(rate, float) and rate > 0 else None
-    kind: Any = type(module)  # mypy takes modules for what cannot be hashed
+    kind: Any = type(module)  # mypy takes modules for unhashable
     names = _mentioned(kind)
     if "training" in names and "gradient_checkpointing" in names and getattr(module, "gradient_checkpointing", False):
         return "where gradient checkpointing switches the KV cache off"
     rates = {name: value for name in sorted(filter(_RATES.search, names)) for value in _values(name, module, model)}
     is_known = type(module).__module__.startswith(_KNOWN)
     if is_known and "training" not in names:
-        return None  # such as one that calls a `Dropout` inside, which is looked at by itself
+        return None  # such as one that calls a `Dropout` inside, which is examined separately
     for name, value in rates.items():
         if value > 0:
             return f"with {name}={value:g}"
@@ -82,7 +82,7 @@ def _why_random(module: nn.Module, model: PreTrainedModel) -> str | None:
 
 
 def _values(name: str, module: nn.Module, model: PreTrainedModel) -> Iterator[float]:
-    """The number that a module's code means by a name, if it is one: its own, or the config's. Modules inside are 0."""
+    """Yield the number that a name in a module's code refers to: its own, or the config's. Modules inside are 0."""
     is_of_config, name = name.startswith(_CONFIG), name.removeprefix(_CONFIG)
     if not is_of_config and name in module._modules:
         yield 0.0
@@ -96,18 +96,18 @@ def _values(name: str, module: nn.Module, model: PreTrainedModel) -> Iterator[fl
 
 
 def _is_harmless(module: nn.Module, names: frozenset[str], is_known: bool) -> bool:
-    """Whether code that mentions no rate is the same in training mode."""
+    """Tell whether code that mentions no rate computes the same in training mode."""
     if "training" not in names:
         return is_known or not any(map(_RATES.search, names))
-    # Whoever looks at the flag for gradient checkpointing alone, which is off.
+    # The flag may be read for gradient checkpointing alone, which is off here.
     return is_known and "gradient_checkpointing" in names
 
 
 @functools.cache
 def _mentioned(kind: type) -> frozenset[str]:
-    """Names in the code of a class of modules, that of torch's and transformers' bases left out.
+    """Return the names in the code of a class of modules, without those of torch's and transformers' base classes.
 
-    Those of a config's attributes start with `_CONFIG`.
+    Names of a config's attributes start with `_CONFIG`.
     """
     found: set[str] = set()
     for base in kind.__mro__:

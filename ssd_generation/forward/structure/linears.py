@@ -1,8 +1,8 @@
-"""Linear layers of any make: what they are recognised by, and which weights they compute with.
+"""Linear layers of any make: how they are recognised, and which weights they compute with.
 
-A quantiser puts a class of its own in a linear layer's place, or a weight of its own class inside; an adapter wraps
-one. None of them is known here by name. A linear layer says how many features go in and come out, and its weights are
-what it makes of unit vectors.
+A quantiser replaces a linear layer by a class of its own, or the weight inside by one; an adapter wraps the layer. None
+of them is known here by name. A linear layer states its input and output features, and its weights are its outputs for
+unit vectors.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ __all__ = [
 ]
 
 _ROWS = 1024
-"""Unit vectors that go through a layer at a time."""
+"""Unit vectors that pass through a layer at a time."""
 
 _TOLERANCE = 0.1
-"""Of weights that were read: how far their products may lie from the layer's, as a share. Activations may be rounded to
-8 bits on their way; drafts are verified."""
+"""Greatest relative error of products with weights that were read, compared with those of the layer. The layer may
+round activations to 8 bits; drafts are verified."""
 
 
 class CannotRead(Exception):
-    """The weights that a layer computes with cannot be had; the message says why."""
+    """The weights that a layer computes with cannot be obtained; the message says why."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a weight is what it seems: numbers at an address, of no class of its own (torchao, DTensor)."""
+    """Tell whether a weight is an ordinary tensor: numbers at an address, no class of its own (torchao, DTensor)."""
     return (type(tensor) is nn.Parameter or type(tensor) is torch.Tensor) and tensor.device.type != "meta"
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether it is torch's own layer, with weights that are floating point numbers at an address."""
-    weight = getattr(module, "weight", None) if type(module) is nn.Linear else None  # some bring it later
+    """Tell whether a module is torch's own layer, with weights that are floating-point numbers at an address."""
+    weight = getattr(module, "weight", None) if type(module) is nn.Linear else None  # some create it later
     return weight is not None and is_plain(weight) and weight.is_floating_point()
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether a linear layer is of a quantiser's or someone else's make: not torch's, nor one of a model's own code."""
+    """Tell whether a linear layer is a quantiser's or a third party's: not torch's, nor one of a model's own code."""
     weight = getattr(module, "weight", None)
     is_usual = isinstance(weight, torch.Tensor) and is_plain(weight) and weight.is_floating_point()
     return not (is_usual and type(module).__module__.startswith(("torch.nn.", "transformers.models.")))
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """Channels that a linear layer takes and gives, `(K, N)`; `None` where a module does not say that it is one."""
+    """Return the input and output channels of a linear layer, `(K, N)`; `None` where a module does not state them."""
     found = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if all(type(count) is int and count > 0 for count in found):
         return found  # type: ignore[return-value]
@@ -76,12 +76,12 @@ def features(module: nn.Module) -> tuple[int, int] | None:
 
 
 def linears(top: nn.Module, wrapped: bool = True) -> Iterator[nn.Module]:
-    """The linear layers of a module, of any make, in its order.
+    """Yield the linear layers of a module, of any make, in its order.
 
     Args:
         top: the module; it may be one itself.
-        wrapped: of a layer with another one of its shape inside, an adapter's, give the inner one. The adapter's own
-            small ones are not given in any case.
+        wrapped: whether a layer with another one of its shape inside, an adapter's, gives the inner one. The adapter's
+            own small layers are never given.
     """
     shape = features(top)
     if shape is None:
@@ -97,7 +97,7 @@ def linears(top: nn.Module, wrapped: bool = True) -> Iterator[nn.Module]:
 
 @looked_at_once
 def linears_of(model: nn.Module) -> list[nn.Module]:
-    """The linear layers of a whole model, as `linears` gives them."""
+    """Return the linear layers of a whole model, as `linears` gives them."""
     return [module for reference in _linears_of(model) if (module := reference()) is not None]
 
 
@@ -108,19 +108,19 @@ def _linears_of(model: nn.Module) -> list[weakref.ref[nn.Module]]:
 
 @follows_from_structure
 def has_foreign(model: nn.Module) -> bool:
-    """Whether any linear layer of a model is of a quantiser's or someone else's make."""
+    """Tell whether any linear layer of a model is a quantiser's or a third party's."""
     return any(map(is_foreign, linears_of(model)))
 
 
 def identity(module: nn.Module) -> tuple[Any, ...]:
-    """Changes when a layer's weights do, so that what was made of old ones is not used for new ones."""
+    """Return a value that changes with a layer's weights, so that nothing made of old ones is used for new ones."""
     return (id(module), *map(fingerprint_of, tensors_of(module)))
 
 
 def sample(modules: list[nn.Module]) -> torch.Tensor:
-    """A few numbers of the weights of each layer.
+    """Return a few numbers of the weights of each layer.
 
-    They change with weights that are written over in a way that torch does not count, as by an adapter that is merged
+    They change with weights that are overwritten in a way that torch does not count, such as by merging an adapter
     into them (`weight.data += …`).
     """
     few = []
@@ -132,14 +132,14 @@ def sample(modules: list[nn.Module]) -> torch.Tensor:
 
 
 def few_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Some numbers of a tensor, spread over it: a view, where it has no gaps."""
-    # Of one with gaps, or whose numbers only stand for others, no whole copy is made.
+    """Return some numbers of a tensor, spread over it: a view, where it has no gaps."""
+    # A tensor with gaps, or an expanded one, is not copied whole.
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[..., 0].reshape(-1)
     return flat[:: max(len(flat) // most, 1)][:most]
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of a layer, and of the layers inside it."""
+    """Yield the parameters and buffers of a layer, and of the layers inside it."""
     if not module._modules:  # as most are
         for tensors in (module._parameters, module._buffers):
             yield from (tensor for tensor in tensors.values() if tensor is not None)
@@ -149,20 +149,20 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weights that a linear layer computes with, and its bias.
+    """Return the weights that a linear layer computes with, and its bias.
 
-    A class that can give them itself (`dequantize`) is asked, and believed where its layer says the same of random
-    inputs. What others compute with is what they make of unit vectors: two times K²·N operations.
+    Weights that a class gives itself (`dequantize`) are used where the layer agrees with them on random inputs. The
+    weights of other layers are their outputs for unit vectors: two times K²·N operations.
 
     Args:
         module: a linear layer of any make.
-        dtype: of the activations that it takes.
+        dtype: type of the activations that it takes.
 
     Returns:
         Weights `(N, K)`, floating point numbers, and the bias `(N,)` or `None`.
 
     Raises:
-        CannotRead: it is not linear, or fails.
+        CannotRead: the layer is not linear, or fails.
     """
     if is_plain_linear(module):
         return module.weight, module.bias  # type: ignore[return-value]
@@ -175,7 +175,7 @@ def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
         bias = getattr(module, "bias", None)
         bias = bias.detach() if isinstance(bias, torch.Tensor) and is_plain(bias) and bias.numel() == rows else None
         generator = torch.Generator(device="cpu").manual_seed(0)
-        # Small numbers, as behind a norm: greater ones may be taken for outliers.
+        # Small numbers, as after a norm: greater ones may be taken for outliers.
         probe = torch.randn((8, columns), generator=generator, device="cpu").to(dtype)
         try:
             expected = module(probe).float()
@@ -194,14 +194,14 @@ def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
 
 
 def rounds_activations(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a layer rounds what comes in to fewer bits than it has.
+    """Tell whether a layer rounds its input to fewer bits than it has.
 
-    To a smaller type of floating point numbers, in which the last bits of float32 are lost, or to integers, in which
-    the small beside the large is.
+    It may round to a smaller floating-point type, which loses the last bits of float32, or to integers, which lose
+    small numbers next to large ones.
 
     Args:
         module: a linear layer of any make.
-        dtype: of the activations that it takes.
+        dtype: type of the activations that it takes.
 
     Raises:
         Exception: whatever the layer raises.
@@ -209,7 +209,7 @@ def rounds_activations(module: nn.Module, dtype: torch.dtype) -> bool:
     columns, _ = features(module) or (0, 0)
     generator = torch.Generator(device="cpu").manual_seed(0)
     noise = torch.rand((1, columns), generator=generator, device="cpu") - 0.5
-    even = noise.sign() * 1.5  # a number of all types
+    even = noise.sign() * 1.5  # exact in all types
     large, small = torch.zeros_like(noise), noise * 0.005
     large[0, 0], small[0, 0] = 1, 1
     pairs = [(large, small)]
@@ -220,11 +220,11 @@ def rounds_activations(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def mixes_rows(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether what a layer makes of a row hangs on the other rows: on a large number in one of them.
+    """Tell whether a layer's output for a row depends on the other rows: on a large number in one of them.
 
     Args:
         module: a linear layer of any make.
-        dtype: of the activations that it takes.
+        dtype: type of the activations that it takes.
 
     Raises:
         Exception: whatever the layer raises.
@@ -256,7 +256,7 @@ def _said_by_itself(module: nn.Module, rows: int, columns: int) -> Iterator[torc
             continue
         try:
             weight = method(owner)
-        except Exception:  # of whatever make
+        except Exception:  # whatever its class raises
             continue
         if isinstance(weight, torch.Tensor) and is_plain(weight) and weight.is_floating_point():
             if tuple(weight.shape) == (rows, columns):

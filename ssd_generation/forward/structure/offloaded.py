@@ -1,7 +1,7 @@
 """Models whose weights accelerate brings into memory for each pass: where these are, and a stand-in without them.
 
-Offloaded weights are on the meta device; a hook on their module (`_hf_hook`, accelerate's `AlignDevicesHook`) knows a
-map from their names to what is read for a pass: from a file, or from the CPU's memory.
+Offloaded weights are on the meta device; a hook on their module (`_hf_hook`, accelerate's `AlignDevicesHook`) has a map
+from their names to what is read for a pass: from a file, or from CPU memory.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ __all__ = [
 _ModelT = TypeVar("_ModelT", bound=nn.Module)
 
 SMALL = 1 << 18
-"""Elements up to which a tensor (a norm's weight, a bias, a router) is read for a stand-in as it is."""
+"""Elements up to which a tensor (a norm's weight, a bias, a router) is read unchanged for a stand-in."""
 
 _ROWS = 64
-"""Rows that the large matrices of a stand-in have; the others repeat them."""
+"""Distinct rows of the large matrices of a stand-in; the others repeat them."""
 
 
 class CannotStandIn(Exception):
@@ -58,33 +58,33 @@ class CannotStandIn(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """Where one offloaded tensor is read from.
+    """Location from which one offloaded tensor is read.
 
     Attributes:
         weights_map: the hook's map.
-        key: its name in that map.
+        key: the tensor's name in that map.
     """
 
     weights_map: Mapping[str, torch.Tensor]
     key: str
 
     def load(self) -> torch.Tensor:
-        """Read it, as a pass does.
+        """Read the tensor, as a pass does.
 
         Raises:
-            OSError, KeyError: it is not there any more.
+            OSError, KeyError: the tensor is no longer there.
         """
         return self.weights_map[self.key].detach()
 
     def _innermost(self) -> tuple[Any, str]:
-        """The map without accelerate's views of a part of it, and the name in that."""
+        """Return the map without accelerate's views of parts of it, and the tensor's name in it."""
         found, key = self.weights_map, self.key
         while hasattr(found, "dataset") and hasattr(found, "prefix"):
             key, found = f"{found.prefix}{key}", found.dataset
         return found, key
 
     def file(self) -> Path | None:
-        """The file that it is read from; `None` where it is in memory, or where that is not known."""
+        """Return the file that it is read from; `None` where it is in memory, or where that is not known."""
         found, key = self._innermost()
         if isinstance(found, dict) or key in getattr(found, "state_dict", ()):
             return None
@@ -97,18 +97,18 @@ class Source:
         return None if folder is None else Path(folder) / f"{key}.dat"
 
     def folder(self) -> Path | None:
-        """The folder that was named for offloading."""
+        """Return the folder that was named for offloading."""
         folder = getattr(self._innermost()[0], "save_folder", None)
         return None if folder is None else Path(folder)
 
     def identity(self, known: dict[Path, tuple[int, int]]) -> tuple[Any, ...]:
-        """Changes when what is read does.
+        """Return a value that changes when the stored tensor does.
 
         Args:
-            known: size and time of files that were looked at just now; filled here.
+            known: size and time of files that were examined just now; filled here.
 
         Raises:
-            OSError: the file is not there any more.
+            OSError: the file is no longer there.
         """
         path = self.file()
         if path is not None:
@@ -128,7 +128,7 @@ class Source:
 
 @looked_at_once
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether weights of a model are brought into memory for each pass."""
+    """Tell whether weights of a model are brought into memory for each pass."""
     return _has_unreal(model) and bool(sources_of(model))
 
 
@@ -138,7 +138,7 @@ def _has_unreal(model: nn.Module) -> bool:
 
 
 def _offloading_hooks(module: nn.Module) -> Iterator[Any]:
-    """The hooks of a module that bring its weights into memory."""
+    """Yield the hooks of a module that bring its weights into memory."""
     hook = getattr(module, "_hf_hook", None)
     for each in getattr(hook, "hooks", None) or (hook,):
         if getattr(each, "offload", False) and getattr(each, "weights_map", None) is not None:
@@ -146,7 +146,7 @@ def _offloading_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def sources_of(model: nn.Module) -> dict[str, Source]:
-    """By name, where the offloaded parameters and buffers of a model are read from."""
+    """Return the sources of the offloaded parameters and buffers of a model, by name."""
     found: dict[str, Source] = {}
     for prefix, module in model.named_modules():
         for hook in _offloading_hooks(module):
@@ -158,7 +158,7 @@ def sources_of(model: nn.Module) -> dict[str, Source]:
 
 
 def streamed_bytes(model: nn.Module) -> int:
-    """Bytes that each pass brings into memory."""
+    """Count the bytes that each pass brings into memory."""
     return sum(
         tensor.numel() * tensor.element_size()
         for module in model.modules()
@@ -168,7 +168,7 @@ def streamed_bytes(model: nn.Module) -> int:
 
 
 def why_unreadable(model: nn.Module) -> str | None:
-    """Which file of offloaded weights is not there any more; `None` where all are."""
+    """Return why a pass cannot read the offloaded weights: a file is gone; `None` where all files are there."""
     if not is_offloaded(model):
         return None
     for path in dict.fromkeys(source.file() for source in sources_of(model).values()):
@@ -185,13 +185,13 @@ def why_unreadable(model: nn.Module) -> str | None:
 
 
 def clone_without_hooks(model: _ModelT) -> tuple[_ModelT, dict[int, nn.Module]]:
-    """A model of the same modules that has none of the hooks, and shares parameters and buffers.
+    """Clone a model without its hooks; the clone shares parameters and buffers with it.
 
     Returns:
-        It, and its modules by id of the model's.
+        The clone, and its modules by id of the model's.
 
     Raises:
-        CannotStandIn: the forward of a module is patched by something else than accelerate.
+        CannotStandIn: the forward of a module is patched by something other than accelerate.
     """
     made: dict[int, nn.Module] = {}
 
@@ -224,7 +224,7 @@ def clone_without_hooks(model: _ModelT) -> tuple[_ModelT, dict[int, nn.Module]]:
 
 
 class _FewRows(TorchFunctionMode):
-    """Computes linear layers of a stand-in by the first of their rows, which the others repeat."""
+    """Mode that computes linear layers of a stand-in from the first of their rows, which the others repeat."""
 
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
@@ -244,14 +244,15 @@ class _FewRows(TorchFunctionMode):
 
 @contextmanager
 def stand_in(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, dict[int, nn.Module]]]:
-    """A model of the same code and small weights, with random numbers in place of the large ones.
+    """Make a model of the same code and small weights, with random numbers in place of the large ones.
 
-    How a model's layers are wired, and whether its passes over several tokens are what passes over one are, is a matter
-    of its code. To see it by offloaded weights would take dozens of passes, each of which reads all of them. The large
-    matrices of this model take no memory to speak of: their rows overlap.
+    The wiring of a model's layers, and whether its passes over several tokens equal passes over one, depend on its code
+    alone. To test it with offloaded weights would take dozens of passes, each of which reads all of them. The large
+    matrices of this model take almost no memory: their rows overlap.
 
     Yields:
-        It, which is computed rightly on this thread within the context only, and its modules by id of the model's.
+        The model, which computes correctly on this thread and within the context only, and its modules by id of the
+        original's.
 
     Raises:
         CannotStandIn: see `clone_without_hooks`.
@@ -276,10 +277,10 @@ def stand_in(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, dict[int
 
 
 def _random_rows(meta: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of this shape and type whose parts overlap, so that they take little memory.
+    """Make a tensor of this shape and type whose parts overlap, so that they take little memory.
 
-    Of a matrix each row begins one number behind the row before, of several matrices each one a row behind the other
-    (kernels for experts want whole rows).
+    Each row of a matrix begins one number after the row before; each of several matrices begins one row after the one
+    before (kernels for experts want whole rows).
     """
     columns = meta.shape[-1]
     if meta.ndim > 2:
@@ -292,7 +293,7 @@ def _random_rows(meta: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def replace_tensor(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Put another tensor in place of a parameter or buffer."""
+    """Replace a parameter or buffer by another tensor."""
     if name in module._parameters:
         module._parameters[name] = nn.Parameter(value, requires_grad=False)
     else:

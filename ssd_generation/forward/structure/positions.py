@@ -1,8 +1,8 @@
-"""Tables of positions: where a text ends because the model has no row for the next token.
+"""Tables of positions: a text ends where the model has no row for the next token.
 
-Rotary embeddings are computed for any position. A learned embedding, or sines that were written down once, have so many
-rows and no more: a pass that reaches beyond them fails, and on a GPU takes the process' context along. So drafts, and
-the texts on which this library tries a model, end at the last row.
+Rotary embeddings are computed for any position. A learned embedding, or a precomputed table of sines, has a fixed
+number of rows: a pass that reaches beyond them fails, and on a GPU takes the process' context along. So drafts, and the
+texts on which this library tests a model, end at the last row.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["cut_to_table", "most_positions"]
 
 _TABLE = re.compile(r"pos|wpe", re.IGNORECASE)
-"""In the name of a module or buffer that holds one."""
+"""Pattern in the name of a module or buffer that holds a table."""
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "max_seq_len")
-"""What configs call the number of its rows."""
+"""Names of the number of its rows in configs."""
 
 
 @looked_at_once
 def most_positions(model: PreTrainedModel) -> int | None:
-    """Tokens that a text may have, by the model's table of positions; `None` where it has none.
+    """Return the most tokens that a text may have by the model's table of positions; `None` where it has none.
 
-    A table is recognised by its name and by its rows, which are those of the config, and a few more in families that
+    A table is recognised by its name and by its rows: as many as the config says, and a few more in families that
     leave out the first ones.
 
     Args:
@@ -48,7 +48,7 @@ def most_positions(model: PreTrainedModel) -> int | None:
             if id(module) not in tokens and _TABLE.search(name.rpartition(".")[2]):
                 found += _rows_of(module, lengths)
             continue
-        # As in mpt: biases by distance, computed for so many tokens.
+        # As in mpt: biases by distance, computed for a fixed number of tokens.
         if (longest := module.__dict__.get("max_seq_length")) in lengths:
             found.append(longest)
         for key, buffer in module._buffers.items():
@@ -58,21 +58,21 @@ def most_positions(model: PreTrainedModel) -> int | None:
 
 
 def _rows_of(table: nn.Embedding, lengths: set[int]) -> list[int]:
-    """Positions that a table has rows for; none where its size is nobody's length, as of a picture's patches."""
+    """Return the positions that a table has rows for; none where its size is no known length, as of image patches."""
     offset: Any = getattr(table, "offset", None)
-    if type(offset) is not int:  # roberta's starts behind the row of padding
+    if type(offset) is not int:  # roberta's starts after the row of padding
         offset = 0 if table.padding_idx is None else table.padding_idx + 1
     rows = table.num_embeddings
     return [rows - offset] if rows in lengths or rows - offset in lengths else []
 
 
 def cut_to_table(model: PreTrainedModel, wanted: int, following: int = 0) -> int:
-    """Tokens of a text of this library's own: as many as wanted, or as the model has positions for.
+    """Return the length of a text of this library's own: as wanted, or what the model has positions for.
 
     Args:
         model: the target model.
-        wanted: how many there are where the model has no table of positions.
-        following: tokens that are to find room behind them.
+        wanted: tokens where the model has no table of positions.
+        following: tokens that must fit after them.
 
     Returns:
         The number, at least 1.

@@ -1,7 +1,7 @@
-"""Turning a model into its own draft, and back.
+"""Skip mode, which turns a model into its own draft and back.
 
-Skip mode puts a `forward` into the instance dictionary of each module that the skip set leaves out, and takes it away
-again in `finally`. Nothing stays on the model in between, accelerate's own instance `forward` is respected, and the
+Skip mode puts a `forward` into the instance dictionary of each module that the skip set leaves out, and removes it
+in `finally`. Nothing stays on the model in between, accelerate's own instance `forward` is respected, and the
 modelling code is never copied.
 """
 
@@ -34,7 +34,7 @@ _MISSING: Any = object()
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """What a module runs now: its own `forward`, or what stands in for it."""
+    """Return the function that a module runs now: its own `forward`, or what replaces it."""
     return module.__dict__.get("forward") or type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
 
@@ -44,7 +44,7 @@ class SkipMode:
     Built once and entered many times (a few microseconds each). Inside it, only the thread that entered is affected:
     another thread that runs the same model gets the whole model, and one that wants to enter skip mode on it waits.
 
-    Inside the context, `pause` gives the whole model back until `resume`, without leaving: a custom logits processor
+    Inside the context, `pause` restores the whole model until `resume`, without leaving: a custom logits processor
     that calls the model must see the model as it is.
 
     Args:
@@ -75,7 +75,7 @@ class SkipMode:
             # Dynamo cannot trace a thread id; a compiled draft is only ever run by the thread that drafts.
             if torch.compiler.is_compiling() or self._owner == threading.get_ident():
                 return stub(*args, **kwargs)
-            originals = self._originals  # one look: the owner may be leaving right now
+            originals = self._originals  # read once: the owner may be leaving right now
             original = originals[position] if originals else _MISSING
             return inherited(module, *args, **kwargs) if original is _MISSING else original(*args, **kwargs)
 
@@ -89,7 +89,7 @@ class SkipMode:
             raise RuntimeError("This skip mode is already active on this thread; build a second one to nest them.")
         self._undo = note_undo(self._unpatch)
         try:
-            # Collected whole before the first patch: a stub may be called from another thread at once.
+            # Collected whole before the first patch: another thread may call a stub at once.
             self._originals = [module.__dict__.get("forward", _MISSING) for module, _ in self._patches]
             for module, forward in self._patches:
                 module.__dict__["forward"] = forward
@@ -114,7 +114,7 @@ class SkipMode:
     def _unpatch(self) -> None:
         self._owner = None
         try:
-            # Backwards: a module that is patched twice gets its first `forward` back.
+            # In reverse: a module that is patched twice gets its first `forward` back.
             # An interrupt may have come before all were collected.
             patched = self._patches[: len(self._originals)]
             for (module, _), original in zip(reversed(patched), reversed(self._originals), strict=True):
@@ -123,15 +123,15 @@ class SkipMode:
                 else:
                     module.__dict__["forward"] = original
         finally:
-            # The list itself is kept by a stub that is just being called from another thread; only the reference goes.
+            # A stub that another thread is calling right now still holds the list itself; only the reference goes.
             self._originals = []
 
     def is_active(self) -> bool:
-        """Whether the calling thread's passes leave sub-layers out."""
+        """Tell whether the calling thread's passes leave sub-layers out."""
         return self._owner == threading.get_ident()
 
     def pause(self) -> None:
-        """Give the whole model back, until `resume`; the stubs stay in place and pass every call on."""
+        """Restore the whole model until `resume`; the stubs stay in place and pass every call on."""
         self._owner = None
 
     def resume(self) -> None:
@@ -142,7 +142,7 @@ class SkipMode:
 def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> AbstractContextManager[PreTrainedModel]:
     """Run a model as its own draft: inside this context it leaves out the sub-layers of `skip`.
 
-    To see what the draft alone would say, or to time it:
+    Useful to read the text of the draft alone, or to time it:
 
     ```python
     with draft_mode(model, SkipConfig(attention=[5, 7], mlp=[9])):
@@ -150,15 +150,15 @@ def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> AbstractContextManag
     ```
 
     A cache that is filled in here has no keys and values for the skipped attention sub-layers: using it with the whole
-    model afterwards raises, rather than giving wrong text. Inside the context, `generate` must not be asked for
-    `self_speculative=`, and a model that drafts `always` does not.
+    model afterwards raises, rather than giving wrong text. Inside the context, `self_speculative=` must not be passed
+    to `generate`, and a model that drafts `always` does not draft.
 
     Args:
         model: a decoder-only transformers model, enabled or not.
         skip: the sub-layers to leave out.
 
     Returns:
-        A context manager that gives the same model.
+        A context manager that yields the same model.
 
     Raises:
         ValueError: `skip` names a sub-layer that this model does not have or that cannot be skipped.
@@ -170,7 +170,7 @@ def draft_mode(model: PreTrainedModel, skip: SkipConfig) -> AbstractContextManag
 def draft_mode_with(
     model: PreTrainedModel, skip: SkipConfig, others: Iterable[tuple[nn.Module, Callable[..., Any]]] = ()
 ) -> Iterator[PreTrainedModel]:
-    """`draft_mode` with further `(module, forward)` pairs in place, as in `SkipMode`."""
+    """Enter `draft_mode` with further `(module, forward)` pairs in place, as in `SkipMode`."""
     layout = layout_of(model)
     mode = SkipMode(model, skip, others)
     skipped = frozenset(skip.attention)

@@ -1,4 +1,4 @@
-"""Where a model's attention and MLP sub-layers are, and how one is skipped.
+"""A model's attention and MLP sub-layers: how they are found, and how one is skipped.
 
 The only file that knows model families, and it knows them by shape: the decoder layers are the `ModuleList` as long as
 the config says, their sub-layers are found by the usual attribute names, and everything else (what a sub-layer returns,
@@ -53,12 +53,12 @@ class SubLayer:
         kind: `"attention"` or `"mlp"`.
         layer: index of the decoder layer.
         name: attribute name inside the layer (`"self_attn"`, `"fc1 … fc2"`).
-        modules: the modules that make the sub-layer up; the last one gives its output.
+        modules: the modules that make up the sub-layer; the last one gives its output.
         private_norms: norms that serve this sub-layer only, so that they can be left out with it.
         output_length: `None` where the sub-layer returns a tensor, else the length of the tuple it returns.
         residual_index: position of the argument that is the residual, where the sub-layer adds it itself, else `None`.
-        beside: of the first of `modules`, which run beside the others and add what they give as these do (another
-            mixer of the layer, shared experts): what each returns, as `output_length` says it.
+        beside: what each of the first of `modules` returns, as `output_length` says it. These run alongside the others,
+            and their outputs are added like that of the last one (another mixer of the layer, shared experts).
     """
 
     kind: Kind
@@ -71,17 +71,17 @@ class SubLayer:
     beside: tuple[int | None, ...] = ()
 
     def of_modules(self, others: Mapping[int, nn.Module]) -> SubLayer:
-        """The same of another model, whose modules these are by id of those here."""
+        """Return the same sub-layer of another model, whose modules `others` gives by the id of those here."""
         modules, norms = (tuple(others[id(m)] for m in held) for held in (self.modules, self.private_norms))
         return replace(self, modules=modules, private_norms=norms)
 
     def num_parameters(self) -> int:
-        """Parameters of the sub-layer, its private norms included."""
+        """Count the parameters of the sub-layer, its private norms included."""
         seen = {id(p): p.numel() for m in (*self.modules, *self.private_norms) for p in m.parameters()}
         return sum(seen.values())
 
     def stubs(self) -> Iterator[tuple[nn.Module, Stub]]:
-        """`(module, forward)` pairs that leave the sub-layer out: its contribution to the residual stream becomes 0."""
+        """Yield the `(module, forward)` pairs that leave the sub-layer out: it adds 0 to the residual stream."""
         parts = len(self.beside)
         for module, length in zip(self.modules, self.beside, strict=False):
             yield module, _contribution_stub(length, None)
@@ -102,7 +102,7 @@ class LayerLayout:
         output_length: `None` where the layer returns a tensor, else the length of the tuple.
         can_be_bypassed: whether leaving out both sub-layers leaves nothing of the layer. False where the layer
             normalises the residual stream itself (post-norm), which then stays in the draft.
-        refusals: of sub-layers that were found and cannot be skipped: why. They are not among the layer's.
+        refusals: reasons why sub-layers that were found cannot be skipped. They are not among the layer's.
     """
 
     module: nn.Module
@@ -114,12 +114,12 @@ class LayerLayout:
     refusals: Mapping[Kind, str] = field(default_factory=dict)
 
     def of_modules(self, others: Mapping[int, nn.Module]) -> LayerLayout:
-        """The same of another model, as in `SubLayer.of_modules`."""
+        """Return the same layer of another model, as in `SubLayer.of_modules`."""
         attention, mlp = (None if sub is None else sub.of_modules(others) for sub in (self.attention, self.mlp))
         return replace(self, module=others[id(self.module)], attention=attention, mlp=mlp)
 
     def bypass(self) -> tuple[nn.Module, Stub]:
-        """The `(module, forward)` pair that leaves the whole layer out: its input is handed on."""
+        """Return the `(module, forward)` pair that leaves the whole layer out: it passes its input on."""
         return self.module, _passthrough(self.output_length)
 
 
@@ -129,11 +129,11 @@ class DecoderLayout:
 
     Attributes:
         layers: in their order; empty where nothing can be skipped.
-        num_parameters: of the model.
+        num_parameters: parameters of the model.
         shares_kv: layers whose keys and values other layers read: their attention cannot be skipped.
-        refusal: why no sub-layer can be skipped, whichever it is; `None`: some can.
-        depth: decoder layers, as the model's config says.
-        ran: whether the model's pass over a token, by which sub-layers are found, came to its end.
+        refusal: why no sub-layer at all can be skipped; `None`: some can.
+        depth: number of decoder layers by the model's config.
+        ran: whether the model's pass over a token, which finds the sub-layers, succeeded.
         without_keys: layers of which the cache holds states alone, or nothing.
     """
 
@@ -149,7 +149,7 @@ class DecoderLayout:
         return len(self.layers) or self.depth
 
     def is_current(self) -> bool:
-        """Whether the model still consists of the modules this layout names."""
+        """Tell whether the model still consists of the modules that this layout names."""
         for layer in self.layers:
             for sub in (layer.attention, layer.mlp):
                 if sub is not None and any(m not in _parts(layer.module).values() for m in sub.modules):
@@ -157,7 +157,7 @@ class DecoderLayout:
         return True
 
     def sublayer(self, kind: Kind, layer: int) -> SubLayer:
-        """The sub-layer `kind` of layer `layer`.
+        """Return the sub-layer `kind` of layer `layer`.
 
         Raises:
             ValueError: the layer does not exist, has no such sub-layer, or other layers depend on it; or nothing can be
@@ -189,9 +189,9 @@ class DecoderLayout:
         return sub
 
     def stubs(self, skip: SkipConfig) -> list[tuple[nn.Module, Stub]]:
-        """`(module, forward)` pairs that put the model in skip mode.
+        """Return the `(module, forward)` pairs that put the model in skip mode.
 
-        A layer of which both sub-layers go is bypassed whole, norms and additions included.
+        A layer that loses both sub-layers is bypassed whole, norms and additions included.
 
         Raises:
             ValueError: a sub-layer of `skip` cannot be skipped, or all attention is.
@@ -215,13 +215,13 @@ class DecoderLayout:
         return pairs
 
     def skipped_parameters(self, skip: SkipConfig) -> int:
-        """Parameters that a draft with this skip set does not read."""
+        """Count the parameters that a draft with this skip set does not read."""
         subs = [self.sublayer("attention", i) for i in skip.attention] + [self.sublayer("mlp", i) for i in skip.mlp]
         return sum(sub.num_parameters() for sub in subs)
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where token ids go: the device of the embedding, or, of one that is offloaded, that on which it runs."""
+    """Return the device for token ids: that of the embedding, or, where it is offloaded, that on which it runs."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     device: torch.device = next(embedding.parameters()).device
     if device.type != "meta":
@@ -237,11 +237,11 @@ class _CannotSkip(ValueError):
 
 
 class _DoesNotRun(_CannotSkip):
-    """The pass by which the parts are found fails."""
+    """The pass that finds the parts fails."""
 
 
 def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
-    """Find the attention and MLP sub-layers of a causal language model, for what is about skipping them.
+    """Find the attention and MLP sub-layers of a causal language model, and raise where none can be skipped.
 
     Args:
         model: a decoder-only transformers model.
@@ -256,7 +256,7 @@ def locate_sublayers(model: PreTrainedModel) -> DecoderLayout:
 
 
 class LayoutPart(Part):
-    """Of a model: its attention and MLP sub-layers."""
+    """Part of a model's state: the layout of its attention and MLP sub-layers."""
 
     def __init__(self) -> None:
         self.layout: DecoderLayout | None = None
@@ -266,10 +266,10 @@ class LayoutPart(Part):
 
 
 def layout_of(model: PreTrainedModel) -> DecoderLayout:
-    """Find the attention and MLP sub-layers of a causal language model, or why none can be skipped.
+    """Find the attention and MLP sub-layers of a causal language model, or the reason why none can be skipped.
 
     The first call runs the model on one token, to see what the sub-layers return and which norms serve one of them
-    only; the answer is kept with the model and made anew when its modules were exchanged.
+    only; the result is stored with the model and recomputed when its modules were exchanged.
 
     Args:
         model: a decoder-only transformers model.
@@ -304,7 +304,7 @@ def _locate(model: PreTrainedModel) -> DecoderLayout:
 
 
 def _layouts_without_weights(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
-    """See `_layouts`, of a model with offloaded weights, none of which is read."""
+    """Run `_layouts` for a model with offloaded weights on a stand-in, which reads none, or else on the model."""
     try:
         with stand_in(model) as (other, made):
             layouts = _layouts(other, depth)
@@ -315,7 +315,7 @@ def _layouts_without_weights(model: PreTrainedModel, depth: int) -> tuple[LayerL
 
 
 def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
-    """The layers and what was seen of them.
+    """Return the layout of each decoder layer.
 
     Raises:
         _CannotSkip: a part that skipping needs is missing or unknown.
@@ -356,13 +356,13 @@ def _names(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A decoder layer, or a part of one that counts as a layer: its attention and MLP number `part` of several."""
+    """A decoder layer, or a part of one that counts as a layer: entry `part` of its lists of attentions and MLPs."""
 
     module: nn.Module
     part: int | None = None
 
     def parts(self) -> dict[str, nn.Module]:
-        """What it may consist of, by name."""
+        """Return the modules that it may consist of, by name."""
         if self.part is None:
             return {name: module for name, module in self.module._modules.items() if module is not None}
         return {
@@ -373,7 +373,7 @@ class _Slot:
 
 
 def _parts(layer: nn.Module) -> dict[str, nn.Module]:
-    """The modules that a layer consists of, by name; of a list of modules, its entries."""
+    """Return the modules that a layer consists of, by name; a list of modules is replaced by its entries."""
     parts: dict[str, nn.Module] = {}
     for name, module in layer.named_children():
         if isinstance(module, nn.ModuleList):
@@ -384,9 +384,9 @@ def _parts(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _layer_lists(model: PreTrainedModel, num_layers: int) -> list[list[_Slot]]:
-    """What there is as often as there are decoder layers, with attention inside; one of these lists has them.
+    """Return the lists with as many entries as decoder layers and attention inside; one of them has these layers.
 
-    A layer may hold several attentions, each of which counts as one (longcat_flash).
+    A layer may hold several attentions, each of which counts as a layer (longcat_flash).
     """
     lists: list[list[_Slot]] = []
     for module in model.modules():
@@ -410,7 +410,7 @@ def _one_list(model: PreTrainedModel, num_layers: int, but: str) -> str:
 
 
 def _attention_of(parts: Mapping[str, nn.Module]) -> tuple[str, nn.Module] | None:
-    """The attention among a layer's parts, or what mixes tokens in its place: a state space, a convolution."""
+    """Return the attention among a layer's parts, or its replacement as token mixer: a state space, a convolution."""
     found = _child(parts, _ATTENTION_NAMES, ("Attention",))
     if found is not None:
         return found
@@ -419,7 +419,7 @@ def _attention_of(parts: Mapping[str, nn.Module]) -> tuple[str, nn.Module] | Non
 
 
 def _mixers(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Those that have a place in the cache."""
+    """Yield the parts that have a place in the cache."""
     for name, module in parts.items():
         if isinstance(getattr(module, "layer_idx", None), int):
             yield name, module
@@ -469,7 +469,7 @@ class _Call:
 class _LayerTrace:
     calls: list[_Call]
     inner: list[_Call]
-    """Of the children of direct children."""
+    """Calls of the children of direct children."""
     output: Any = None
     ran: bool = False
 
@@ -504,7 +504,7 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
                 for inside, grandchild in child.named_children():
                     handles.append(grandchild.register_forward_hook(watch_child(trace.inner, inside), with_kwargs=True))
         # `forward` and not `__call__`: a compiled model need not be compiled for one token with hooks. The random state
-        # is put back, so that a dropout in training mode changes no sampled text.
+        # is restored, so that a dropout in training mode changes no sampled text.
         with torch.no_grad(), torch.random.fork_rng(devices=[], enabled=True):
             model.forward(input_ids=token, use_cache=False)
     finally:
@@ -514,7 +514,7 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module]) -> list[_LayerTrace]
 
 
 def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -> LayerLayout:
-    """What was seen of a layer; `used`: ids of the tensors that any part of any layer was given."""
+    """Derive the layout of a layer from its trace; `used`: ids of the tensors that any part of any layer received."""
     attention, mlp = _attention_of(slot.parts()), _mlp_of(slot.parts())
     found: dict[Kind, tuple[str, tuple[nn.Module, ...]]] = {}
     if attention is not None:
@@ -526,7 +526,7 @@ def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -
         name, modules = found[kind]
         found[kind] = " + ".join((name, *(call.name for call in parts))), (*(call.module for call in parts), *modules)
     members = {id(m) for _, modules in found.values() for m in modules}
-    # Others stay in the draft. What they are given must then be what a left-out sub-layer gives.
+    # Other parts stay in the draft, so what a left-out sub-layer gives must suit them as input.
     others = [
         call
         for call in trace.calls
@@ -597,15 +597,15 @@ def _calls_of(module: nn.Module, trace: _LayerTrace) -> list[_Call]:
 def _why_kept(
     kind: Kind, modules: tuple[nn.Module, ...], parts: int, trace: _LayerTrace, others: list[_Call], used: set[int]
 ) -> str | None:
-    """Why a sub-layer cannot be left out; `None` where it can.
+    """Return why a sub-layer cannot be left out; `None` where it can.
 
     Args:
-        kind: of the sub-layer.
-        modules: that it consists of; the first `parts` run beside the others.
+        kind: kind of the sub-layer.
+        modules: modules that it consists of; the first `parts` run alongside the others.
         parts: see `modules`.
-        trace: what was seen of the layer.
-        others: calls of what is no sub-layer and no norm, and stays in the draft.
-        used: ids of the tensors that any part of any layer was given.
+        trace: observed calls of the layer.
+        others: calls of parts that are neither sub-layers nor norms, and stay in the draft.
+        used: ids of the tensors that any part of any layer received.
     """
     if kind == "attention":
         inside = [call for call in others if any(map(_holds_attention, call.module.modules()))]
@@ -634,9 +634,10 @@ def _listed(calls: list[_Call]) -> str:
 def _parts_beside(
     slot: _Slot, found: Mapping[Kind, tuple[str, tuple[nn.Module, ...]]], trace: _LayerTrace
 ) -> dict[Kind, list[_Call]]:
-    """What runs beside a layer's sub-layers and is left out with them: other mixers, and shared experts.
+    """Find the parts that run alongside a layer's sub-layers and are left out with them: other mixers, shared experts.
 
-    A mixer has a place in the cache. A shared expert is given what the MLP is given and gives as much, to nobody else.
+    A mixer has a place in the cache. A shared expert has the input of the MLP and an output of the same shape, which no
+    other part reads.
     """
     members = {id(m) for _, modules in found.values() for m in modules}
     mixers = {id(module) for _, module in _mixers(slot.parts())}
@@ -661,12 +662,12 @@ def _parts_beside(
 
 
 def _length(output: Any) -> int | None:
-    """Of the tuple that a module returns; `None` where it returns a tensor."""
+    """Return the length of the tuple that a module returns; `None` where it returns a tensor."""
     return len(output) if isinstance(output, tuple) else None
 
 
 def _is_of_shape(output: Any, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a module gives as much as it is given."""
+    """Tell whether the output of a module has the shape of its input."""
     tensor = output[0] if isinstance(output, tuple) else output
     return isinstance(tensor, torch.Tensor) and bool(inputs) and tensor.shape == inputs[0].shape
 
@@ -684,27 +685,27 @@ def _first_uses(tensor: Any, calls: list[_Call]) -> int:
 
 
 def _stands_before(norm: _Call, first: _Call, calls: list[_Call]) -> bool:
-    """Whether a norm feeds the sub-layer that starts with `first`, and nothing else."""
+    """Tell whether a norm feeds the sub-layer that starts with `first`, and nothing else."""
     return bool(first.inputs) and norm.output is first.inputs[0] and _uses(norm.output, calls) == 1
 
 
 def _stands_behind(norm: _Call, output: Any, calls: list[_Call]) -> bool:
-    """Whether a norm is fed a sub-layer's output as it is, and nothing else is."""
+    """Tell whether a norm reads a sub-layer's output unchanged, and nothing else reads it."""
     tensor = output[0] if isinstance(output, tuple) else output
     return bool(norm.inputs) and norm.inputs[0] is tensor and _uses(tensor, calls) == 1
 
 
 def _residual_index(module: nn.Module) -> int | None:
-    """Position of a parameter called `residual`: the sub-layer adds the residual itself (bloom, mpt)."""
+    """Return the position of a parameter called `residual`: the sub-layer adds the residual itself (bloom, mpt)."""
     parameters = list(inspect.signature(type(module).forward).parameters)[1:]
     return parameters.index("residual") if "residual" in parameters else None
 
 
 def _given_again(call: _Call, own_inputs: list[torch.Tensor], inner: list[_Call]) -> int | None:
-    """Position of the residual in the call that gives a sub-layer's output, where it is the sub-layer's own input.
+    """Find the residual's position in the call that gives a sub-layer's output, where it is the sub-layer's input.
 
-    BERT and its kind add the residual in the last part of a sub-layer: the part is given the sub-layer's input beside
-    what was made of it. That part may be the call itself, or stand at the end of what it calls.
+    BERT and its kind add the residual in the last part of a sub-layer, which receives the sub-layer's input alongside
+    what was computed from it. That part may be the call itself, or the last one that it calls.
     """
 
     def place(part: _Call, own: list[torch.Tensor]) -> int | None:
@@ -723,7 +724,7 @@ def _given_again(call: _Call, own_inputs: list[torch.Tensor], inner: list[_Call]
 
 
 def _layers_read_by_others(config: Any, num_layers: int) -> frozenset[int]:
-    """Layers whose attention stores keys and values for later layers (KV sharing, as in gemma3n and gemma4)."""
+    """Return layers whose attention stores keys and values for later layers (KV sharing, as in gemma3n and gemma4)."""
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:
         return frozenset(i for i, mode in enumerate(modes) if mode not in (None, "none", "reuse"))
@@ -747,7 +748,7 @@ def _identity(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _passthrough(output_length: int | None) -> Stub:
-    """`forward` of a decoder layer that is left out whole."""
+    """Make the `forward` of a decoder layer that is left out whole."""
     if output_length is None:
         return _identity
     rest = (None,) * (output_length - 1)
@@ -759,7 +760,7 @@ def _passthrough(output_length: int | None) -> Stub:
 
 
 def _contribution_stub(output_length: int | None, residual_index: int | None) -> Stub:
-    """`forward` of a sub-layer that adds nothing to the residual stream.
+    """Make the `forward` of a sub-layer that adds nothing to the residual stream.
 
     It returns fresh zeros each time, since some layers add to the result in place (falcon), or the residual alone where
     the sub-layer is the one to add it.

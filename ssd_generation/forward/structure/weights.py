@@ -1,9 +1,9 @@
-"""Weights of a model while a call is under way: held in memory, and looked at for changes.
+"""Weights of a model during a call: held in memory, and checked for changes.
 
-Kernels and captured passes read weights where they lie. Code of the user's that runs in the middle of a call (a
-streamer, a criterion, a logits processor) or in another thread may replace a weight, lay it out otherwise or write into
-it. So the memory of all weights is held until the call ends, and after such code has run, weights are compared with
-what they were. What torch cannot see is not seen here: writes through `.data` or NumPy that keep the memory.
+Kernels and captured passes read weights in place. User code that runs in the middle of a call (a streamer, a criterion,
+a logits processor) or in another thread may replace a weight, change its layout or write into it. So the memory of all
+weights is held until the call ends, and after such code has run, weights are compared with their earlier state. Writes
+that torch cannot see are not seen here: those through `.data` or NumPy that keep the memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _VERSION = attrgetter("_version")
 
 
 class WeightWatch:
-    """Holds the memory of a model's weights, and tells whether it computes with other weights than before.
+    """Watch over a model's weights: it holds their memory, and tells whether they have changed.
 
     Args:
         model: the target model.
-        looks: whether anything but adapters may change on this thread; otherwise the memory is held, and that is all.
+        looks: whether anything but adapters may change on this thread; otherwise only adapters are checked.
     """
 
     def __init__(self, model: PreTrainedModel, looks: bool = True) -> None:
@@ -46,7 +46,7 @@ class WeightWatch:
         self._kinds = self._kinds_now()
 
     def _note(self) -> None:
-        """Take the weights of now for those that are compared with, and hold their memory as well."""
+        """Record the current weights for later comparison, and hold their memory as well."""
         modules = modules_of(self._model)
         for module in modules:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -70,10 +70,10 @@ class WeightWatch:
         self._versions = list(map(version_of, self._counted))
 
     def has_changed(self, adapters_alone: bool = False) -> bool:
-        """Whether a weight, a module or an adapter is other than when this was last asked, or noted.
+        """Tell whether a weight, a module or an adapter has changed since the last call, or since it was recorded.
 
         Args:
-            adapters_alone: look at no other weights, which takes a tenth of a millisecond and more.
+            adapters_alone: whether to check adapters only; other weights take a tenth of a millisecond and more.
         """
         adapters = self._adapters.has_changed()
         if adapters_alone or not self._looks or not self._is_other():
@@ -83,7 +83,7 @@ class WeightWatch:
 
     @property
     def are_of_a_kind(self) -> bool:
-        """Whether types, devices and vocabulary are those of before, so that a cache and buffers suit the weights."""
+        """Tell whether types, devices and vocabulary are as before, so that a cache and buffers suit the weights."""
         (kinds, vocabulary), (before, vocabulary_before) = self._kinds_now(), self._kinds
         return kinds <= before and vocabulary == vocabulary_before
 
@@ -111,7 +111,7 @@ def _memory_of(tensor: torch.Tensor) -> Any:
 
 
 class WeightsPart(Part):
-    """Of a model: the fingerprint of the modules and weights that captures were made of."""
+    """Part of a model's state: the fingerprint of the modules and weights that captures were made of."""
 
     def __init__(self) -> None:
         self.made_of: tuple[list[Any], ...] | None = None
@@ -121,7 +121,7 @@ class WeightsPart(Part):
 
 
 def forget_stale(model: PreTrainedModel) -> None:
-    """Let go of what was made of weights or modules that the model no longer has."""
+    """Drop everything made of weights or modules that the model no longer has."""
     state, part = state_of(model), state_of(model).get(WeightsPart)
     now = fingerprint(model)
     if part.made_of is not None and part.made_of != now:
@@ -131,22 +131,22 @@ def forget_stale(model: PreTrainedModel) -> None:
 
 _SCALARS = frozenset({bool, int, float, str})
 _OF_CALLS = "_previous_max_cache_length"
-"""What a call with a static cache leaves on a model: no pass depends on it."""
+"""Attribute that a call with a static cache leaves on a model: no pass depends on it."""
 
 
 @looked_at_once
 def fingerprint(model: PreTrainedModel) -> tuple[list[Any], ...]:
-    """Changes when what was captured from a model is no longer the model."""
+    """Return a value that changes when captures no longer match the model."""
     modules: list[Any] = []
     tensors: list[Any] = []
     for module in modules_of(model):
         # Numbers such as an attention's scale are written into the graph.
         numbers = [v for k, v in module.__dict__.items() if type(v) in _SCALARS and k != _OF_CALLS]
         modules.append((id(module), type(module).forward, numbers))
-        # Of tensors only their place: what is written there is read anew in each pass.
+        # Tensors count by their address alone: their contents are read anew in each pass.
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 tensors.append((id(tensor), place_of(tensor)))
-    # Numbers that a forward takes from the config are written into it as well.
+    # Numbers that a forward takes from the config are written into the graph as well.
     config = [(k, v) for k, v in model.config.get_text_config(decoder=True).__dict__.items() if type(v) in _SCALARS]
     return modules, config, tensors

@@ -1,4 +1,4 @@
-"""Other runtimes as peers of this library's methods, in processes of their own: llama.cpp and OpenVINO GenAI."""
+"""Other runtimes as peers of this library's methods, in separate processes: llama.cpp and OpenVINO GenAI."""
 
 from .llama_cpp import CONTEXT, LlamaCpp
 from .models import describe_model, gguf_models, openvino_models
@@ -8,4 +8,4 @@ from .peer import Peer
 __all__ = ["CONTEXT", "PEERS", "LlamaCpp", "OpenVino", "Peer", "describe_model", "gguf_models", "openvino_models"]
 
 PEERS: dict[str, type[Peer]] = {"llama.cpp": LlamaCpp, "openvino": OpenVino}
-"""The runtimes, by the name that `PeerModel` has for them."""
+"""Runtimes by their name in `PeerModel.peer`."""

@@ -14,15 +14,15 @@ from .peer import Peer
 __all__ = ["CONTEXT", "LlamaCpp"]
 
 CONTEXT = 4096
-"""Tokens that there is room for, of prompt and answer together."""
+"""Size of the context in tokens, prompt and answer together."""
 
 
 class LlamaCpp(Peer):
-    """llama.cpp's processes, see `Peer`. It leaves the end of sequence out where it must continue.
+    """Processes of llama.cpp, see `Peer`. To continue, it excludes the end of sequence from the choice of tokens.
 
     Args:
-        dtype: unused: it computes as its file asks for.
-        context: tokens that there is room for, of prompt and answer together.
+        dtype: unused: the GGUF file determines the computation.
+        context: size of the context in tokens, prompt and answer together.
     """
 
     name, package, module, extra = "llama.cpp", "xllamacpp", "xllamacpp", "llama-cpp"

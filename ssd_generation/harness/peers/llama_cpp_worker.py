@@ -14,19 +14,19 @@ from typing import Any
 
 
 class Worker:
-    """Answers requests; each method named `do_…` answers one kind."""
+    """Handler of requests; each method named `do_…` answers one kind."""
 
     def __init__(self) -> None:
         self.server: Any = None
 
     def do_load(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the model `file`, with room for `context` tokens, to run on so many `threads`."""
+        """Load the model `file`, with room for `context` tokens, to run on `threads` threads."""
         import xllamacpp
 
         parameters = xllamacpp.CommonParams()
         parameters.model.path = message["file"]
         parameters.n_ctx = message["context"]
-        parameters.fit_params = False  # the context as it is, however much memory there is
+        parameters.fit_params = False  # keep the given context, whatever memory is free
         parameters.n_parallel = 1
         parameters.n_gpu_layers = 0
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = message["threads"]
@@ -42,7 +42,7 @@ class Worker:
         request = {
             "prompt": message["input_ids"],
             "n_predict": message["new_tokens"],
-            # Greedy, and nothing else that a file's metadata may ask for.
+            # Greedy, whatever sampling the file's metadata requests.
             "temperature": 0,
             "top_k": 1,
             "samplers": ["top_k"],
@@ -50,7 +50,7 @@ class Worker:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        # The binding's own calls answer as OpenAI's interface does, without the tokens.
+        # The binding's own calls follow OpenAI's interface, whose answers lack the tokens.
         address = urllib.parse.urlsplit(self.server.listening_address)
         with contextlib.closing(http.client.HTTPConnection(address.hostname or "", address.port)) as connection:
             connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})

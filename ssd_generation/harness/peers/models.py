@@ -1,4 +1,4 @@
-"""Files of other runtimes: the methods that they make, and what tells one from another."""
+"""Model files of other runtimes: the methods that they define, and descriptions that identify them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _IR = ("openvino_model.xml", "openvino_model.bin")
 
 
 def gguf_models(files: Sequence[str | os.PathLike[str]]) -> dict[str, PeerModel]:
-    """Return the methods that GGUF files make: `llama.cpp-NAME` of `…/NAME.gguf`, and its model.
+    """Return the methods that GGUF files define: `llama.cpp-NAME` for `…/NAME.gguf`, and its model.
 
     Args:
-        files: their paths; `~` is the home folder.
+        files: paths of the files; `~` is the home folder.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is not a GGUF file, or two make methods of one name.
+        ValueError: a file is not a GGUF file, or two define methods of one name.
     """
     methods: dict[str, PeerModel] = {}
     for file in files:
@@ -38,14 +38,14 @@ def gguf_models(files: Sequence[str | os.PathLike[str]]) -> dict[str, PeerModel]
 
 
 def openvino_models(paths: Sequence[str | os.PathLike[str]]) -> dict[str, PeerModel]:
-    """Return the methods of OpenVINO's models: `openvino-NAME` of `…/NAME`, and `openvino-prefix-cache-NAME`.
+    """Return the methods of OpenVINO's models: `openvino-NAME` for `…/NAME`, and `openvino-prefix-cache-NAME`.
 
     Args:
         paths: folders that optimum-intel has exported, or GGUF files (`…/NAME.gguf`); `~` is the home folder.
 
     Raises:
         FileNotFoundError: there is no such folder or file, or a file of the folder is missing.
-        ValueError: a file is not a GGUF file, or two make methods of one name.
+        ValueError: a file is not a GGUF file, or two define methods of one name.
     """
     methods: dict[str, PeerModel] = {}
     for entry in paths:
@@ -71,7 +71,7 @@ def openvino_models(paths: Sequence[str | os.PathLike[str]]) -> dict[str, PeerMo
 
 
 def describe_model(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Describe a file or folder by what tells its model from another one: `path`, `bytes` and `sha256`."""
+    """Describe a file or folder so that its model can be identified: `path`, `bytes` and `sha256`."""
     digest = hashlib.sha256()
     for part in _parts(path):
         with part.open("rb") as file:
@@ -81,7 +81,7 @@ def describe_model(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def model_bytes(path: str | os.PathLike[str]) -> int:
-    """Return the bytes of a model's file, or of the files of its folder."""
+    """Return the size in bytes of a model's file, or of the files of its folder."""
     return sum(part.stat().st_size for part in _parts(path))
 
 

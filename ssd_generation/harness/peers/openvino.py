@@ -16,7 +16,7 @@ _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class OpenVino(Peer):
-    """OpenVINO's processes, see `Peer`. One with a prefix cache is another one than one without."""
+    """Processes of OpenVINO, see `Peer`. A model with a prefix cache has another process than one without."""
 
     name, package, module, extra = "OpenVINO GenAI", "openvino-genai", "openvino_genai", "openvino"
     worker = Path(__file__).resolve().with_name("openvino_worker.py")

@@ -10,20 +10,20 @@ from typing import Any
 
 
 class Worker:
-    """Answers requests; each method named `do_…` answers one kind."""
+    """Handler of requests; each method named `do_…` answers one kind."""
 
     def __init__(self) -> None:
         self.pipeline: Any = None
 
     def do_load(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the model `file`, to run in `precision` on so many `threads`, with or without `prefix_cache`."""
+        """Load the model `file`, to run in `precision` on `threads` threads, with or without `prefix_cache`."""
         import openvino_genai
 
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = message["prefix_cache"]
         properties = {"INFERENCE_NUM_THREADS": message["threads"]}
         if message["precision"] is not None:
-            # Where the processor multiplies in bfloat16, it would by default, whatever the weights are.
+            # By default it computes in bfloat16 where the processor can, whatever the weights are.
             properties["INFERENCE_PRECISION_HINT"] = message["precision"]
         self.pipeline = openvino_genai.LLMPipeline(message["file"], "CPU", scheduler_config=scheduler, **properties)
         return {}
@@ -34,7 +34,7 @@ class Worker:
         import openvino
         import openvino_genai
 
-        # A new one: nothing that the generation config of the model's folder may ask for.
+        # A new config, without the settings of the generation config in the model's folder.
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = message["new_tokens"]
         config.do_sample = False

@@ -1,4 +1,4 @@
-"""Base of the peers: another runtime that decodes the same prompts, as tokens, in processes of its own.
+"""Base of the peers: another runtime that decodes the same prompts, as tokens, in separate processes.
 
 Each model has a process (see the workers), with as many threads as PyTorch has here, which waits while other methods
 are called.
@@ -29,13 +29,13 @@ class Peer:
     A process that has died is started again by the next call.
 
     Args:
-        dtype: that the model is measured in; a runtime computes in it where it can choose.
+        dtype: dtype of the model that is measured; a runtime computes in it where it can choose.
 
     Attributes:
-        name: of the runtime, in errors.
-        package: that it comes in.
-        module: that this package is imported as.
-        extra: of this library, which installs it.
+        name: name of the runtime in errors.
+        package: package that provides it.
+        module: module by which the package is imported.
+        extra: extra of this library that installs it.
         worker: file of the class `Worker` of its processes.
     """
 
@@ -52,7 +52,7 @@ class Peer:
     # -- what subclasses override --------------------------------------------------------------------------------------
 
     def settings(self, model: PeerModel) -> dict[str, Any]:
-        """Return what `do_load` of the worker is told, in addition to the path and the threads."""
+        """Return further fields of the worker's `do_load` message, in addition to the path and the threads."""
         return {}
 
     def check_room(self, prompt: Sequence[int], new_tokens: int) -> None:
@@ -65,7 +65,7 @@ class Peer:
         """Raise if the package is missing.
 
         Raises:
-            ImportError: it is not installed.
+            ImportError: the package is not installed.
         """
         if importlib.util.find_spec(cls.module) is None:
             raise ImportError(
@@ -77,7 +77,7 @@ class Peer:
         """Return the version of the package, for the environment of a run.
 
         Raises:
-            ImportError: it is not installed.
+            ImportError: the package is not installed.
         """
         return {self.package: importlib.metadata.version(self.package)}
 
@@ -87,9 +87,9 @@ class Peer:
         With a prefix cache, so is the prompt: an untimed call leaves it in the cache.
 
         Args:
-            model: the model to decode by.
+            model: the model to decode with.
             input_ids: the prompt, of shape `(1, prompt_length)`.
-            new_tokens: how many; no end of sequence stops it.
+            new_tokens: number of new tokens; the end of sequence is ignored.
 
         Raises:
             RuntimeError: the process has ended, or the runtime cannot load the model or decode the prompt.
@@ -109,10 +109,10 @@ class Peer:
         return TimedCall(tokens, seconds, answer["prompt_seconds"], None)
 
     def memory(self, model: PeerModel) -> dict[str, int]:
-        """Bytes that a model's process needs: those of its file, `persistent_bytes`, and the most beyond, `peak_bytes`.
+        """Return the bytes that a model's process needs: `persistent_bytes` for its file, `peak_bytes` beyond that.
 
-        The latter include the process itself, its context, and whatever copies the runtime makes of weights. Processes
-        that have not been called yet are started.
+        The latter include the process itself, its context, and any copies that the runtime makes of weights. A process
+        that has not been called yet is started.
 
         Raises:
             RuntimeError: as `call`.
@@ -121,7 +121,7 @@ class Peer:
         size = model_bytes(model.path)
         with self._child(model) as child:
             peak = child.peak_bytes()
-        # The file is mapped into memory, and so counted among what is resident.
+        # The file is mapped into memory, so the resident memory includes it.
         return {"persistent_bytes": size, "peak_bytes": max(peak - size, 0)}
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Peer:
 
     @contextlib.contextmanager
     def _child(self, model: PeerModel) -> Iterator[Child]:
-        """Give the process of a model; forget it if it ends, with an error of one line."""
+        """Yield the process of a model; if it ends, drop it and raise an error of one line."""
         try:
             yield self._children[model]
         except RuntimeError as error:

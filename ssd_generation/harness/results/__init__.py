@@ -1,4 +1,4 @@
-"""Results that runs store and report: folders, rows and their checks, figures, pages, pictures, token origins."""
+"""Results that runs store and report: folders, rows and their checks, figures, pages, plots, token origins."""
 
 from .acceptance_length import ALL, acceptance_lengths, length_cells, length_table
 from .cells import LEAST_JUDGED, markdown_sentence, markdown_table, sampling_cell

@@ -62,7 +62,7 @@ def _figures(totals: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def length_table(summary: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]]]:
-    """Return the categories that have figures, `ALL` last, and per method its figures by category; empty for none."""
+    """Return the categories that have figures, `ALL` last, and each method's figures by category; both may be empty."""
     found = {name: entry["acceptance_length"] for name, entry in summary["methods"].items() if _has_lengths(entry)}
     known = {category for figures in found.values() for category in figures["categories"]}
     categories = [category for category in summary["prompts_per_category"] if category in known]
@@ -76,7 +76,7 @@ def _has_lengths(entry: Mapping[str, Any]) -> bool:
 
 
 def length_cells(figures: Mapping[str, float] | None) -> tuple[str, str]:
-    """Write the mean over passes, and the mean over prompts."""
+    """Format the mean over passes, and the mean over prompts."""
     if figures is None:
         return NONE, NONE
     return figure_cell(figures["per_pass"]), figure_cell(figures["per_prompt"])

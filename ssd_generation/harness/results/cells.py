@@ -14,26 +14,26 @@ __all__ = ["LEAST_JUDGED", "NONE", "category_cell", "depth_cell", "figure_cell",
 __all__ += ["markdown_table", "memory_cell", "percent_cell", "sampling_cell", "share_cell", "text_cell"]
 
 NONE = "–"
-LEAST_JUDGED = 10  # tokens at a depth: the acceptance of fewer is chance
+LEAST_JUDGED = 10  # tokens at a depth whose acceptance is shown; that of fewer is chance
 
 
 def figure_cell(value: float | None, digits: int = 2) -> str:
-    """Write a number with so many decimals."""
+    """Format a number with `digits` decimals."""
     return NONE if value is None else f"{value:.{digits}f}"
 
 
 def percent_cell(value: float | None, digits: int = 0) -> str:
-    """Write a share in per cent."""
+    """Format a share in per cent."""
     return NONE if value is None else f"{value:.{digits}%}"
 
 
 def share_cell(part: int, whole: int) -> str:
-    """Write a count of things out of all: `all`, or `3 of 4`."""
+    """Format a count out of a total: `all`, or `3 of 4`."""
     return "all" if part == whole else f"{part} of {whole}"
 
 
 def category_cell(figures: Mapping[str, float] | None) -> str:
-    """Median, and least and greatest value: `1.31 (1.12–1.50)`."""
+    """Format median, least and greatest value: `1.31 (1.12–1.50)`."""
     if figures is None:
         return NONE
     if figures["n"] == 1:
@@ -42,31 +42,31 @@ def category_cell(figures: Mapping[str, float] | None) -> str:
 
 
 def text_cell(text: Mapping[str, Any] | None) -> str:
-    """Write how many texts are plain decoding's."""
+    """Format the number of texts that equal plain decoding's."""
     return NONE if text is None else share_cell(text["identical"], text["calls"])
 
 
 def sampling_cell(entry: Mapping[str, Any]) -> str:
-    """Distance of a method's draws from the model's distribution: `+0.6`, and what the model could not have drawn."""
+    """Format the z of a method's draws against the model's distribution: `+0.6`, with the impossible tokens, if any."""
     draws = entry.get("draws")
     return (draws and z_figure(draws["z"], draws["impossible"])) or NONE
 
 
 def depth_cell(figures: Mapping[str, Any]) -> str:
-    """Acceptance by depth, as deep as there is a rate to speak of."""
+    """Format acceptance by depth, as deep as at least `LEAST_JUDGED` tokens were judged."""
     rates = zip(figures["acceptance_by_depth"], figures["judged_by_depth"], strict=True)
     shown = itertools.takewhile(lambda pair: pair[1] >= LEAST_JUDGED, rates)
     return " ".join(figure_cell(rate) for rate, _ in shown) or NONE
 
 
 def memory_cell(memory: Mapping[str, Any]) -> str:
-    """Extra memory in bytes and as a share of the weights."""
+    """Format extra memory in bytes and as a share of the weights."""
     share = "" if memory["share_of_weights"] is None else f" ({memory['share_of_weights']:.1%})"
     return f"{byte_size(memory['extra_bytes'])}{share}"
 
 
 def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table whose cells show these texts."""
+    """Return the lines of a Markdown table with these header and body cells."""
     return [
         f"| {' | '.join(map(for_markdown, header))} |",
         f"|{'|'.join(['---'] * len(header))}|",

@@ -1,4 +1,4 @@
-"""Checks of stored values: each is given one and returns what is wrong with it, or `None`."""
+"""Checks of stored values: each takes a value and returns a description of what is wrong with it, or `None`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Check", "anything", "both", "by_name", "count", "fields", "flag", "l
 __all__ += ["positive", "quoted", "string"]
 
 Check = Callable[[Any], "str | None"]
-"""Returns what is wrong with a value, if anything is."""
+"""Function that describes what is wrong with a value, or returns `None`."""
 
 _LARGEST = 1e15  # of bytes, seconds, tokens, ratios
 
@@ -51,12 +51,12 @@ def count(value: Any) -> str | None:
 
 
 def anything(value: Any) -> str | None:
-    """Let anything pass."""
+    """Accept any value."""
     return None
 
 
 def optional(check: Check) -> Check:
-    """Make a check that lets `None` pass, too."""
+    """Make a check that accepts `None`, too."""
     return lambda value: None if value is None else check(value)
 
 
@@ -83,7 +83,7 @@ def by_name(check: Check) -> Check:
 
 
 def fields(needed: Mapping[str, Check], more: Mapping[str, Check] | None = None) -> Check:
-    """Make a check for an object that has the needed fields and, if it has more of those named, good ones."""
+    """Make a check for an object that has the needed fields; those of `more` are checked where present."""
 
     def found(value: Any) -> str | None:
         if not isinstance(value, dict):
@@ -102,10 +102,10 @@ def fields(needed: Mapping[str, Check], more: Mapping[str, Check] | None = None)
 
 
 def at(key: str, wrong: str) -> str:
-    """Name the key at which something is wrong."""
+    """Prefix a description of what is wrong with the key where it was found."""
     return f"{quoted(key)}: {wrong}"
 
 
 def both(first: Check, second: Check) -> Check:
-    """Make a check of two, the first one first."""
+    """Make a check that runs two, in order, and returns the first fault."""
     return lambda value: first(value) or second(value)

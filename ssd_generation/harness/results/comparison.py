@@ -1,4 +1,4 @@
-"""Results of `compare`: what each method gave for one prompt, and how they compare."""
+"""Results of `compare`: those of each method for one prompt, and their comparison."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class MethodResult:
         speculation: per repeat, the statistics (self-speculative decoding only).
         difference: the first difference to plain decoding (from the same seed) in any repeat; `None` where there is
             none.
-        undrafted_difference: where there is one, that of this library's undrafted text to plain's, of the same repeat.
-        is_as_undrafted: where there is one, whether the text is that of this library's undrafted decoding.
+        undrafted_difference: first difference of this library's undrafted text to plain's in the repeat of
+            `difference` (self-speculative decoding only).
+        is_as_undrafted: whether the text with `difference` equals that undrafted text; `None` where not compared.
         peak_bytes: highest memory allocated on the CUDA device during the calls; `None` elsewhere.
-        draws: under sampling, how the tokens of all repeats compare with the model's distributions; else `None`.
-        draws_error: why they could not be judged.
+        draws: comparison of all repeats' tokens with the model's distributions under sampling; else `None`.
+        draws_error: reason why the draws could not be judged.
     """
 
     name: str
@@ -78,14 +79,14 @@ class MethodResult:
 
     @property
     def self_drafted_acceptance(self) -> float | None:
-        """Acceptance of what the model drafted itself, over all repeats; `None` where that is nothing."""
+        """Acceptance of the tokens that the model drafted itself, over all repeats; `None` where there are none."""
         drafted = sum(s.self_drafted_tokens for s in self.speculation)
         accepted = sum(s.accepted_tokens - s.accepted_looked_up_tokens for s in self.speculation)
         return accepted / drafted if drafted else None
 
     @property
     def looked_up_acceptance(self) -> float | None:
-        """Acceptance of what prompt lookup drafted, over all repeats; `None` where that is nothing."""
+        """Acceptance of the tokens that prompt lookup drafted, over all repeats; `None` where there are none."""
         drafted = sum(s.looked_up_tokens for s in self.speculation)
         return sum(s.accepted_looked_up_tokens for s in self.speculation) / drafted if drafted else None
 
@@ -145,13 +146,13 @@ class Comparison:
         parameters: number of the model's parameters.
         skipped_parameters: share of them that the draft does not read, 0 … 1.
         draft_cost: one draft step / one plain step; `None` where nothing was drafted or too few tokens were generated.
-        verify_cost: one verifying pass / one plain step, averaged over passes of all lengths; `None` likewise.
+        verify_cost: one verification pass / one plain step, averaged over passes of all lengths; `None` likewise.
         extra_bytes: memory that self-speculative decoding needs beyond plain decoding and its low-bit copies: measured
             on a CUDA device, else computed (see `extra_bytes_measured`).
         extra_bytes_measured: whether `extra_bytes` was measured.
         weight_bytes: memory of the weights.
         copy_bytes: memory of the low-bit copies for drafting.
-        left_as_loaded: layers that were to draft from low-bit copies and stay as they are, with the reason.
+        left_as_loaded: layers that draft as loaded, not from low-bit copies as configured, with the reason.
         costs: the costs that the draft length depended on, where the config has them.
     """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["commit_of", "describe_environment", "load_average", "own_settings", "run_environment"]
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
-# Of a generation config: settings that do not choose tokens, or are given with each call.
+# Settings of a generation config that do not affect the choice of tokens, or are given with each call.
 _NOT_ABOUT_TOKENS = {
     *("transformers_version", "use_cache", "cache_implementation", "return_dict_in_generate", "self_speculative"),
     *("max_length", "max_new_tokens", "do_sample"),
@@ -63,18 +63,18 @@ def run_environment(model: Any) -> dict[str, Any]:
 
 
 def load_average() -> float | None:
-    """Number of processes that wanted to run during the last minute; `None` where the system does not say."""
+    """Return the load average of the last minute; `None` where the system does not report it."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def own_settings(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the model's generation config adds to how tokens are chosen, such as a repetition penalty.
+    """Return the model's own generation settings that affect the choice of tokens, such as a repetition penalty.
 
-    It acts wherever a call does not set it, and differs between copies of a model: GGUF files have none of it.
+    They apply wherever a call does not set them, and differ between copies of a model: GGUF files have none.
 
     Args:
         model: the target model.
-        options: of the calls, `do_sample` among them.
+        options: arguments of the calls, `do_sample` among them.
     """
     silent = _NOT_ABOUT_TOKENS | set(options) | (set() if options.get("do_sample") else _OF_SAMPLING)
     return {

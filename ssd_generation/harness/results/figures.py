@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 def timing_of(row: Row) -> Timing:
-    """Return how long the whole call took, and for how many tokens."""
+    """Return the duration of the whole call, and its number of tokens."""
     return Timing(len(row["token_ids"]), row["seconds"])
 
 
@@ -33,7 +33,7 @@ def ratio(row: Row, plain: Row) -> float:
 
 
 def step_seconds(row: Row) -> float | None:
-    """Time per token after the prompt's pass; `None` where that pass gave the only token."""
+    """Return the time per token after the prompt's pass; `None` where that pass gave the only token."""
     steps = len(row["token_ids"]) - 1
     decoding = row["seconds"] - row["prompt_seconds"]
     return decoding / steps if steps > 0 and decoding > 0 else None
@@ -46,23 +46,23 @@ def decode_ratio(row: Row, plain: Row) -> float | None:
 
 
 def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float | None:
-    """Measured speed-up / the speed-up that the formula gives for the same acceptance: the share that the loop leaves.
+    """Return measured speed-up / theoretical speed-up for the same acceptance: the share that the loop achieves.
 
     The measured one is that of decoding alone: both calls without their pass over the prompt, which is as long in
-    either. The formula is `SpeculationStatistics.theoretical_speedup` with this call's own rounds and, as costs,
+    either. The other is `SpeculationStatistics.theoretical_speedup` with this call's own rounds and, as costs,
 
     - without `costs`, the same run's: c = time in drafting per self-drafted token / plain step, v = time in verifying
-      per round / plain step, where the plain step is that of the plain call of its round. What is missing to 1 is then
-      time outside drafting and verifying;
+      per round / plain step, where the plain step is that of the plain call of its round. The gap to 1 is then time
+      outside drafting and verifying;
     - with `costs`, those measured beforehand: c from `draft_step`, v from `verify` at each round's number of tokens.
-      What is missing to 1 is then also whatever drafting and verifying took beyond that.
+      The gap to 1 then includes the time that drafting and verifying took beyond that.
 
     Tokens that were looked up cost nothing in either.
 
     Args:
         row: a call of this library.
         plain: the plain call of the same prompt and repeat.
-        costs: measured beforehand, or `None` for the run's own.
+        costs: costs measured beforehand, or `None` for the run's own.
 
     Returns:
         The efficiency, or `None` where there was no round.
@@ -70,7 +70,7 @@ def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float
     done, step, measured = row["speculation"], step_seconds(plain), decode_ratio(row, plain)
     if done is None or not done["rounds"] or step is None or measured is None:
         return None
-    # `theoretical_speedup` uses the rounds, and what was drafted and accepted in them.
+    # `theoretical_speedup` uses the rounds, and the tokens drafted and accepted in them.
     accepted = [int(n) - 1 for n, times in done["tokens_per_round_histogram"].items() for _ in range(times)]
     acted = SpeculationStatistics(
         drafted_by_depth=list(done["drafted_by_depth"]),
@@ -83,7 +83,7 @@ def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float
         verify_cost = done["verify_seconds"] / acted.rounds / step
     else:
         draft_cost = costs.draft_step / costs.plain_step
-        # How many rounds drafted at least 0, 1, 2, … tokens.
+        # Number of rounds that drafted at least 0, 1, 2, … tokens.
         reached = [acted.rounds, *acted.drafted_by_depth, 0]
         verify_cost = sum(
             (reached[n] - reached[n + 1]) * costs.verify_seconds(n + 1) for n in range(len(reached) - 1)
@@ -97,17 +97,17 @@ def engine_efficiency(row: Row, plain: Row, costs: Costs | None = None) -> float
 
 
 def finished_calls(rows: Iterable[Row], kind: str = "call") -> list[Row]:
-    """Return the calls that went well."""
+    """Return the calls that ended without an error."""
     return [row for row in rows if row["kind"] == kind and "error" not in row]
 
 
 def latest_calls(rows: Iterable[Row]) -> list[Row]:
-    """Return one call for each prompt, method and repeat: the last, where an interruption made it necessary again."""
+    """Return one call for each prompt, method and repeat: the last one, where an interruption made it run again."""
     return list({(row["prompt"], row["method"], row["repeat"]): row for row in finished_calls(rows)}.values())
 
 
 def with_plain(rows: Iterable[Row]) -> dict[str, list[tuple[Row, Row]]]:
-    """Return for each method its calls, each with the plain call of the same prompt, repeat and session."""
+    """Return the calls of each method, each with the plain call of the same prompt, repeat and session."""
     calls = finished_calls(rows)
     plain = {round_of(row): row for row in calls if row["method"] == PLAIN}
     pairs: dict[str, list[tuple[Row, Row]]] = defaultdict(list)
@@ -118,12 +118,12 @@ def with_plain(rows: Iterable[Row]) -> dict[str, list[tuple[Row, Row]]]:
 
 
 def round_of(row: Row) -> tuple[Any, ...]:
-    """Return what the calls of all methods in a round share: prompt, repeat and session."""
+    """Return the key that the calls of all methods in a round share: prompt, repeat and session."""
     return row["prompt"], row["repeat"], row["session"]
 
 
 def ratios_so_far(rows: Iterable[Row]) -> dict[str, float]:
-    """Median ratio of each method to plain decoding (or, in a paired run, to the other checkout)."""
+    """Return the median ratio of each method to plain decoding (or, in a paired run, to the other checkout)."""
     rows = list(rows)
     found = {
         method: averages.median(ratio(row, plain) for row, plain in pairs) for method, pairs in with_plain(rows).items()

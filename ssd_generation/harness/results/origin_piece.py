@@ -1,4 +1,4 @@
-"""A piece of an answer, and where it came from."""
+"""Piece of an answer, and its origin."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ DECIDED = "decided by the target"
 
 @dataclass(frozen=True)
 class OriginPiece:
-    """A piece of text that is shown as one: a token, or several that only together make whole characters.
+    """Piece of text that is shown as one: a token, or several that only together make whole characters.
 
     Attributes:
-        text: the text; of a special token its name.
+        text: the text; for a special token, its name.
         drafted: whether it was drafted and accepted (else the target decided it). Of several tokens, the last one
             counts.
         looked_up: whether the draft was copied from the text by prompt lookup.
         first: number of its first token among the new ones, from 0.
-        tokens: how many tokens it is made of, ≥ 1.
+        tokens: number of its tokens, ≥ 1.
         round: number of the round that added it; 0 is the pass over the prompt.
         special: whether it is a special token, such as the one that ends the answer.
     """

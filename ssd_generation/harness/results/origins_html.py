@@ -1,8 +1,8 @@
-"""Pieces of an answer as HTML, each with its origin: for a notebook, and as a page of its own.
+"""Pieces of an answer as HTML, each with its origin: for a notebook, and as a separate page.
 
 rich's own HTML export was tried, and loses: a token's number and round (its tooltip) and its edges (neighbours of one
 origin become one), lines as long as the window, colours for light and dark pages, newline marks that are not copied,
-and notebooks without rich, which only the extra `cli` brings.
+and notebooks without rich, which only the extra `cli` installs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEWLINE = '<span style="opacity:.5;user-select:none" aria-hidden="true">↵</sp
 
 
 def fragment(pieces: Iterable[OriginPiece], origins: Iterable[str], summary: str) -> str:
-    """Return an answer as a part of a page; below, a legend of these origins and the summary."""
+    """Return an answer as a part of a page, with a legend of these origins and the summary below it."""
     body = "".join(map(_span, pieces))
     legend = " &nbsp; ".join(
         f'<span style="{_STYLES[origin]}">{origin}</span>' + (f" ({_NOTES[origin]})" if origin in _NOTES else "")
@@ -43,7 +43,7 @@ def fragment(pieces: Iterable[OriginPiece], origins: Iterable[str], summary: str
 
 
 def page(content: str, title: str, prompt: str | None) -> str:
-    """Return a page of its own around a fragment, below its title and, if given, the prompt."""
+    """Return a whole page around a fragment, below its title and, if given, the prompt."""
     shown = for_html(title, keep="")
     question = ""
     if prompt is not None:

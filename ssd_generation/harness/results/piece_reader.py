@@ -1,4 +1,4 @@
-"""Turn tokens into pieces of text as they come: a piece is a token, or several that only together make characters."""
+"""Conversion of tokens to pieces of text as they arrive: a piece is one token, or several that make up characters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Piece(NamedTuple):
-    """A piece of a text."""
+    """Piece of a text."""
 
     text: str
-    """The text; of a special token its name."""
+    """Text of the piece; for a special token, its name."""
 
     first: int
     """Number of its first token, from 0."""
@@ -27,10 +27,10 @@ class Piece(NamedTuple):
 
 
 class PieceReader:
-    """Decode a text token by token; the texts of ordinary tokens add up to the decoded text.
+    """Decoder of a text, token by token; the texts of ordinary tokens add up to the decoded text.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
 
     Attributes:
         ids: the tokens so far.
@@ -40,8 +40,8 @@ class PieceReader:
         self.ids: list[int] = []
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
-        # Tokens context … shown are out; they are decoded again with what follows, since a text may depend on the
-        # token before it (a space, for one). Tokens after them wait until they make whole characters.
+        # Tokens from `_context` to `_shown` have been returned; they are decoded again with what follows, since a text
+        # may depend on the token before it (a space, for example). Later tokens wait until they make whole characters.
         self._context = self._shown = 0
 
     def add(self, token: int) -> list[Piece]:
@@ -61,7 +61,7 @@ class PieceReader:
         return [piece]
 
     def end(self) -> list[Piece]:
-        """Return the piece that is left when no token follows, if there is one."""
+        """Return the piece that remains when no token follows, if there is one."""
         pieces = self._waiting(len(self.ids))
         self._context = self._shown = len(self.ids)
         return pieces

@@ -1,4 +1,4 @@
-"""The ratios of a run as a picture, and what all pictures share."""
+"""Plot of a run's ratios, and what all plots share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .summary import categories_of
 
 __all__ = ["COLOURS", "MARKERS", "new_figure", "plot_summary"]
 
-# Okabe and Ito's colours, which colour-blind people can tell apart, and a marker each.
+# Okabe and Ito's colours, which colour-blind people can distinguish, and a marker each.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 MARKERS = "osD^vP*X<>"
-_WIDEST = 100.0  # inches; a picture of more pixels cannot be drawn
+_WIDEST = 100.0  # inches; an image of more pixels cannot be drawn
 _TICKS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20)
 
 
@@ -22,9 +22,9 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]
     """Make a figure and its axes: one, or several next to each other.
 
     Args:
-        width: in inches.
-        height: in inches.
-        columns: how many axes.
+        width: width in inches.
+        height: height in inches.
+        columns: number of axes.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -50,7 +50,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     """Draw the ratios by category: medians with quartiles (thick) and least and greatest value (thin).
 
     Args:
-        summary: of `summarise` or `summarise_pairs`.
+        summary: summary by `summarise` or `summarise_pairs`.
         path: the PNG file.
 
     Raises:
@@ -58,7 +58,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
     """
     categories = categories_of(summary)
     methods = {name: entry["ratio"] for name, entry in summary["methods"].items() if entry.get("ratio")}
-    # Of one category, the geometric mean is its median.
+    # With a single category, the geometric mean is its median.
     sums_up = len(categories) > 1
     places = len(categories) + sums_up
     figure, axes = new_figure(max(7.0, 1.6 + places * (0.5 + 0.16 * len(methods))), 4.8)
@@ -90,7 +90,7 @@ def plot_summary(summary: Mapping[str, Any], path: Path) -> None:
 def _draw_method(
     axes: Any, name: str, ratio: Mapping[str, Any], categories: Sequence[str], place: tuple[int, int]
 ) -> None:
-    """Draw one method's points and ranges; `place` is its number, and how many methods share a category's place."""
+    """Draw one method's points and ranges; `place` is its number and the number of methods in a category's place."""
     number, count = place
     offset = (number - (count - 1) / 2) * 0.8 / count
     style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)]}

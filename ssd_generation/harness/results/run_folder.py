@@ -1,13 +1,13 @@
-"""Folder of one run: its arguments, the machine, a line per measurement, and what they amount to.
+"""Folder of one run: its arguments, the machine, a line per measurement, and a summary.
 
-    config.json        the arguments; another run with others is refused
+    config.json        the arguments; a run with other arguments is refused
     environment.json   machine and versions, once per session
     rows.jsonl         one line per measurement, appended as it is made
     summary.json, summary.md, plot.png
-    .lock              held by the process that writes there; it stays
+    .lock              held by the process that writes there; the file remains
 
-Files appear whole or not at all, by a rename; only rows.jsonl grows. Remains of a killed process, of the last line and
-of files that were being written, are dropped when the run continues.
+Files appear whole or not at all, by a rename; only rows.jsonl grows. What a killed process has left, an incomplete last
+line and temporary files, is removed when the run continues.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = ["RunFolder", "read_rows"]
 CONFIG, ENVIRONMENT, ROWS = "config.json", "environment.json", "rows.jsonl"
 SUMMARY, TABLE, PLOT = "summary.json", "summary.md", "plot.png"
 _LOCK = ".lock"
-# In the order in which they are removed with their folder: the rest is always a run that can continue, or nothing.
+# In the order in which they are removed with their folder: what remains is always a run that can continue, or nothing.
 _FILES = (ROWS, ENVIRONMENT, SUMMARY, TABLE, CONFIG, _LOCK)
-# What earlier versions called a file that was being written.
+# Names that earlier versions gave to files being written.
 _OLD_TEMPORARY = re.compile(rf"\.[0-9a-f]{{32}}\.({'|'.join(map(re.escape, _FILES[:-1]))}|\w+\.png)")
-_MOST_SHOWN = 3  # of things that are wrong with a folder
+_MOST_SHOWN = 3  # problems of a folder in an error message
 _MOST_TRIES = 100
 _Result = TypeVar("_Result")
 
 
 class RunFolder:
-    """The files of a run. Use it as a context manager: one process at a time may write there.
+    """Files of a run. Use it as a context manager: one process at a time may write there.
 
     Only a folder that is new, empty or of this very run is written to.
 
     Args:
-        path: made if it does not exist.
-        arguments: what defines the run, as plain JSON types.
-        option: of the command line, that names the folder.
+        path: the folder, created if it does not exist.
+        arguments: arguments that define the run, as plain JSON types.
+        option: command-line option that names the folder.
 
     Raises:
-        OSError: the folder cannot be made or written.
-        ValueError: it holds another run, something else, or rows that cannot be read.
+        OSError: the folder cannot be created or written.
+        ValueError: the folder holds another run, something else, or rows that cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], arguments: Mapping[str, Any], option: str = "--output") -> None:
@@ -85,17 +85,17 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Where nothing was measured, say because the model was not found, no folder remains.
+        # Where nothing was measured, for example because the model was not found, no folder remains.
         nothing = self._is_new and not self.rows
         self._release(_FILES if nothing or self._is_done_with else ())
 
     def _with_folder(self, do: Callable[[], _Result]) -> _Result:
-        """Make the folder if need be, and do something there."""
+        """Create the folder if needed, and run `do` there."""
         for tries_left in reversed(range(_MOST_TRIES)):
             try:
                 self._make()
                 return do()
-            except FileNotFoundError as error:  # a run without a row has just taken its folder away
+            except FileNotFoundError as error:  # a run without rows has just removed its folder
                 if not tries_left:
                     raise self._cannot_write(error) from error
             except FileExistsError as error:
@@ -118,31 +118,31 @@ class RunFolder:
                 raise
 
     def _check_writable(self) -> None:
-        # Where the file has a name for a moment, it is one that others pass over.
+        # Where the file has a name for a moment, it is one that other runs ignore.
         with tempfile.TemporaryFile(dir=self.path, prefix=temporary_name(".")):
             pass
 
     def _remove_temporary_files(self) -> None:
-        """Remove what killed runs were writing."""
+        """Remove the temporary files of killed runs."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if _is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
                     Path(entry.path).unlink(missing_ok=True)
 
     def _release(self, files: tuple[str, ...]) -> None:
-        """Let go of the folder; before, remove it if nothing is in it but some of these files."""
+        """Release the folder; first remove it if it holds nothing but some of these files."""
         try:
             with contextlib.suppress(OSError):
                 found = {name for name in os.listdir(self.path) if not _is_temporary(name)}
                 if files and found <= set(files):
-                    for name in files:  # the lock last: then another may come in
+                    for name in files:  # the lock last: after it, another run may begin
                         (self.path / name).unlink(missing_ok=True)
                     self.path.rmdir()
         finally:
             self._lock.release()
 
     def done_with(self) -> None:
-        """Note that all of this is elsewhere now: the folder is removed on leaving, unless it holds something else."""
+        """Mark the contents as stored elsewhere: the folder is removed on exit, unless it holds something else."""
         self._is_done_with = True
 
     def _cannot_write(self, error: OSError) -> OSError:
@@ -150,7 +150,7 @@ class RunFolder:
         return type(error)(f"The results cannot be written to {str(self.path)!r}: {reason}. {self._advice}")
 
     def _check_ownership(self) -> None:
-        """Complain about a folder that is neither empty nor of this very run; nothing is written."""
+        """Raise if the folder is neither empty nor of this very run; nothing is written."""
         try:
             names = os.listdir(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -171,7 +171,7 @@ class RunFolder:
         except FileNotFoundError:
             if file.is_symlink():
                 raise
-            return  # it has just gone, with its folder
+            return  # just removed, with its folder
         except ValueError as error:
             raise ValueError(f"{error} {self._advice}") from error
         if not isinstance(before, dict):
@@ -189,8 +189,8 @@ class RunFolder:
             )
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row, on disk before this returns; where it does not fit there, nothing of it stays."""
-        # Half a character (of the name of a file, say) could not be read again.
+        """Add a row, written to the file before this returns; if that fails, nothing of it remains there."""
+        # A lone surrogate (of a file name, for example) could not be read back.
         line = json.dumps(row, allow_nan=False, ensure_ascii=False).encode("utf-8", errors="replace")
         with (self.path / ROWS).open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
@@ -232,12 +232,12 @@ def _some(things: Iterable[str], between: str) -> str:
 
 
 def _parse_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows, and how many bytes they take."""
+    """Return the rows, and the number of bytes that they take."""
     try:
         content = reading.read_bytes(file, reading.ROWS)
     except FileNotFoundError:
         return [], 0
-    # A row ends with its newline; after the last one is what a kill has left of a row.
+    # A row ends with its newline; after the last newline is the part of a row that a killed process has left.
     size = content.rfind(b"\n") + 1
     rows = []
     for number, line in enumerate(content[:size].split(b"\n")[:-1], start=1):

@@ -1,4 +1,4 @@
-"""A run in sentences: its conditions, its problems, and how its samples were drawn."""
+"""Sentences about a run: its conditions, its problems, and the distribution of its samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["conditions", "problems", "sampling_notes"]
 
 
 def conditions(summary: Mapping[str, Any]) -> list[str]:
-    """Say what was measured and on what, a sentence each."""
+    """Describe the measurement, and the machines and versions, in sentences."""
     lines = [_calls(summary)]
     if summary["environment"]:
         lines.append(_place(summary["environment"]))
@@ -35,7 +35,7 @@ def conditions(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _peers(names: Collection[str]) -> list[str]:
-    """Say how other runtimes took part."""
+    """Describe the part of other runtimes in the run."""
     lines = []
     if any(name.startswith(LLAMA_CPP) for name in names):
         lines.append(
@@ -56,7 +56,7 @@ def _peers(names: Collection[str]) -> list[str]:
 
 
 def _calls(summary: Mapping[str, Any]) -> str:
-    """Say what was asked, how often, and how it was decoded."""
+    """Describe the prompts, the repeats, and the decoding."""
     arguments = summary["arguments"]
     prompts, count = sum(summary["prompts_per_category"].values()), len(summary["prompts_per_category"])
     decoding = "greedy"
@@ -84,7 +84,7 @@ def _calls(summary: Mapping[str, Any]) -> str:
 
 
 def _place(environment: Mapping[str, Any]) -> str:
-    """Name a machine, and the versions there."""
+    """Describe a machine, and the versions on it."""
     versions = environment["versions"]
     place = environment["device"]
     if "cpu" in environment:
@@ -123,7 +123,7 @@ def problems(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _cause(differences: Sequence[Mapping[str, Any]]) -> str:
-    """Say if drafting or a kernel made texts diverge, where undrafted decoding was run alongside."""
+    """State whether drafting or a kernel made texts diverge, where undrafted decoding was run alongside."""
     known = [entry["undrafted_parts_too"] for entry in differences if "undrafted_parts_too" in entry]
     if not known:
         return ""
@@ -131,7 +131,7 @@ def _cause(differences: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sampling_notes(summary: Mapping[str, Any]) -> list[str]:
-    """Say how the samples compare with the model's distribution, a sentence each; nothing under greedy decoding."""
+    """Compare the samples with the model's distribution, in sentences; empty under greedy decoding."""
     entries = {PLAIN: summary.get("plain", {}), **summary["methods"]}
     lines = []
     for name, entry in entries.items():

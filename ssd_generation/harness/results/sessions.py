@@ -18,15 +18,15 @@ _OF_SESSION = ("session", "started", "load_average")
 
 
 def start_session(folder: RunFolder, environment: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> int:
-    """Note in environment.json that a session begins, and on what machine.
+    """Record in environment.json that a session begins, and on what machine.
 
     Args:
-        folder: of the run.
-        environment: of the machine.
-        rows: of the sessions before.
+        folder: folder of the run.
+        environment: environment of the machine.
+        rows: rows of earlier sessions.
 
     Returns:
-        The number by which its rows name it.
+        The number of the session, as in its rows.
     """
     number = max((row.get("session", 0) for row in rows), default=0) + 1
     session = {
@@ -55,7 +55,7 @@ def sessions_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def take_over_sessions(folder: RunFolder, part: Path) -> None:
-    """Note the sessions of a part of a run as its own."""
+    """Record the sessions of a part of a run as the run's own."""
     known = sessions_of(folder.path)
     folder.write_json(ENVIRONMENT, {"sessions": known + [s for s in sessions_of(part) if s not in known]})
 
@@ -63,8 +63,8 @@ def take_over_sessions(folder: RunFolder, part: Path) -> None:
 def where_measured(sessions: Sequence[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the machines and versions of the sessions that rows come from, each once, the last first.
 
-    A session that only wrote the summary anew has measured nothing. (Sessions without a number were written by earlier
-    versions: they count.)
+    A session that only rewrote the summary has measured nothing. (Sessions without a number were written by earlier
+    versions: they are included.)
     """
     measured = {row["session"] for row in rows if "session" in row}
     found: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
-"""Checks of what a run has written, when it is read again: rows, sessions, summaries. All that is used is checked.
+"""Checks of a run's files when they are read again: rows, sessions, summaries. Everything that is used is checked.
 
-A folder may come from elsewhere, or have been edited. So whatever is read from one goes through `check_rows`,
-`check_sessions` or `check_summary`, which name the file, the place in it and what belongs there. Fields that nothing
-depends on, and those of later versions, pass.
+A folder may come from elsewhere, or have been edited. So all contents go through `check_rows`, `check_sessions` or
+`check_summary`, whose errors name the file, the place in it and what belongs there. Fields that nothing depends on, and
+those of later versions, are accepted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _MEASURED = fields(
 
 
 def _measured(value: Any) -> str | None:
-    """Check a call, whose counts must agree: figures divide by them, and count up to them."""
+    """Check a call, whose counts must agree, since figures divide by them and index up to them."""
     if wrong := _MEASURED(value):
         return wrong
     done = value["speculation"]
@@ -94,7 +94,7 @@ def _measured(value: Any) -> str | None:
     return None
 
 
-# By kind: what every row has, and what one has that did not end in an error.
+# By kind: a check of every row, and a further one of rows without an error.
 _ROWS: Mapping[str, tuple[Check, Check]] = {
     "call": (fields(_CALL, {"conversation": string}), _measured),
     "pair": (fields(_CALL), fields({"here": _measured, "there": _measured})),
@@ -120,14 +120,14 @@ def check_rows(
     items: Collection[str],
     more: Mapping[str, Check] | None = None,
 ) -> None:
-    """Check the rows of a run before anything is made of them.
+    """Check the rows of a run before they are used.
 
     Args:
-        rows: as `run_folder` has read them, from the first one on.
-        file: that they come from.
-        methods: of the run.
-        items: what the methods are asked, by name.
-        more: further fields that a finished call needs.
+        rows: rows as `run_folder` has read them, from the first one on.
+        file: file that they come from.
+        methods: names of the run's methods.
+        items: names of the run's items.
+        more: checks of further fields that a finished call needs.
 
     Raises:
         ValueError: a row that a run cannot have written; the message names the line.
@@ -191,10 +191,10 @@ _SESSIONS = fields({"sessions": list_of(both(_environment, fields({}, {"session"
 
 
 def check_sessions(document: Any, file: Path) -> None:
-    """Check what environment.json holds.
+    """Check the contents of environment.json.
 
     Raises:
-        ValueError: it is not what a run has written.
+        ValueError: a run cannot have written them.
     """
     if wrong := _SESSIONS(document):
         raise ValueError(f"{str(file)!r} is not what a run has written: {wrong}. Take the file out, or choose another.")
@@ -244,10 +244,10 @@ _SUMMARY = fields(
 
 
 def check_summary(document: Any) -> None:
-    """Check a summary of methods, as far as runs are put side by side by it.
+    """Check the parts of a summary of methods that are used to put runs side by side.
 
     Raises:
-        ValueError: it is not what a run has written.
+        ValueError: a run cannot have written the summary, or it compares checkouts.
     """
     wrong = fields({"kind": string})(document)
     if wrong is None and document["kind"] != "methods":

@@ -42,9 +42,9 @@ def summarise(
 
     Args:
         rows: the lines of rows.jsonl.
-        arguments: of the run: `methods`, `do_sample`, …
+        arguments: arguments of the run: `methods`, `do_sample`, …
         environments: machines and versions that rows come from, the last first.
-        weight_bytes: of the model; memory is given as a share of it.
+        weight_bytes: bytes of the model's weights; memory is given as a share of them.
     """
     plain_calls = [row for row in latest_calls(rows) if row["method"] == PLAIN]
     prompts = {(row["prompt"], row["category"]) for row in finished_calls(rows)}
@@ -78,9 +78,9 @@ def summarise(
 
 
 def _method_figures(name: str, own: Sequence[tuple[Row, Row]], rows: Sequence[Row], do_sample: bool) -> dict[str, Any]:
-    """Figures of a method's calls, each with the plain call of its round; `rows` are those of the run."""
+    """Return the figures of a method's calls, each with the plain call of its round; `rows` are those of the run."""
     calls = [row for row, _ in own]
-    # Assisted decoding drafts and verifies before the pass that would have to be left out is over.
+    # Not those of assisted decoding: it drafts and verifies before the end of the first pass, which is left out here.
     of_loop = [(row, plain) for row, plain in own if row["speculation"] is not None]
     figures: dict[str, Any] = {
         "ratio": _ratio_summary(own, ratio),
@@ -116,7 +116,7 @@ def summarise_pairs(
 
     Args:
         rows: the lines of rows.jsonl.
-        arguments: of the run.
+        arguments: arguments of the run.
         environments: machines and versions that rows come from, the last first.
     """
     calls = finished_calls(rows, "pair")
@@ -207,7 +207,7 @@ def _ratio_summary(pairs: Iterable[tuple[Row, Row]], ratio_of: Callable[[Row, Ro
 
 
 def _drafting(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Acceptance and times of this library's own methods, over all calls; `None` of other methods."""
+    """Return acceptance and times of this library's own methods, over all calls; `None` for other methods."""
     done = [row["speculation"] for row in rows if row["speculation"] is not None]
     if not done:
         return None
@@ -244,7 +244,7 @@ def _drafting(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _assisted(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Acceptance of transformers' assisted decoding, over all calls; `None` of other methods, and of older rows."""
+    """Return acceptance of transformers' assisted decoding, over all calls; `None` for other methods and older rows."""
     done = [row["assisted"] for row in rows if row.get("assisted") is not None]
     if not done:
         return None
@@ -262,7 +262,7 @@ def _assisted(rows: Sequence[Row]) -> dict[str, Any] | None:
 def _identity(
     pairs: Sequence[tuple[Row, Row]], margins: Mapping[tuple[Any, ...], Row], undrafted: Mapping[Any, Row]
 ) -> dict[str, Any]:
-    """Count the texts that are plain decoding's, and list the others: where they diverge, and if undrafted ones do."""
+    """Count the texts that equal plain decoding's; list the others, and whether undrafted ones diverge no later."""
     diverged = []
     for row, plain in pairs:
         index = first_difference(plain["token_ids"], row["token_ids"])
@@ -292,7 +292,7 @@ def _sampling_check(rows: Sequence[Row], method: str) -> dict[str, Any] | None:
     """Add up the `SamplingCheck` of all of a method's sampled tokens; `None` if none was judged."""
     judged = {round_of(row): row for row in finished_calls(rows, "draws") if row["method"] == method}
     calls = {round_of(row) for row in latest_calls(rows) if row["method"] == method}
-    # In one order, since sums depend on it in their last digits.
+    # In a fixed order, since floating-point sums depend on it in their last digits.
     found = [judged[key] for key in sorted(calls & judged.keys())]
     if not found:
         return None

@@ -14,8 +14,8 @@ class Timing:
     """Duration of a call.
 
     Attributes:
-        tokens: that it generated.
-        seconds: of the whole call.
+        tokens: number of generated tokens.
+        seconds: duration of the whole call.
     """
 
     tokens: int
@@ -35,8 +35,8 @@ class Timings:
     """Timings of several methods, round by round.
 
     Args:
-        methods: their names.
-        reference: the one that the others are compared with.
+        methods: names of the methods.
+        reference: name of the method that the others are compared with.
     """
 
     def __init__(self, methods: Iterable[str], reference: str) -> None:
@@ -44,7 +44,7 @@ class Timings:
         self.reference = reference
 
     def add(self, method: str, tokens: int, seconds: float) -> None:
-        """Note a method's call in the round under way."""
+        """Record a method's call in the current round."""
         self.by_method[method].append(Timing(tokens, seconds))
 
     def seconds(self, method: str) -> tuple[float, ...]:
@@ -58,7 +58,7 @@ class Timings:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return median, quartiles, least and greatest value, and how many there are; `None` where there are none."""
+    """Return median, quartiles, least and greatest value, and the number of values; `None` where there are none."""
     if not values:
         return None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3

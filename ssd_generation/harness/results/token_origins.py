@@ -1,4 +1,4 @@
-"""Show where each token of an answer came from: in a terminal, in a notebook, as a web page."""
+"""Display of each token's origin in an answer: in a terminal, in a notebook, as a web page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["STYLES", "TokenOrigins", "legend"]
 
 @dataclass(frozen=True)
 class TokenOrigins:
-    """An answer, token by token, with where each came from.
+    """Answer, token by token, with the origin of each.
 
     Print it with rich (`rich.print(origins)`), or put it at the end of a notebook cell:
 
@@ -43,7 +43,7 @@ class TokenOrigins:
         pieces: the answer in order.
         drafted_tokens: tokens that were drafted and accepted.
         decided_tokens: tokens that the target decided.
-        looked_up_tokens: how many of the drafted ones were copied from the text by prompt lookup.
+        looked_up_tokens: drafted tokens that were copied from the text by prompt lookup.
     """
 
     pieces: tuple[OriginPiece, ...]
@@ -58,14 +58,14 @@ class TokenOrigins:
         token_ids: Sequence[int] | torch.Tensor,
         origins: Sequence[bool] | Sequence[str],
     ) -> TokenOrigins:
-        """Take an answer apart into pieces.
+        """Split an answer into pieces.
 
         Args:
             tokenizer: the model's tokenizer.
             token_ids (`torch.LongTensor` of shape `(new_tokens,)`, or integers): the new tokens of one row, without the
                 prompt.
-            origins: per token, where it came from: a row of `SpeculationStatistics.token_sources`, or of
-                `token_origins`, which does not tell looked-up tokens from others.
+            origins: origin of each token: a row of `SpeculationStatistics.token_sources`, or of `token_origins`, which
+                does not distinguish looked-up tokens from others.
 
         Raises:
             ValueError: the two differ in length.
@@ -96,7 +96,7 @@ class TokenOrigins:
         return "".join(piece.text for piece in self.pieces if not piece.special)
 
     def summary(self) -> str:
-        """Say in one line how many tokens came from where."""
+        """Summarise in one line the number of tokens of each origin."""
         total = self.drafted_tokens + self.decided_tokens
         if not total:
             return "No new tokens."
@@ -161,11 +161,11 @@ class TokenOrigins:
         return fragment(self.pieces, self.legend(), self.summary())
 
     def to_html(self, title: str = "Where each token came from", prompt: str | None = None) -> str:
-        """Return a web page of its own.
+        """Return a whole web page.
 
         Args:
-            title: its title.
-            prompt: shown above the answer, if given.
+            title: title of the page.
+            prompt: prompt to show above the answer, if given.
         """
         return page(fragment(self.pieces, self.legend(), self.summary()), title, prompt)
 
@@ -180,7 +180,7 @@ class TokenOrigins:
         Args:
             path: the file; one that exists is replaced.
             title: title of the page.
-            prompt: shown above the answer, if given.
+            prompt: prompt to show above the answer, if given.
 
         Returns:
             The path.
@@ -206,7 +206,7 @@ def _texts(tokenizer: Any, ids: list[int]) -> Iterator[Piece]:
 
 
 STYLES: Mapping[str, str] = {DRAFTED: "green", LOOKED_UP: "italic cyan", DECIDED: "bold underline yellow"}
-"""Colours, and what else tells the origins apart, by origin."""
+"""Terminal styles by origin: a colour, and another mark where needed."""
 _NOTES = {LOOKED_UP: "in italics", DECIDED: "underlined"}
 
 
@@ -214,9 +214,9 @@ def legend(origins: Sequence[str], marks: Mapping[str, tuple[str, str]], notes: 
     """Return the line that explains how origins are shown in a terminal.
 
     Args:
-        origins: to explain.
+        origins: origins to explain.
         marks: brackets around each, where no styles are shown.
-        notes: say what tells them apart other than colours.
+        notes: whether to name the marks other than colours.
     """
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""The engine: calls of several methods, interleaved and timed, alone with the model or in processes of their own."""
+"""Engine: calls of several methods, interleaved and timed, each alone with the model or in a separate process."""
 
 from .call_memory import peak_bytes
 from .calls import Caller, TimedCall

@@ -1,7 +1,7 @@
 """Memory of a method: the bytes that it holds between calls, and the peak during a call.
 
 The peak counts all tensors that are alive at once: on CUDA by the allocators of all devices that hold a part of the
-model (the sum of their peaks), on the CPU by following every tensor that PyTorch makes. Resident memory would not do
+model (the sum of their peaks), on the CPU by tracking every tensor that PyTorch makes. Resident memory is too noisy
 there: it differs by tens of megabytes from one run to the next.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["peak_bytes", "persistent_bytes"]
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the storages that operators return until they are freed."""
+    """Tracker of the storages that operators return, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,15 +54,15 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
     """Measure the most bytes of tensors that were alive at once during a `generate` call, above those before it.
 
-    On the CPU, following the tensors slows the call down: nothing can be timed meanwhile.
+    On the CPU, tracking the tensors slows the call down: nothing can be timed meanwhile.
 
     Args:
         model: a transformers model.
         ids: the prompt, of shape `(1, prompt_length)`.
-        **options: of `generate`.
+        **options: arguments of `generate`.
     """
     if model.device.type == "cuda":
-        # A model may lie on several, and none of them need be the current one.
+        # A model may span several devices, and none of them need be the current one.
         models = [m for m in (model, options.get("assistant_model")) if m is not None]
         devices = {p.device for m in models for p in m.parameters() if p.device.type == "cuda"}
         start = 0
@@ -82,13 +82,13 @@ def peak_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
 def persistent_bytes(
     caller: Caller, method: Method, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]
 ) -> int:
-    """Bytes that a method holds between calls: low-bit copies, or another model.
+    """Return the bytes that a method holds between calls: low-bit copies, or another model.
 
     Args:
-        caller: makes its calls.
-        method: one of `generate`'s.
+        caller: caller of the method.
+        method: a method of `generate`, not of another runtime.
         inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
-        options: of `generate`.
+        options: arguments of `generate`.
     """
     if method.name == "assistant":
         return weight_bytes(caller.assistant)

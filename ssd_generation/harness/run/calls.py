@@ -1,8 +1,8 @@
-"""One timed `generate` call, and the worker that makes such calls for a comparison of two checkouts.
+"""Timed `generate` call, and the worker that makes such calls for a comparison of two checkouts.
 
 The worker's process (see `child.py`) loads this file alone, and imports the package of one of two checkouts, which may
-be older than this file. So nothing of the package is imported at the top, and below only what has been there from the
-start.
+be older than this file. So nothing of the package is imported at the top, and below only what all versions have, or
+with a fallback.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class TimedCall:
     Attributes:
         token_ids: the new tokens.
         seconds: wall-clock time of the whole `generate` call.
-        prompt_seconds: of these, until the end of the model's first pass. In plain and self-speculative decoding that
-            is the pass over the prompt alone; assisted decoding has drafted before it and checks the draft in it, and
-            with the model's own first layers as assistant it is a pass of these.
+        prompt_seconds: part of `seconds` until the end of the model's first pass. In plain and self-speculative
+            decoding that is the pass over the prompt alone; assisted decoding has drafted before it and verifies the
+            draft in it, and with the model's own first layers as assistant it is a pass of these.
         speculation: counts and times of self-speculative decoding, as `SpeculationStatistics.to_dict` gives them,
             with `drafted_by_depth`, `judged_by_depth` and `accepted_by_depth`; else `None`.
-        assisted: of transformers' assisted decoding, `target_passes`, `drafted_tokens` and `accepted_tokens`, by the
+        assisted: `target_passes`, `drafted_tokens` and `accepted_tokens` of transformers' assisted decoding, from the
             lengths of the model's passes; else `None`.
     """
 
@@ -49,16 +49,16 @@ class TimedCall:
 
 
 class Caller:
-    """Calls one model by several methods, each as if it were alone with the model.
+    """Caller of one model by several methods, each as if it were alone with the model.
 
-    Every method has draft-length policies of its own, which continue to learn from call to call, and finds the model's
-    config as it was.
+    Every method has separate draft-length policies, which continue to learn from call to call, and finds the model's
+    config unchanged.
 
     Args:
         model: the target model, after `enable_self_speculative`.
         assistant: the model for `"assistant_model": true` in a request, or `None`.
         peers: the other runtimes for requests with `"peer"`, by name; each a `Peer`.
-        shared: let all methods draft by what the model has learnt itself, and continue to teach it.
+        shared: whether all methods use, and continue to train, the policies that the model itself has.
     """
 
     def __init__(self, model: Any, assistant: Any = None, peers: Any = None, *, shared: bool = False) -> None:
@@ -80,11 +80,11 @@ class Caller:
 
         Args:
             method: the method whose policies are used.
-            request: what this method adds to `generate`'s arguments; `"assistant_model": True` represents the
-                assistant, and one with `"peer"` goes to that runtime.
+            request: arguments that this method adds to those of `generate`; `"assistant_model": True` represents the
+                assistant, and a request with `"peer"` goes to that runtime.
             inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
             options: `generate`'s other arguments.
-            seed: of torch's random state; `None` leaves it alone.
+            seed: seed of torch's random state; `None` leaves it unchanged.
 
         Raises:
             Whatever `generate`, or the peer, raises.
@@ -110,7 +110,7 @@ class Caller:
             statistics = model.last_speculation
         prompt_seconds, speculation, assisted = 0.0, None, None
         if statistics is not None:
-            # All but the rounds.
+            # Everything but the rounds.
             prompt_seconds = seconds - (statistics.total_seconds - statistics.prompt_seconds)
             speculation = _speculation(statistics)
         elif passes is not None and passes.first_ended is not None:
@@ -133,18 +133,18 @@ class Caller:
         return arguments
 
     def config_of(self, method: str) -> Any:
-        """Config that this method last drafted by, even if chosen by the library; `None` for methods without one."""
+        """Return the config that a method last drafted by, even if chosen by the library; `None` where it has none."""
         # The newest key of its policies.
         policies: dict[Any, Any] = self._learnt[method][0] if method in self._learnt else {}
         return next(reversed(policies), None)
 
     @contextlib.contextmanager
     def alone(self, method: str, learn: bool = True) -> Iterator[None]:
-        """Present the model as this method knows it.
+        """Give the model a method's policies (unless `shared`), and restore its own afterwards.
 
         Args:
-            method: the method whose policies are put in place.
-            learn: whether they retain what they learn meanwhile.
+            method: the method whose policies are used.
+            learn: whether the policies retain what they learn meanwhile.
         """
         known = self._learnt.get(method, ({}, {}))
         others = () if self.shared else _exchange_learnt(self.model, known if learn else copy.deepcopy(known))
@@ -184,11 +184,11 @@ def _exchange_learnt(model: Any, entries: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _Passes:
-    """The passes of a model during a call, followed by a hook: the end of the first one, and their lengths.
+    """Passes of a model during a call, recorded by a hook: the end of the first one, and their lengths.
 
     Args:
         model: the target model.
-        only_first: take the hook away after the first pass, and note no lengths.
+        only_first: whether to remove the hook after the first pass, and record no lengths.
     """
 
     def __init__(self, model: Any, only_first: bool) -> None:
@@ -256,7 +256,7 @@ def _assisted(lengths: list[int], prompt_length: int, new_tokens: int) -> dict[s
 
 
 class Worker:
-    """Makes the calls of one of two checkouts that are compared, see `child.py`."""
+    """Worker that makes the calls of one of two checkouts that are compared, see `child.py`."""
 
     def __init__(self) -> None:
         from transformers.utils import logging
@@ -282,7 +282,7 @@ class Worker:
         assistant = load(message["assistant"])[0] if message.get("assistant") else None
         self.caller = Caller(enable_self_speculative(model), assistant)
         return {
-            # Which of the two checkouts was taken.
+            # Shows which of the two checkouts was imported.
             "package": os.path.dirname(os.path.abspath(str(sys.modules["ssd_generation"].__file__))),
             "pad_token_id": getattr(model.generation_config, "pad_token_id", None),
         }
@@ -290,7 +290,7 @@ class Worker:
     def do_prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the requests of the methods, the tokens of the prompts and the environment.
 
-        Only the worker of this file's own checkout is asked: of the other one, `harness` may be laid out otherwise.
+        Only called in this file's own checkout: in the other one, `harness` may be laid out differently.
         """
         from ssd_generation.config import SelfSpeculativeConfig
         from ssd_generation.harness.methods import make_methods, portable
@@ -310,7 +310,7 @@ class Worker:
         }
 
     def do_call(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a call by `method`, as `request` and `options` say."""
+        """Make a call by `method` with the arguments of `request` and `options`."""
         assert self.caller is not None
         ids = torch.tensor([message["input_ids"]], device=self.caller.model.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -1,8 +1,8 @@
-"""A worker process that answers requests, one JSON object per line each way, and ends with its owner.
+"""Worker process that answers requests, one JSON object per line each way, and ends with its owner.
 
 `Child` is the owner's end of the pipe. The other end is this file too, run as a program with the worker's file as its
-argument: the class `Worker` there answers, each of its methods named `do_…` one kind of request; how much memory the
-process has had, this file answers. So nothing of the package is imported in that process but what the worker asks for.
+argument: the class `Worker` there answers, each of its methods named `do_…` one kind of request; requests for the peak
+memory are answered by this file. So that process imports nothing of the package but what the worker imports.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PEAK = "peak_bytes"
 
 
 class Child:
-    """A worker process. It is started at once; use it as a context manager, or call `close`.
+    """Worker process. It is started at once; use it as a context manager, or call `close`.
 
     Args:
-        name: as errors call it.
-        worker: the file of its class `Worker`.
-        environment: further variables, in addition to those of this process.
+        name: name of the worker in errors.
+        worker: file of its class `Worker`.
+        environment: environment variables in addition to those of this process.
     """
 
     def __init__(self, name: str, worker: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -68,7 +68,7 @@ class Child:
         return answer
 
     def peak_bytes(self) -> int:
-        """Return the most memory that its process has had.
+        """Return the peak resident memory of the process.
 
         Raises:
             RuntimeError: the worker has ended.
@@ -77,7 +77,7 @@ class Child:
         return peak
 
     def last_words(self) -> list[str]:
-        """Return the last lines that it wrote to stderr."""
+        """Return the last lines that the worker wrote to stderr."""
         self._errors.seek(0)
         return self._errors.read().decode("utf-8", errors="replace").strip().splitlines()[-8:]
 
@@ -111,7 +111,7 @@ def first_line(error: BaseException) -> str:
 
 def _serve(file: str) -> None:
     """Answer requests by the `Worker` of a file, until stdin ends."""
-    # What libraries print must not come between the answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     worker = _load(file).Worker()
@@ -130,7 +130,7 @@ def _serve(file: str) -> None:
 
 def _peak_resident_bytes() -> int:
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
-        # Linux counts into `ru_maxrss` the memory of the process that started this one.
+        # On Linux, `ru_maxrss` includes the memory of the process that started this one.
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
     import resource  # not on Windows
 
@@ -149,5 +149,5 @@ if __name__ == "__main__":
     # The folder of this file comes first on the path; its modules are the package's, not top-level ones.
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != os.path.dirname(os.path.abspath(__file__))]
     _serve(sys.argv[1])
-    # The threads of a worker's libraries would be waited for.
+    # A normal exit would wait for the threads of the worker's libraries.
     os._exit(0)

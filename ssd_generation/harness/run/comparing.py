@@ -60,11 +60,11 @@ def compare(
         model: the target model, after `enable_self_speculative`.
         inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
         config: the config of self-speculative decoding; its skip set and low-bit copies make the draft.
-        repeats: how often, ≥ 1.
-        seed: of the first repeat, and one more for each that follows. Sets torch's global random state when sampling.
-        advance: callback with a description of the next step: once per method for the warm-up, once per repeat, and
+        repeats: number of repeats, ≥ 1.
+        seed: seed of the first repeat, one more for each that follows. Sets torch's global random state when sampling.
+        advance: callback with a description of the next step: for each method once to warm up, once per repeat, and
             once to check its samples when sampling.
-        **generate_kwargs: passed on to `generate`.
+        **generate_kwargs: arguments of `generate`.
 
     Raises:
         ValueError: more than one prompt, fewer than one repeat, or a config that does not fit the model.
@@ -102,12 +102,12 @@ def compare(
 
 
 class _OnePrompt(Engine):
-    """The calls of a comparison.
+    """Calls of a comparison.
 
     Args:
-        model, inputs, config, advance: as of `compare`.
-        arguments: of `generate`.
-        seed: of the first repeat; `None` under greedy decoding.
+        model, inputs, config, advance: those of `compare`.
+        arguments: arguments of `generate`.
+        seed: seed of the first repeat; `None` under greedy decoding.
     """
 
     goes_on = False
@@ -123,7 +123,7 @@ class _OnePrompt(Engine):
     ) -> None:
         requests: dict[str, Any] = {SELF_SPECULATIVE: {"self_speculative": config}}
         super().__init__(
-            # The user's own calls have taught the model's policies.
+            # With the model's own policies, which the user's calls have trained.
             Caller(model, shared=True),
             [Method(name, requests.get(name, {})) for name in methods_of(config)],
             [Prompt("prompt", "", "")],
@@ -138,7 +138,7 @@ class _OnePrompt(Engine):
         self._inputs = dict(inputs)
 
     def call_all(self, repeats: int) -> None:
-        """Call all methods: to warm up, then so often."""
+        """Call all methods: once to warm up, then `repeats` times."""
         self.repeats = repeats
         self.warm_up(self.methods, 1)
         for repeat in range(repeats):
@@ -179,7 +179,7 @@ class _OnePrompt(Engine):
         return [row for row in self.rows if row["method"] == name]
 
     def result(self, name: str) -> MethodResult:
-        """Sum up one method, its texts compared."""
+        """Summarise one method, and compare its texts."""
         own = self.calls(name)
         return MethodResult(
             name=name,
@@ -218,11 +218,11 @@ class _OnePrompt(Engine):
         self.report_progress(f"judging the draws, {name}")
         try:
             return {"draws": sum(map(self.draws_of, self.calls(name)), SamplingCheck())}
-        except Exception as error:  # what was measured is worth more
+        except Exception as error:  # the timings are worth more than this check
             return {"draws_error": f"{type(error).__name__}: {error}"}
 
     def extra_bytes(self) -> int:
-        """Memory of a self-speculative call beyond a plain one and low-bit copies: measured on CUDA, else computed."""
+        """Return the memory of a self-speculative call beyond a plain one and copies: measured on CUDA, or computed."""
         if self.on_cuda:
             return max(self._peak_bytes(SELF_SPECULATIVE) - self._peak_bytes(PLAIN), 0)
         new_tokens = max(len(row["token_ids"]) for row in self.calls(SELF_SPECULATIVE))
@@ -230,12 +230,12 @@ class _OnePrompt(Engine):
 
 
 def _undrafted(config: SelfSpeculativeConfig) -> SelfSpeculativeConfig:
-    """Make the config of decoding by this library's passes, as a config has them, with nothing drafted."""
+    """Make the config of undrafted decoding by this library's passes, with the exactness of another config."""
     return SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"), exactness=config.exactness)
 
 
 def _costs(plain: MethodResult, own: MethodResult) -> tuple[float | None, float | None]:
-    """Costs of a draft step and of a verification pass, each in plain steps; `None` where there were none."""
+    """Return the costs of a draft step and of a verification pass, in plain steps; `None` where there were none."""
     plain_steps = [
         # The pass over the prompt takes as long in both.
         (whole - statistics.prompt_seconds) / (len(ids) - 1)

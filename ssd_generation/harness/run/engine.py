@@ -1,4 +1,4 @@
-"""The engine of all side-by-side timing: each item is run by all methods, interleaved, and each call is a row."""
+"""Engine of all side-by-side timing: each item is run by all methods, interleaved, and each call is a row."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .interleaving import interleaved
 
 __all__ = ["Engine", "InMemory", "Item", "Observer", "Progress", "Rows"]
 
-_MOST_TRIES = 3  # items on which plain decoding may fail before there is nothing to compare with
+_MOST_TRIES = 3  # items tried with plain decoding before the run fails
 
 
 class Item(Protocol):
-    """A prompt or question for all methods."""
+    """Prompt or question for all methods."""
 
     @property
     def id(self) -> str:
-        """Its name, unique in a run."""
+        """Name of the item, unique in a run."""
 
     @property
     def category(self) -> str:
-        """The kind of task; medians are taken per category."""
+        """Kind of task; medians are taken per category."""
 
 
 class Rows(Protocol):
-    """The place of a run's rows: a `RunFolder`, or `InMemory`."""
+    """Store of a run's rows: a `RunFolder`, or `InMemory`."""
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -45,7 +45,7 @@ class Rows(Protocol):
 
 
 class InMemory:
-    """Rows of a run that nobody will continue."""
+    """Rows of a run that will not be continued."""
 
     def __init__(self) -> None:
         self.rows: list[Mapping[str, Any]] = []
@@ -76,25 +76,25 @@ Observer = Callable[[Progress], None]
 
 
 class Engine:
-    """Calls methods, interleaved, and notes each call as a row.
+    """Engine that calls methods, interleaved, and records each call as a row.
 
-    A method retains what its draft-length policy has learnt from call to call, as in a user's session. Subclasses say
-    what is asked, which calls are wanted, and what is made of the rows.
+    A method retains what its draft-length policy has learnt from call to call, as in a user's session. Subclasses
+    define the inputs, the calls to make, and the use of the rows.
 
     Args:
-        caller: makes the calls.
-        methods: plain decoding first.
-        items: at least one.
+        caller: caller of the model.
+        methods: the methods, plain decoding first.
+        items: the items, at least one.
         options: arguments of `generate` that are the same for all methods.
-        rows: takes the rows.
+        rows: store of the rows.
         observe: callback with the progress, before each call.
     """
 
     session = 1
-    """The number that rows of calls have; ratios are taken within a session."""
+    """Session number in the rows of calls; ratios are taken within a session."""
 
     goes_on = True
-    """If true, a method that fails is noted and the run continues; else its error is raised."""
+    """If true, a method that fails is recorded and the run continues; else its error is raised."""
 
     def __init__(
         self,
@@ -124,15 +124,15 @@ class Engine:
         raise NotImplementedError
 
     def seed_of(self, index: int, repeat: int) -> int | None:
-        """Seed of a call, the same for all methods; `None` in greedy decoding."""
+        """Return the seed of a call, the same for all methods; `None` under greedy decoding."""
         raise NotImplementedError
 
     def short_options(self) -> dict[str, Any]:
-        """Return `generate`'s arguments for calls that are not timed: to warm up, to measure the memory."""
+        """Return `generate`'s arguments for calls that are not timed: warm-up, and measurements of memory."""
         return self.options
 
     def step(self, index: int, repeat: int) -> str:
-        """Name a round."""
+        """Describe a round."""
         return self.items[index].id
 
     def make_call(
@@ -154,7 +154,7 @@ class Engine:
 
     def warm_up(self, methods: Sequence[Method], rounds: int) -> None:
         """Call methods on the first item that can be run; these calls do not count."""
-        # In rounds: what a method's first call makes for itself may cost others what they had made.
+        # In rounds: what a method's first call builds may displace what another method has built.
         for turn in interleaved(methods, 0, rounds):
             self.report_progress(f"warm-up, {turn.method.name}")
             if turn.method.name not in self.failed:
@@ -170,7 +170,7 @@ class Engine:
             self.done += 1
 
     def report_progress(self, step: str) -> None:
-        """Say what comes next."""
+        """Report the next step to the observer."""
         if self.observe is not None:
             self.observe(Progress(self.done, self.total, step, ratios_so_far(self.rows)))
 
@@ -183,7 +183,7 @@ class Engine:
         return self.inputs(last)
 
     def warm_up_method(self, method: Method) -> None:
-        """Call a method once, so that it has what it needs."""
+        """Call a method once, so that it builds what it needs."""
         try:
             self.make_call(method, self.inputs_to_try(), self.short_options(), self.seed_of(0, 0))
         except Exception as error:

@@ -1,8 +1,8 @@
 """Interleaved methods: the order of their calls, and the clock around a call.
 
-A machine is slower in one minute than in the next. So methods are not timed one after the other: each round calls all
-of them, the next round begins with another one, and a method's speed counts relative to that of the reference in the
-same round.
+A machine's speed varies from minute to minute. So methods are not timed one after the other: each round calls all of
+them, the next round begins with another one, and a method's speed counts relative to that of the reference in the same
+round.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Turn(Generic[M]):
-    """A call that is due.
+    """Call to make.
 
     Attributes:
-        method: what to call.
+        method: method to call.
         round: number of the round, from 0; 0 while warming up.
         is_warm_up: whether the call is only to warm up, so that its time does not count.
     """
@@ -47,10 +47,10 @@ def interleaved(methods: Sequence[M], rounds: int, warm_up: int = 1) -> Iterator
     """Yield the calls to make, in order.
 
     Args:
-        methods: at least one, unless there is no round.
-        rounds: how often each is timed, ≥ 0.
-        warm_up: rounds before these that do not count, ≥ 0. They are rounds too: what the first call of one method
-            makes for itself may cost another what it had made.
+        methods: methods to call; at least one, unless there is no round.
+        rounds: number of timed rounds, ≥ 0.
+        warm_up: number of rounds before these that do not count, ≥ 0. They call all methods, too: what one method's
+            first call builds may displace what another has built.
     """
     for _ in range(warm_up):
         for method in methods:
@@ -61,13 +61,13 @@ def interleaved(methods: Sequence[M], rounds: int, warm_up: int = 1) -> Iterator
 
 
 def timed(device: torch.device, call: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[T, float]:
-    """Make a call, and return its result and the seconds until the device has done all that it was given.
+    """Make a call, and return its result and the seconds until the device has finished all its work.
 
     Args:
-        device: where the work runs.
-        call: what to time.
-        *args: its arguments.
-        **kwargs: likewise.
+        device: device that runs the work.
+        call: function to time.
+        *args: positional arguments of the function.
+        **kwargs: keyword arguments of the function.
     """
     wait_for(device)
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Settings of a run, and the part of it that a process does."""
+"""Settings of a run, and the part of it that a process runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class RunSettings:
     """Settings of a run.
 
     Args:
-        methods: their names, see `methods.METHODS`; plain decoding first.
-        repeats: how often every item is run, ≥ 1.
+        methods: names of the methods, see `methods.METHODS`; plain decoding first.
+        repeats: number of runs of every item, ≥ 1.
         warm_up: calls of each method on the first item that can be run, ≥ 0. They do not count: the first makes the
             measurements, captures and copies that a method needs, the second runs with these in place.
-        do_sample: sample instead of greedy decoding, all methods from the same seeds.
-        temperature: of the sampling, > 0; `None` for the model's.
-        seed: of the sampling and of `random-half`.
+        do_sample: whether to sample instead of greedy decoding, all methods from the same seeds.
+        temperature: temperature of the sampling, > 0; `None` for the model's.
+        seed: seed of the sampling and of `random-half`.
         memory: whether the peak memory is measured, in one more call of each method.
 
     Raises:
@@ -52,7 +52,7 @@ class RunSettings:
             raise ValueError(f"Plain decoding comes first, but got the methods {', '.join(self.methods) or 'none'}.")
         peer = next(filter(is_peer, self.methods), None)
         if self.do_sample and peer is not None:
-            # Its sampling is another one: neither texts nor speeds would compare.
+            # It samples differently: neither texts nor speeds would be comparable.
             raise ValueError(f"The method {peer!r} decodes greedily only. Leave do_sample out, or this method.")
 
     def check_least(self, **least: int) -> None:
@@ -72,17 +72,17 @@ class RunSettings:
         return options
 
     def seed_of(self, item: int, repeat: int) -> int | None:
-        """Seed of a call, the same for all methods; `None` in greedy decoding."""
+        """Return the seed of a call, the same for all methods; `None` under greedy decoding."""
         return self.seed + 1000 * repeat + item if self.do_sample else None
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of one process in a run that several share.
+    """Part of one process in a run that several share.
 
     Attributes:
-        part: `(i, n)`: only every n-th item from the i-th on; the others run the rest.
-        earlier: rows of the run that are in another folder, checked.
+        part: `(i, n)`: only every n-th item from the i-th on; other processes run the rest.
+        earlier: rows of the run in another folder, already checked.
     """
 
     part: tuple[int, int] = (0, 1)

@@ -1,4 +1,4 @@
-"""A run in a folder: all methods on all items, continued after an interruption, with memory and texts at the end."""
+"""Run in a folder: all methods on all items, continued after an interruption, with memory and texts at the end."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ __all__ = ["SideBySide"]
 
 
 class SideBySide(Engine):
-    """A run: all methods on all items. It continues an earlier run in the same folder.
+    """Run of all methods on all items. It continues an earlier run in the same folder.
 
     Every item is run by all methods, interleaved. A method that fails is reported and the run continues. Peak memory
     and logit margins are measured at the end, after everything that is timed.
 
     Args:
-        caller: makes the calls; its model is enabled.
-        methods: those of the settings, see `make_methods`.
-        items: at least one.
-        folder: of the results, entered (`with`).
-        settings: of the run.
+        caller: caller of the model, which is enabled.
+        methods: the methods of the settings, see `make_methods`.
+        items: the items, at least one.
+        folder: folder of the results, entered (`with`).
+        settings: settings of the run.
         observe: callback with the progress, before each call.
-        share: what of the run is done here.
+        share: part of the run that this process runs.
 
     Raises:
         ValueError: the folder holds something that such a run cannot have written.
@@ -108,7 +108,7 @@ class SideBySide(Engine):
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Make the calls that are missing.
+        """Make the missing calls.
 
         Returns:
             The summary, as in summary.json.
@@ -133,7 +133,7 @@ class SideBySide(Engine):
         return self.settings.seed_of(index, repeat)
 
     def _finished(self) -> set[tuple[str, str, int]]:
-        """Return the calls that need not be made again: of one session with their plain call, or failed in this run."""
+        """Return the calls not to repeat: in one session with their plain call, or failed in this session."""
         calls = [row for row in self.rows if row["kind"] == "call"]
         complete = {(*_key(row), row["session"]) for row in calls if row["method"] == PLAIN}
         return {
@@ -147,7 +147,7 @@ class SideBySide(Engine):
         }
 
     def everything(self) -> None:
-        """Make the calls that are missing, measure memory, compare the texts."""
+        """Make the missing calls, measure memory, compare the texts."""
         mine = {self.items[index].id for index in self.own_items()}
         finished = {key for key in self._finished() if key[0] in mine}
         wanted = [
@@ -190,7 +190,7 @@ class SideBySide(Engine):
         return {**self.noted(index, call), "costs": self._costs_of(method)}
 
     def _costs_of(self, method: Method) -> dict[str, Any] | None:
-        """Return the costs that a call used, if any, and append a row for its config when that is new."""
+        """Return the costs that a call used, if any, and append a row for its config if that is new."""
         config = self.caller.config_of(method.name)
         if not isinstance(config, SelfSpeculativeConfig):
             return None
@@ -252,7 +252,7 @@ class SideBySide(Engine):
             self.done += 1
 
     def _unchecked_samples(self) -> list[Mapping[str, Any]]:
-        """Return the sampled calls whose draws are still to be judged."""
+        """Return the sampled calls whose draws have not been checked yet."""
         known = {(*_key(row), row["session"]) for row in self.rows if row["kind"] == "draws"}
         mine = {self.items[index].id for index in self.own_items()}
         return [

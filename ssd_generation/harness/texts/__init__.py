@@ -1,4 +1,4 @@
-"""Prompts, and what the texts of a method are checked for: first differences, and how tokens were drawn."""
+"""Prompts, and checks of a method's texts: first differences, and the distribution of sampled tokens."""
 
 from .differences import Difference, find_difference, first_difference
 from .prompt_files import read_prompts

@@ -1,4 +1,4 @@
-"""The first token at which a text diverges from that of plain decoding, and by how little."""
+"""First token at which a text diverges from that of plain decoding, and the logit margin there."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Difference", "find_difference", "first_difference"]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which a text differs from that of plain decoding.
+    """First token at which a text differs from that of plain decoding.
 
     Attributes:
-        token: its number among the new tokens, from 1.
+        token: number of the token among the new ones, from 1.
         plain_token: id of plain decoding's token; `None` where the plain text has ended.
         other_token: id of the other text's token; `None` where that one has ended.
         logit_margin: logit of plain decoding's token minus that of the other, after the logits processors and under
@@ -40,10 +40,10 @@ class Difference:
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs, from 0; the shorter length where one is the beginning of the other.
+    """Find the first token that differs.
 
     Returns:
-        The index, or `None` where the two are equal.
+        Its index, from 0; the shorter length where one text is the beginning of the other; `None` where they are equal.
     """
     for index, (a, b) in enumerate(zip(plain, other, strict=False)):
         if a != b:
@@ -68,8 +68,8 @@ def find_difference(
         inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
         plain: new tokens of plain decoding.
         other: new tokens of the other method.
-        seed: of both, where they were sampled; `None` where they are greedy. Torch's random state stays as it is.
-        **generate_kwargs: those of `generate` that change logits, such as `repetition_penalty`.
+        seed: seed of both, where they were sampled; `None` where they are greedy. Torch's random state is preserved.
+        **generate_kwargs: arguments of `generate` that change logits, such as `repetition_penalty`.
 
     Returns:
         The difference, or `None` where the two are equal.
@@ -96,7 +96,7 @@ def _scores_after(
     seed: int | None,
     generate_kwargs: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Return what the next token is chosen by, of shape `(V,)`: logits, when sampling with the noise of that step."""
+    """Return the scores that choose the next token, of shape `(V,)`: logits; under sampling, with that step's noise."""
     prompt = inputs["input_ids"]
     prefix = {"input_ids": torch.cat((prompt, prompt.new_tensor([list(common)])), dim=1)}
     if "attention_mask" in inputs:

@@ -25,13 +25,13 @@ _KINDS = ".jsonl (a JSON object per line), .parquet (SPEED-Bench) or .txt (a pro
 
 _MT_BENCH = frozenset(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"))
 _SPEC_BENCH_ALONE = frozenset(("translation", "math_reasoning"))
-"""Categories by which Spec-Bench is recognised; it has the questions of MT-bench as well, and reports them as one."""
+"""Categories that identify Spec-Bench; it contains MT-bench's questions as well, and reports them as one category."""
 
 _UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-"""Beginning of a turn of SPEED-Bench as it is published, where the text has to be fetched from elsewhere first."""
+"""Beginning of a turn in SPEED-Bench's published files whose text has to be fetched from elsewhere first."""
 
 _INPUT_LENGTH = re.compile(r"throughput[_-](\d+k)(?![a-z0-9])", re.IGNORECASE)
-"""In the name of a file of SPEED-Bench, or of its folder: tokens of every prompt."""
+"""Pattern of the prompt length in tokens, in the name of a SPEED-Bench file or of its folder."""
 
 _COLUMNS = ("category", "prompt", "turns", "document", "question")
 
@@ -41,14 +41,14 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
     Args:
         path: a `.jsonl` file in one of the formats of MT-bench, Spec-Bench and SPEED-Bench (`category`, `turns`), XSum
-            (`document`), GSM8K (`question`) or plainly `prompt` and `category`; a `.parquet` file of SPEED-Bench; or a
+            (`document`), GSM8K (`question`) or just `prompt` and `category`; a `.parquet` file of SPEED-Bench; or a
             `.txt` file with a prompt on each line, whose category is the file's name. An input length in the name of a
             SPEED-Bench file or of its folder becomes part of the category.
 
     Raises:
         FileNotFoundError: no such file.
         ImportError: a `.parquet` file, and pyarrow is not installed.
-        ValueError: another kind of file, a line that cannot be understood, or no prompt at all.
+        ValueError: another kind of file, an invalid line, or no prompt at all.
     """
     file = Path(os.path.expanduser(path))
     if file.suffix not in (".jsonl", ".parquet", ".txt"):
@@ -81,7 +81,7 @@ def _prompts(file: Path, shown_path: str) -> list[Prompt]:
 
 
 def _entries(file: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
-    """Yield number and content of each line, which raises `ValueError` where it cannot be read."""
+    """Yield the number of each line and a function that returns its content, or raises `ValueError` if unreadable."""
     if file.suffix == ".jsonl":
         for number, line in filled_lines(file, DATA):
             yield number, partial(parse_json, line)

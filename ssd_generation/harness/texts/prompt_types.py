@@ -1,4 +1,4 @@
-"""A prompt: what the user says, maybe in several turns."""
+"""Prompts: messages of the user, in one or several turns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: its name, unique in a run.
-        category: the kind of task; medians are taken per category.
-        text: what the user says.
-        later: what the user says after each answer, where there is a chat template.
+        id: name of the prompt, unique in a run.
+        category: kind of task; medians are taken per category.
+        text: the user's message.
+        later: the user's messages after each answer, where there is a chat template.
     """
 
     id: str
@@ -30,11 +30,11 @@ class Question:
     """One turn of a prompt.
 
     Attributes:
-        id: its name, unique in a run.
-        category: that of the prompt.
-        text: what the user says in this turn.
+        id: name of the question, unique in a run.
+        category: category of the prompt.
+        text: the user's message in this turn.
         conversation: name of the prompt.
-        earlier: the turns before it, each by name and text.
+        earlier: the turns before it, each as name and text.
     """
 
     id: str
@@ -45,11 +45,11 @@ class Question:
 
 
 def questions_of(prompts: Iterable[Prompt], has_turns: bool) -> list[Question]:
-    """Return the turns of all prompts, each conversation in a row.
+    """Return the turns of all prompts, each conversation without interruption.
 
     Args:
-        prompts: in the order in which they are asked.
-        has_turns: ask later turns as well, which needs a chat template.
+        prompts: prompts in the order in which they are asked.
+        has_turns: whether to ask later turns as well, which needs a chat template.
     """
     questions = []
     for prompt in prompts:

@@ -43,9 +43,9 @@ class HubRows:
     """The first rows of a data set.
 
     Attributes:
-        name: of the data set.
-        column: that was asked for; may be empty.
-        rows: at least one, each by column.
+        name: name of the data set.
+        column: column that the source names; may be empty.
+        rows: at least one row, each a dict by column.
     """
 
     name: str
@@ -58,9 +58,9 @@ def hub_rows(source: str, count: int | None, split: str, advice: str) -> HubRows
 
     Args:
         source: `ID`, `ID:CONFIG`, `ID@SPLIT` or `ID#COLUMN`, or all of these in that order.
-        count: so many; `None`: all.
-        split: unless the source names one.
-        advice: what to give instead, for the error's message.
+        count: number of rows; `None`: all.
+        split: split to read, unless the source names one.
+        advice: advice on other sources, for the error message.
 
     Raises:
         ImportError: `datasets` is not installed.
@@ -93,12 +93,12 @@ def load_prompts(
     categories: Iterable[str] = (),
     limit_per_category: int | None = None,
 ) -> list[Prompt]:
-    """Return the prompts of a run, the categories interleaved, so that an interrupted run has seen something of each.
+    """Return the prompts of a run, the categories interleaved, so that an interrupted run covers all of them.
 
     Args:
         files: prompt files; `"built-in"` or none at all: the built-in set.
-        categories: only these; none: all.
-        limit_per_category: the first so many of each category, ≥ 1; `None`: all.
+        categories: categories to include; none: all.
+        limit_per_category: number of prompts of each category, from the first on, ≥ 1; `None`: all.
 
     Raises:
         FileNotFoundError: no such file.
@@ -127,8 +127,8 @@ def load_prompts(
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """Make a fingerprint of the prompts, by which a resumed run knows that they are the same."""
-    # Later turns only where there are some: the fingerprints of other runs stay as they are.
+    """Return a fingerprint of the prompts, by which a resumed run checks that they are the same."""
+    # Later turns only where there are some, so that the fingerprints of other runs do not change.
     text = json.dumps([[p.id, p.category, p.text, *([list(p.later)] if p.later else [])] for p in prompts])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -140,20 +140,20 @@ def encode_prompt(
     before: Sequence[tuple[str, str]] = (),
     system: str | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Make the model's inputs: the text in the tokenizer's chat template where it has one, else as it is.
+    """Encode a text in the tokenizer's chat template where it has one, else as it is.
 
     Args:
-        tokenizer: of the model.
-        text: what the user says.
-        use_chat_template: where there is one.
-        before: earlier turns, each what the user said and what the model answered; they need the template.
-        system: what the template says first; it needs the template, too.
+        tokenizer: tokenizer of the model.
+        text: the user's message.
+        use_chat_template: whether to use the chat template, where there is one.
+        before: earlier turns, each the user's message and the model's answer; they need the template.
+        system: system message; it needs the template, too.
 
     Returns:
         `input_ids` and `attention_mask`, each of shape `(1, prompt_length)`.
 
     Raises:
-        ValueError: the template refuses, or the tokenizer makes nothing of the text.
+        ValueError: the template refuses the prompt, or the text has no tokens.
     """
     if use_chat_template and getattr(tokenizer, "chat_template", None) is not None:
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -166,7 +166,7 @@ def encode_prompt(
                 return_dict=True,
                 return_tensors="pt",
             )
-        except Exception as error:  # a template is a program of its own, and may raise what it likes
+        except Exception as error:  # a template is a program, and may raise any error
             reason = str(error)[:300].rstrip(".")
             raise ValueError(f"The model's chat template refused the prompt: {reason}.") from error
     else:

@@ -1,4 +1,4 @@
-"""Judge, token by token, if a sampled text was drawn from the model's own distribution."""
+"""Check, token by token, whether a sampled text was drawn from the model's own distribution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK = 256  # tokens of a text whose logits are in memory at a time
 
 @dataclass(frozen=True)
 class SamplingCheck:
-    """How tokens that were drawn compare with the distributions that they should have been drawn from.
+    """Comparison of sampled tokens with the distributions that they should have been drawn from.
 
     Token x_t should come from p_t, the model's distribution after the tokens before it, all logits processors included.
     Then log p_t(x_t) + H(p_t), with the entropy H(p) = −Σ p log p, has the mean 0 whatever comes before. So the sum
@@ -30,12 +30,12 @@ class SamplingCheck:
     normal in the limit, with mean 0 and variance 1. Sums of texts add up.
 
     Attributes:
-        tokens: that were judged.
+        tokens: number of tokens judged.
         excess: Σ (log p_t(x_t) + H(p_t)), in nats. Above 0: likelier tokens than the model draws; below: unlikelier.
-        variance: Σ Var(log p_t), what chance makes of `excess`.
-        impossible: tokens with p_t(x_t) = 0, left out of the sums, which therefore say nothing of them: what ignores
-            top-p altogether shows here, and not in `z`. In float32 there are none, except where rounding moves one over
-            the edge of top-p.
+        variance: Σ Var(log p_t), the variance of `excess` by chance alone.
+        impossible: number of tokens with p_t(x_t) = 0, left out of the sums: a method that ignores top-p altogether
+            shows here, and not in `z`. In float32 there are none, except where rounding moves one across the boundary
+            of top-p.
     """
 
     tokens: int = 0
@@ -53,7 +53,7 @@ class SamplingCheck:
 
     @property
     def z(self) -> float | None:
-        """The sum in standard deviations: beyond ±2 once in 20 by chance. `None` where nothing was left to chance.
+        """Excess in standard deviations: by chance beyond ±2 once in 20. `None` where the variance is 0.
 
         A method that draws otherwise shows in `z`, in `impossible`, or in both.
         """
@@ -65,7 +65,7 @@ class SamplingCheck:
 
 
 def z_figure(z: float | None, impossible: int) -> str:
-    """Write a `SamplingCheck` into a cell of a table: `+0.6`, or `+4.5, 3 impossible`; empty where nothing is known."""
+    """Format a `SamplingCheck` for a table: `+0.6`, or `+4.5, 3 impossible`; empty where nothing is known."""
     parts = [] if z is None else [f"{z:+.1f}"]
     return ", ".join(parts + [f"{impossible} impossible"] * bool(impossible))
 
@@ -76,14 +76,14 @@ def check_sampling(
 ) -> SamplingCheck:
     """Judge the tokens of one sampled text by the model's own distributions, see `SamplingCheck`.
 
-    One pass of the model over prompt and text, by its own `forward`, and the logits processors that transformers makes
-    of the arguments: nothing that drafted or verified has a part in it.
+    The model's own `forward` reads prompt and text, and the logits processors are those that transformers makes of the
+    arguments: no code that drafts or verifies is involved.
 
     Args:
         model: the target model.
         inputs: `input_ids` of shape `(1, prompt_length)`, and `attention_mask`.
-        new_ids: the tokens that were drawn, up to the end of sequence.
-        **generate_kwargs: those of the `generate` call, `do_sample=True` among them.
+        new_ids: the sampled tokens, up to the end of sequence.
+        **generate_kwargs: arguments of the `generate` call, `do_sample=True` among them.
 
     Raises:
         ValueError: more than one prompt, greedy decoding, which draws nothing, or logits that are not numbers.
@@ -109,7 +109,7 @@ def check_sampling(
     mask = torch.cat((mask, mask.new_ones((1, len(new_ids)))), dim=1)
     takes = inspect.signature(model.forward).parameters
     cache, done = None, 0
-    # The logits of a long text by a large vocabulary are many bytes.
+    # In chunks: the logits of a long text over a large vocabulary take much memory.
     for start in range(0, len(new_ids), _CHUNK):
         tokens = new_ids[start : start + _CHUNK]
         end = prompt.shape[1] + start + len(tokens) - 1

@@ -1,1 +1,1 @@
-"""LLVM's language: what modules are put together from, teams of threads, compilation."""
+"""LLVM IR: building blocks of modules, teams of threads, compilation."""

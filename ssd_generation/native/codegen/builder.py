@@ -1,7 +1,7 @@
-"""What modules in LLVM's language are put together from.
+"""Building blocks of modules in LLVM IR.
 
-Vectors have 16 lanes, which stand for one, two or four registers; sums of the lanes are those of their halves, and so
-on. So what is computed does not depend on the processor. Whatever imports this needs llvmlite.
+Vectors have 16 lanes, in one, two or four registers; the lanes are summed by halves, then halves of these, and so on.
+So results do not depend on the processor. Importing this module needs llvmlite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 
 
 def vector(kind: Any) -> Any:
-    """The type of 16 of these."""
+    """Return the type of a vector of 16 of these."""
     return ir.VectorType(kind, LANES)
 
 
@@ -35,7 +35,7 @@ FLOATS, INTS = vector(FLOAT), vector(I32)
 
 
 class _BFloat(ir.Type):
-    """bfloat16, which llvmlite has no name for; stored as integers of 16 bits, and these only where it must be."""
+    """bfloat16, which llvmlite has no type for; stored as 16-bit integers, and used only where it must be."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -51,22 +51,22 @@ BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def integer(value: int) -> Any:
-    """A constant of 64 bits."""
+    """Return a 64-bit constant."""
     return ir.Constant(I64, value)
 
 
 def splat(kind: Any, value: float) -> Any:
-    """A constant in all lanes."""
+    """Return a constant in all lanes."""
     return ir.Constant(vector(kind), [value] * LANES)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a kernel is given: a record of its own, a table of addresses, and which of how many parts to do.
+    """Arguments of a kernel: its record, a table of addresses, the part to do, and how many parts there are.
 
-    Record and table are of 64-bit numbers. The table begins with the number of rows (sequence.py); of the record,
-    places 0 and 1 are not the kernel's. An operand is two places of a record: which address of the table, and how many
-    bytes from there.
+    Record and table consist of 64-bit numbers. The table begins with the number of rows (sequence.py); in the record,
+    entries 0 and 1 are not the kernel's. An operand takes two entries of a record: an index into the table's addresses,
+    and a byte offset from there.
     """
 
     record: Any
@@ -75,34 +75,34 @@ class Task:
     parts: Any
 
     def field(self, b: Any, at: int) -> Any:
-        """A number of the record."""
+        """Load a number of the record."""
         return b.load(Module.at(b, self.record, integer(at), I64), typ=I64)
 
     def address(self, b: Any, at: int) -> Any:
-        """The address that stands in the record."""
+        """Load an address stored in the record."""
         return b.inttoptr(self.field(b, at), ADDRESS)
 
     def number(self, b: Any, at: int) -> Any:
-        """A float32 number that stands in the record."""
+        """Load a float32 number stored in the record."""
         return b.load(Module.at(b, self.record, integer(at), I64), typ=FLOAT)
 
     def operand(self, b: Any, at: int) -> Any:
-        """The address of an operand."""
+        """Compute the address of an operand."""
         base = b.load(Module.at(b, self.table, self.field(b, at), I64), typ=ADDRESS)
         return Module.at(b, base, self.field(b, at + 1), I8)
 
     def entry(self, b: Any, at: int) -> Any:
-        """A number of the table."""
+        """Load a number of the table."""
         return b.load(Module.at(b, self.table, integer(at), I64), typ=I64)
 
     def share(self, b: Any, count: Any) -> tuple[Any, Any]:
-        """This part of `count` things: the first, and the first that is another's."""
+        """Return the range of `count` items that this part covers: the first, and the first of the next part."""
         first, end = (b.mul(count, part) for part in (self.part, b.add(self.part, integer(1))))
         return b.sdiv(first, self.parts), b.sdiv(end, self.parts)
 
 
 def least(b: Any, one: Any, other: Any) -> Any:
-    """The smaller of two numbers of 64 bits."""
+    """Return the smaller of two 64-bit numbers."""
     return b.select(b.icmp_signed("<", one, other), one, other)
 
 
@@ -110,7 +110,7 @@ class Module:
     """A module for activations of one type.
 
     Args:
-        name: of the module.
+        name: name of the module.
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
     """
 
@@ -120,7 +120,7 @@ class Module:
         self._declared: dict[str, Any] = {}
 
     def function(self, name: str, args: list[Any], *attributes: str) -> Any:
-        """A function without a result; `run` is the one that is called from outside."""
+        """Add a function without a result; only `run` is exported."""
         function = ir.Function(self.module, ir.FunctionType(VOID, args), name)
         if name != RUN:
             function.linkage = "internal"
@@ -129,28 +129,28 @@ class Module:
         return function
 
     def kernel(self) -> tuple[Any, Task]:
-        """The module's kernel, `run(record, table, part, parts)`: a builder at its beginning, and its task."""
+        """Add the module's kernel, `run(record, table, part, parts)`; return a builder at its entry, and its task."""
         function = self.function(RUN, [ADDRESS, ADDRESS, I64, I64])
         return ir.IRBuilder(function.append_basic_block("entry")), Task(*function.args)
 
     def call(self, b: Any, name: str, result: Any, *args: Any) -> Any:
-        """The call of a function from outside the module, or of one of LLVM's own."""
+        """Call a function from outside the module, or an LLVM intrinsic."""
         if name not in self._declared:
             kind = ir.FunctionType(result, [arg.type for arg in args])
             self._declared[name] = ir.Function(self.module, kind, name)
         return b.call(self._declared[name], args)
 
     def fma(self, b: Any, one: Any, other: Any, total: Any) -> Any:
-        """A product and a sum, rounded once."""
+        """Compute a product and a sum, rounded once."""
         return self.call(b, f"llvm.fma.v{LANES}f32", FLOATS, one, other, total)
 
     @staticmethod
     def at(b: Any, address: Any, offset: Any, kind: Any) -> Any:
-        """The address of element `offset`."""
+        """Return the address of element `offset`."""
         return b.gep(address, [offset], source_etype=kind)
 
     def load(self, b: Any, address: Any, kind: Any, count: Any = None) -> Any:
-        """16 elements as they are stored, and with `count` only so many of them and zeros."""
+        """Load 16 elements as they are stored; with `count`, only that many, and zeros."""
         if count is None:
             return b.load(address, typ=vector(kind), align=1)
         mask = self._first(b, count)
@@ -161,7 +161,7 @@ class Module:
         )
 
     def load_pairs(self, b: Any, address: Any, count: Any = None) -> Any:
-        """32 numbers of 16 bits, and with `count` only so many of them and zeros."""
+        """Load 32 numbers of 16 bits; with `count`, only that many, and zeros."""
         pairs = ir.VectorType(I16, 2 * LANES)
         if count is None:
             return b.load(address, typ=pairs, align=1)
@@ -173,13 +173,13 @@ class Module:
         return self.call(b, "llvm.masked.load.v32i16.p0", pairs, address, ir.Constant(I32, 1), mask, zeros)
 
     def spread(self, b: Any, value: Any) -> Any:
-        """One number in all lanes."""
+        """Return a number in all lanes."""
         single = b.insert_element(ir.Constant(vector(value.type), ir.Undefined), value, ir.Constant(I32, 0))
         return b.shuffle_vector(single, single, ir.Constant(INTS, None))
 
     @staticmethod
     def floats(b: Any, values: Any, stored: str) -> Any:
-        """What was loaded as float32."""
+        """Convert loaded values to float32."""
         if stored == "bfloat16":
             return b.bitcast(b.shl(b.zext(values, INTS), splat(I32, 16)), FLOATS)
         if stored == "float16":
@@ -189,7 +189,7 @@ class Module:
         return values
 
     def sum(self, b: Any, values: Any) -> Any:
-        """The sum of the lanes: of the halves, of their halves, and so on."""
+        """Sum the lanes: add the halves, then halves of these, and so on."""
         width = LANES
         while width > 1:
             width //= 2
@@ -198,7 +198,7 @@ class Module:
         return b.extract_element(values, ir.Constant(I32, 0))
 
     def greatest(self, b: Any, values: Any) -> Any:
-        """The greatest of the lanes."""
+        """Return the greatest of the lanes."""
         width = LANES
         while width > 1:
             width //= 2
@@ -208,7 +208,7 @@ class Module:
         return b.extract_element(values, ir.Constant(I32, 0))
 
     def narrow(self, b: Any, value: Any, stored: str | None = None) -> Any:
-        """float32 numbers, one or 16, as activations or others are stored: rounded to the nearest, or even."""
+        """Convert float32 numbers, one or 16, to activations or another stored type: to nearest, ties to even."""
         stored = stored or self.activation
         if stored == "float32":
             return value
@@ -227,15 +227,15 @@ class Module:
         return b.trunc(b.lshr(bits, constant(16)), vector(I16) if many else I16)
 
     def rounded(self, b: Any, values: Any) -> Any:
-        """16 float32 numbers as if they had been stored and loaded again."""
+        """Round 16 float32 numbers as storing and loading them would."""
         return self.floats(b, self.narrow(b, values), self.activation)
 
     def store(self, b: Any, value: Any, address: Any) -> None:
-        """One float32 number, as activations are stored."""
+        """Store one float32 number as an activation."""
         b.store(self.narrow(b, value), address)
 
     def store_many(self, b: Any, values: Any, address: Any, count: Any, stored: str | None = None) -> None:
-        """The first `count` of 16 float32 numbers, as activations are stored (or others)."""
+        """Store the first `count` of 16 float32 numbers as activations (or as another type)."""
         narrow = self.narrow(b, values, stored)
         name = {FLOAT: "f32", HALF: "f16", I16: "i16"}[STORED[stored or self.activation]]
         mask = self._first(b, count)
@@ -246,21 +246,21 @@ class Module:
         return b.icmp_signed("<", lanes, self.spread(b, b.trunc(count, I32)))
 
     def one(self, b: Any, address: Any) -> Any:
-        """One number of those that activations are, as float32."""
+        """Load one activation as float32."""
         value = b.load(address, typ=STORED[self.activation])
         if self.activation == "bfloat16":
             return b.bitcast(b.shl(b.zext(value, I32), ir.Constant(I32, 16)), FLOAT)
         return b.fpext(value, FLOAT) if self.activation == "float16" else value
 
     def exp(self, b: Any, x: Any) -> Any:
-        """e^x to two units in the last place: 2ⁿ · e^r, |r| ≤ ln 2 / 2, by Cephes' polynomial (Moshier, expf.c).
+        """Compute e^x to two units in the last place: 2ⁿ · e^r, |r| ≤ ln 2 / 2, Cephes' polynomial (Moshier, expf.c).
 
-        Below the least normal number, 0.
+        The result is 0 below the smallest normal number.
         """
         high, low = 88.72283, -87.33654
         clipped = b.select(b.fcmp_ordered(">", x, splat(FLOAT, high)), splat(FLOAT, high), x)
         clipped = b.select(b.fcmp_ordered("<", x, splat(FLOAT, low)), splat(FLOAT, low), clipped)
-        # Adding 1.5 · 2²³ leaves a float32 no fraction: its last bits are then n.
+        # Adding 1.5 · 2²³ leaves a float32 no fraction: its lowest bits are then n.
         magic = splat(FLOAT, 12582912.0)
         shifted = self.fma(b, clipped, splat(FLOAT, 1.4426950408889634), magic)
         n = b.fsub(shifted, magic)
@@ -269,7 +269,7 @@ class Module:
         series = splat(FLOAT, 1.9875691500e-4)
         for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
             series = self.fma(b, series, r, splat(FLOAT, factor))
-        # 2ⁿ in two factors, since that of the greatest n is no float32.
+        # 2ⁿ in two factors, since the greatest 2ⁿ is no float32.
         bits = b.bitcast(shifted, INTS)
         halves = b.ashr(b.shl(bits, splat(I32, 9)), splat(I32, 10))  # n / 2, rounded down
         rest = b.sub(b.ashr(b.shl(bits, splat(I32, 9)), splat(I32, 9)), halves)
@@ -281,9 +281,9 @@ class Module:
 
     @contextmanager
     def loop(self, b: Any, first: Any, end: Any, step: Any, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-        """`for i in range(first, end, step)`: gives i and what is carried, in which the new values are to be put.
+        """Build `for i in range(first, end, step)`; yield i and the carried values, to be replaced by their new ones.
 
-        Afterwards the list holds what came out.
+        Afterwards the list holds the final values.
         """
         function = b.function
         before, head = b.block, function.append_basic_block("head")

@@ -1,7 +1,7 @@
-"""Makes functions of LLVM's language, once per machine: what was compiled is stored on the disk.
+"""Compilation of functions in LLVM IR, once per machine: compiled code is stored on the disk.
 
-Stored code is executed. So it is read as `support.trusted` says, from files that only this user or root can have
-written. The digest in front of it covers the key as well: code that lies under the name of other code is refused, like
+Stored code is executed. So it is read as defined in `support.trusted`, from files that only this user or root can have
+written. The digest in front of it covers the key as well: code stored under the name of other code is refused, like
 code that is damaged.
 """
 
@@ -28,25 +28,25 @@ logger = logging.getLogger(__name__)
 
 _lock = ForkSafeRLock()
 _engines: dict[str, Any] = {}
-"""What holds compiled code in memory, by key."""
+"""Engines that hold compiled code in memory, by key."""
 
 _replaced: list[Any] = []
-"""Engines that lacked a function. Addresses in their code may be in use."""
+"""Engines that lacked a function, retained since addresses in their code may be in use."""
 
 _X86 = ("x86_64", "amd64")
 
 _FORMAT = 2
-"""Changes with the form of a stored file, and so its name: files of another form are never read."""
+"""Version of the form of a stored file, part of its name: files of another form are never read."""
 
 _FOLDER = "code"
-"""The folder of the cache in which code is stored."""
+"""Subfolder of the cache in which code is stored."""
 
 _DIGEST = hashlib.sha256().digest_size
 
 
 @functools.cache
 def why_not() -> str | None:
-    """Why no code can be made here; `None`: it can."""
+    """Return why no code can be compiled here; `None` where it can."""
     try:
         import llvmlite.binding as llvm
     except Exception as error:  # whatever a broken installation raises
@@ -66,34 +66,34 @@ def why_not() -> str | None:
 
 
 def registers() -> int:
-    """Vector registers of the processor, counted by 16 float32 numbers: AVX2's and NEON's are 8, AVX-512's 32."""
+    """Return the number of vector registers, in units of 16 float32 numbers: 8 for AVX2 and NEON, 32 for AVX-512."""
     return 32 if "+avx512f" in _features() else 8
 
 
 def adds_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 numbers and adds them up by twos, 32 at a time."""
+    """Tell whether the processor multiplies bfloat16 numbers and adds the products in pairs, 32 numbers at a time."""
     return "+avx512bf16" in _features()
 
 
 def integer_products() -> str:
-    """Whose instructions add up products of 8-bit integers: `"avx512"` (VNNI), `"avx2"`, or `""`: there are none."""
+    """Return which instructions sum products of 8-bit integers: `"avx512"` (VNNI), `"avx2"`, or `""` for none."""
     if "+avx512vnni" in _features():
         return "avx512"
     return "avx2" if platform.machine().lower() in _X86 else ""
 
 
 def address_of(name: str, described: str, text: Callable[[], str], function: str = "run", unrolls: bool = True) -> int:
-    """The address of a function of a module.
+    """Return the address of a function of a module.
 
     Args:
-        name: of the module, part of its file's name.
+        name: name of the module, part of its file's name.
         described: everything that its text depends on.
-        text: the module, in LLVM's language; asked for where it has not been compiled here.
-        function: its name.
-        unrolls: whether LLVM may make loops hold more than they do: not where they hold as much as registers do.
+        text: returns the module in LLVM IR; called where it has not been compiled here.
+        function: name of the function.
+        unrolls: whether LLVM may unroll loops further: not where a loop body already fills the registers.
 
     Raises:
-        RuntimeError: LLVM cannot compile it, it has no such function, or no code can be made here.
+        RuntimeError: LLVM cannot compile it, it has no such function, or no code can be compiled here.
     """
     reason = why_not()
     if reason is not None:
@@ -156,7 +156,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _compile(key: str, text: str, machine: Any, unrolls: bool) -> bytes:
-    """Object code, which is stored for the next process."""
+    """Compile a module to object code, and store that for the next process."""
     import llvmlite.binding as llvm
 
     module = llvm.parse_assembly(text)
@@ -179,7 +179,7 @@ def _digest(key: str, code: bytes) -> bytes:
 
 
 def _read(key: str) -> bytes | None:
-    """Return what was stored; `None` where there is nothing, or not what was written, or nothing to be trusted."""
+    """Return stored code; `None` where there is none, or it is not what was written, or not to be trusted."""
     try:
         cache = default_cache_dir()
     except ValueError as error:
@@ -206,7 +206,7 @@ def _read(key: str) -> bytes | None:
 def _load(code: bytes) -> Any:
     import llvmlite.binding as llvm
 
-    # An engine owns its target machine, so each has one of its own.
+    # An engine owns its target machine, so each one needs a new one.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _new_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

@@ -1,7 +1,7 @@
 """torch's own threads, for code that is not torch's.
 
-A second pool of threads on the same cores would fight with the first: both wait by spinning. torch's kernels run on
-OpenMP, whose library lies beside torch's and is found in this process; its entry for a team of threads, which compilers
+A second pool of threads on the same cores would compete with the first: both wait by spinning. torch's kernels run on
+OpenMP, whose library is next to torch's and is found in this process; its entry for a team of threads, which compilers
 call for every parallel loop, takes any function.
 """
 
@@ -19,15 +19,15 @@ import torch
 __all__ = ["ENTRIES", "openmp", "openmp_library"]
 
 ENTRIES = ("GOMP_parallel", "omp_get_num_threads", "sched_yield")
-"""What is used of it and what it is linked with: GNU's names, which LLVM's library has as well."""
+"""Functions that this package calls or links to in it: GNU's names, which LLVM's library has as well."""
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.(so|dylib)")
 
 
 @functools.cache
 def openmp_library() -> ctypes.CDLL | None:
-    """The OpenMP library that torch runs on; `None` where it has none that has all `ENTRIES`."""
-    # What this process finds by name is what torch is linked with, be it put in front of torch's own (`LD_PRELOAD`).
+    """Return the OpenMP library that torch runs on; `None` where no library has all `ENTRIES`."""
+    # A name resolves to what torch is linked with, even if that was loaded before torch's own (`LD_PRELOAD`).
     for path in (None, *_candidates()):
         with contextlib.suppress(OSError, TypeError):  # Windows has no library without a name
             library = ctypes.CDLL(path)
@@ -37,7 +37,7 @@ def openmp_library() -> ctypes.CDLL | None:
 
 
 def openmp() -> dict[str, int] | None:
-    """The addresses of `ENTRIES` in that library; `None` where there is none."""
+    """Return the addresses of `ENTRIES` in that library; `None` where there is none."""
     library = openmp_library()
     return None if library is None else {name: _address(getattr(library, name)) for name in ENTRIES}
 
@@ -47,7 +47,7 @@ def _address(function: object) -> int:
 
 
 def _candidates() -> list[str]:
-    """OpenMP libraries that this process has loaded, torch's own first."""
+    """Return the OpenMP libraries that this process has loaded, torch's own first."""
     home = Path(torch.__file__).resolve().parent
     if sys.platform == "linux":
         try:

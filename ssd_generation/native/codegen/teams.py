@@ -1,10 +1,9 @@
-"""Code that lets a team of threads go through a list of kernels, in step where one needs what another wrote.
+"""Code with which a team of threads goes through a list of kernels, meeting where one needs what another wrote.
 
-Every kernel's work is cut into items, which threads take one after the other: whoever is there does it. So a thread
-that the system lets wait, because others work on the same cores, holds up the team by the item that it has begun and no
-more, and not at every kernel.
+Every kernel's work is cut into items, which any idle thread takes. So a thread that the system suspends, because other
+processes work on the same cores, delays the team by the item that it has begun and no more, and not at every kernel.
 
-Nothing here needs llvmlite: numbers of this file are known where it is not installed, too.
+Nothing here needs llvmlite: the constants of this file are available without it, too.
 """
 
 from __future__ import annotations
@@ -12,27 +11,27 @@ from __future__ import annotations
 __all__ = ["MOST_ITEMS", "RECORD", "RUN", "TABLE", "flags", "team_module"]
 
 RUN = "run"
-"""The function of a module that others call."""
+"""The exported function of a module."""
 
 RECORD = 16
-"""Numbers in a kernel's record: its address, its flags, and its own (`builder.Task`)."""
+"""Length of a kernel's record in numbers: its address, its flags, and its own fields (`builder.Task`)."""
 
 TABLE = 8
-"""Numbers in the table of a single kernel: rows, two that are 0, and up to five addresses."""
+"""Length of the table of a single kernel in numbers: rows, two that are 0, and up to five addresses."""
 
 MOST_ITEMS = 1 << 20
-"""More than any kernel has."""
+"""Upper bound on items, more than any kernel has."""
 
 _SPINS = 1000
-"""Looks at a counter before another process is let in: some tens of microseconds."""
+"""Number of polls of a counter before the thread yields to another process: some tens of microseconds."""
 
 
 def flags(items: int = 1, per_thread: int = 1, meets: bool = False) -> int:
-    """What stands in a record about how its kernel is run.
+    """Return the flags of a record, which say how its kernel is run.
 
     Args:
-        items: into how many its work can be cut.
-        per_thread: how many of them there should be for each thread, 1 to 127.
+        items: number of items that its work can be cut into.
+        per_thread: number of items that there should be for each thread, 1 to 127.
         meets: whether all work so far has to be done before the next kernel begins.
     """
     return min(items, MOST_ITEMS) << 8 | per_thread << 1 | meets
@@ -158,12 +157,12 @@ PLACES
 
 
 def team_module(pauses: bool) -> str:
-    """The text of a module with `run(records, count, table, threads)` and `once(record, rows, a, b, c, d, threads)`.
+    """Return a module of `run(records, count, table, threads)` and `once(record, rows, a, b, c, d, threads)` as text.
 
     The second makes the table for a single kernel: a to d are its addresses 3 to 6.
 
     Args:
-        pauses: whether the processor has the instruction that x86 has for waiting.
+        pauses: whether the processor has x86's instruction for spinning.
     """
     places = [
         line

@@ -1,1 +1,1 @@
-"""Operations of a pass: the code of their kernels, and what calls them."""
+"""Operations of a pass: the code of their kernels, and their callers."""

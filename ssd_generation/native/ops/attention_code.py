@@ -1,9 +1,9 @@
 """Code for attention of a few tokens of one or several texts over a KV cache, in place.
 
-Each token attends by itself, head by head, over exactly the keys that it sees: so its bits depend on nothing else in
-the pass. Scores are dot products by 16 lanes, whose sums are added by halves; the softmax goes by pieces of `_PIECE`
+Each token attends separately, head by head, over exactly the keys that it sees: so its bits depend on nothing else in
+the pass. Scores are dot products over 16 lanes, which are summed by halves; the softmax proceeds in pieces of `_PIECE`
 keys with the greatest score so far (online softmax, Milakov and Gimelshein, arXiv 1805.02867); values are added in the
-order of their slots. Everything is float32 in between.
+order of their slots. All intermediate results are float32.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["attention_module"]
 
 _PIECE = 256
 _SIDE_BY_SIDE = 8
-"""Vectors of a head's values that are summed at the same time."""
+"""Number of vectors of a head's values that are summed at the same time."""
 
 
 class _Attention(Module):
-    """For heads of one size."""
+    """Attention kernels for heads of one size."""
 
     def __init__(self, activation: str, cached: str, size: int) -> None:
         super().__init__(f"attention_{activation}_{cached}_{size}", activation)
@@ -32,30 +32,30 @@ class _Attention(Module):
         self._blocks = range(0, size, LANES)
 
     def _left(self, block: int) -> Any:
-        """How many lanes of a vector are the head's; `None`: all."""
+        """Return how many lanes of a vector belong to the head; `None`: all."""
         left = self.size - block
         return None if left >= LANES else integer(left)
 
     def _vector(self, b: Any, address: Any, block: int, stored: str) -> Any:
-        """Numbers of a head from `block` on, as float32."""
+        """Load numbers of a head from `block` on, as float32."""
         kind = STORED[stored]
         place = self.at(b, address, integer(block), kind)
         return self.floats(b, self.load(b, place, kind, self._left(block)), stored)
 
     def _layer(self, b: Any, task: Task, at: int) -> tuple[Any, list[Any]]:
-        """The cache's table, and the fields of the layer whose number stands in the record."""
+        """Load the cache's table, and the fields of the layer whose index is in the record."""
         cache = b.inttoptr(task.entry(b, 2), ADDRESS)
         place = b.add(b.mul(task.field(b, at), integer(len(FIELDS))), integer(len(HEADER)))
         entry = self.at(b, cache, place, I64)
         return cache, [b.load(self.at(b, entry, integer(n), I64), typ=I64) for n in range(len(FIELDS))]
 
     def _header(self, b: Any, cache: Any) -> tuple[Any, Any, Any, Any]:
-        """As `HEADER`, with the address of the texts' fields."""
+        """Load the `HEADER`, with the address of the texts' fields in place of their index."""
         count, ahead, each, texts = (b.load(self.at(b, cache, integer(n), I64), typ=I64) for n in range(len(HEADER)))
         return count, ahead, each, self.at(b, cache, texts, I64)
 
     def _text(self, b: Any, texts: Any, each: Any, token: Any) -> tuple[Any, Any, Any]:
-        """Of a token of the pass: its text's row and first slot, and its place among the text's tokens."""
+        """Load, for a token of the pass, its text's row and first slot; compute its index among the text's tokens."""
         text = b.sdiv(token, each)
         place = b.mul(text, integer(len(TEXT_FIELDS)))
         row, start = (b.load(self.at(b, texts, b.add(place, integer(n)), I64), typ=I64) for n in range(2))
@@ -66,8 +66,8 @@ class _Attention(Module):
     def append(self) -> None:
         """Write keys and values into the slots of their tokens.
 
-        The record: key, value, number of the layer, heads, and for both the numbers from a token to the next and from a
-        head to the next.
+        The record: key, value, index of the layer, heads, and for both the strides, in numbers, from a token to the
+        next and from a head to the next.
         """
         b, task = self.kernel()
         cache, fields = self._layer(b, task, 6)
@@ -97,9 +97,9 @@ class _Attention(Module):
         b.ret_void()
 
     def attend(self) -> None:
-        """softmax(q Kᵀ · scale) V of each row and head; what fills the pass up becomes zeros.
+        """Compute softmax(q Kᵀ · scale) V for each row and head; padding rows of the pass become zeros.
 
-        The record: query, result, number of the layer, heads, heads that share a key's, numbers from a row of the query
+        The record: query, result, index of the layer, heads, heads that share a key's, strides of the query from a row
         to the next and from a head to the next, scale. The result is `(rows, heads, size)`.
         """
         one = self._one()
@@ -116,14 +116,14 @@ class _Attention(Module):
         scores = b.alloca(FLOAT, size=integer(_PIECE))
         sums = b.alloca(FLOAT, size=integer(-(-self.size // LANES) * LANES))
         with self.loop(b, first, end, integer(1), []) as (item, _):
-            # Tokens of heads that share keys follow each other.
+            # Tokens of heads that share keys are consecutive.
             of_keys, within = b.sdiv(item, together), b.srem(item, together)
             row = b.sdiv(within, shared)
             head = b.add(b.mul(of_keys, shared), b.srem(within, shared))
             its_query = self.at(b, query, b.add(b.mul(row, row_stride), b.mul(head, head_stride)), self._kind)
             place = b.mul(b.add(b.mul(row, heads), head), integer(self.size))
             its_result = self.at(b, result, place, self._kind)
-            # What fills a pass up is of no text.
+            # Rows that pad the pass belong to no text.
             is_token = b.icmp_signed("<", row, count)
             its_row, start, its = self._text(b, texts, each, b.select(is_token, row, integer(0)))
             last = b.add(slot, b.add(its, integer(1)))
@@ -149,7 +149,7 @@ class _Attention(Module):
         b.ret_void()
 
     def _one(self) -> Any:
-        """One head of one token, over `seen` keys."""
+        """Build the function for one head of one token, over `seen` keys."""
         function = self.function("one", [ADDRESS] * 4 + [I64, FLOAT, ADDRESS, ADDRESS], "noinline")
         query, keys, values, result, seen, scale, scores, sums = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
@@ -193,7 +193,7 @@ class _Attention(Module):
         return function
 
     def _scores(self, b: Any, queries: list[Any], keys: Any, k: Any, count: Any) -> Any:
-        """16 dot products with keys from slot k on; beyond `count`, the last one's again."""
+        """Compute 16 dot products with keys from slot k on; beyond `count`, that of the last key again."""
         last = b.sub(count, integer(1))
         rows = [
             self.at(b, keys, b.mul(least(b, b.add(k, integer(j)), last), integer(self.size)), self._cached_kind)
@@ -203,7 +203,7 @@ class _Attention(Module):
         for block, query in zip(self._blocks, queries, strict=True):
             for j, row in enumerate(rows):
                 sums[j] = self.fma(b, self._vector(b, row, block, self.cached), query, sums[j])
-        # The sums of the lanes of each, by halves: in each step two vectors become one.
+        # Sum the lanes of each by halves: each step merges two vectors into one.
         width = LANES
         while width > 1:
             half = width // 2
@@ -226,7 +226,7 @@ class _Attention(Module):
 
     @staticmethod
     def _order() -> list[int]:
-        """Where each key's sum lies once all lanes have been added."""
+        """Return the lane that holds each key's sum once all lanes have been added."""
         lanes: list[list[int]] = [[j] * LANES for j in range(LANES)]
         width = LANES
         while width > 1:
@@ -259,16 +259,16 @@ class _Attention(Module):
 
 
 def attention_module(what: str, activation: str, cached: str, size: int) -> str:
-    """The text of a module whose kernel appends to a cache or attends to it; records (`builder.Task`) begin at 2.
+    """Return a module whose kernel appends to a cache or attends to it, as text; records (`builder.Task`) begin at 2.
 
-    The table's number 2 is the address of the cache's own table (cache_table.py), whose tensors are `(…, slots, size)`
+    Entry 2 of the table is the address of the cache's own table (cache_table.py), whose tensors are `(…, slots, size)`
     for each head without gaps.
 
     Args:
         what: `"append"` or `"attend"`.
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
-        cached: what the cache holds, one of these.
-        size: of a head, in numbers.
+        cached: type of the cache, one of these.
+        size: size of a head, in numbers.
     """
     attention = _Attention(activation, cached, size)
     getattr(attention, what)()

@@ -1,11 +1,11 @@
 """Code for linear layers whose weights are stored in 4 bits, w = q · s + z with a scale and an offset for each group.
 
-Sixteen rows of W lie side by side, a lane for each: what a thread reads is one stream, a lane's sum is a row's, and
-scales are applied to sixteen rows at once (as in the interleaved formats of llama.cpp). Where there are instructions
-for sums of products of small integers, each 32 numbers of x become integers of 8 bits with a scale of their own, and
-their products are added up exactly. x is rounded by that, to 1 / 254 of the greatest of 32 at the most, which a draft
-does not notice. Elsewhere digits become float32 numbers. Offsets are multiplied by sums of x, which are those of its
-own numbers in either case.
+Sixteen rows of W are interleaved, a lane for each: a thread reads a single stream, a lane's sum is a row's, and scales
+are applied to sixteen rows at once (as in the interleaved formats of llama.cpp). Where there are instructions for sums
+of products of small integers, each 32 numbers of x are quantised to 8-bit integers with a common scale, and their
+products are summed exactly. That rounds x, by at most 1 / 254 of the greatest of the 32, which a draft does not notice.
+Elsewhere digits become float32 numbers. Offsets are multiplied by sums of x, which are those of its unrounded numbers
+in either case.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from .linear_code import Layer
 __all__ = ["COLUMNS", "Integers", "int4_module"]
 
 COLUMNS = 32
-"""Columns whose weights lie together, 256 bytes for 16 rows: of each four bytes of a row and 64, the lower bits are
-those of columns 4 j … 4 j + 3, the upper ones those of 16 + 4 j …"""
+"""Number of columns whose weights are stored together, 256 bytes for 16 rows: line j, 64 bytes, has four bytes of each
+row, whose lower bits are those of columns 4 j … 4 j + 3, the upper ones those of 16 + 4 j …"""
 
 
 _AHEAD = 8192
-"""Bytes by which memory is asked for before it is read."""
+"""Distance in bytes at which memory is prefetched."""
 
 
 class _Digits(Module):
-    """By float32 numbers."""
+    """4-bit weights by float32 arithmetic."""
 
     name = "int4"
 
     bits = 4
 
     most_rows = 4
-    """Rows of x that one reading of the weights serves."""
+    """Number of rows of x that one reading of the weights serves."""
 
     per_column = 4
-    """Bytes that a number of x takes once it is prepared."""
+    """Bytes per number of x once it is prepared."""
 
     def __init__(self, activation: str, group: int) -> None:
         super().__init__(f"{self.name}_{activation}", activation)
@@ -63,7 +63,7 @@ class _Digits(Module):
         self.bytes_of_block = COLUMNS * LANES * self.bits // 8
 
     def build(self) -> str:
-        """The module's text."""
+        """Return the module's text."""
         rows_of_tiles = range(1, self.most_rows + 1)
         tiles = {(rows, blocks): self._tile(rows, blocks) for rows in rows_of_tiles for blocks in (1, 2)}
         prepare = self._prepare()
@@ -98,14 +98,14 @@ class _Digits(Module):
         return str(self.module)
 
     def _bytes(self, b: Any, columns: Any) -> tuple[Any, Any, Any]:
-        """Of a prepared row: the bytes of its scales, where its numbers begin behind three tables as long, its size."""
+        """Return bytes of a prepared row: of its scales, of the three such tables before its numbers, and of all."""
         scales = b.lshr(columns, integer(3))  # 4 bytes for each 32 columns
         numbers = b.mul(scales, integer(3))
         size = b.add(numbers, b.mul(columns, integer(self.per_column)))
         return scales, numbers, b.and_(b.add(size, integer(63)), integer(-64))
 
     def _prepare(self) -> Any:
-        """Rows of x as they are multiplied."""
+        """Build the function that prepares rows of x for multiplication."""
         function = self.function("prepare", [ADDRESS, ADDRESS, I64, I64], "noinline")
         x, prepared, columns, rows = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
@@ -129,13 +129,13 @@ class _Digits(Module):
         return function
 
     def put(self, b: Any, parts: list[Any], target: Any) -> tuple[Any, Any]:
-        """Write 32 numbers as they are multiplied; gives their scale, and what their products are added to."""
+        """Write 32 numbers in the form to be multiplied; return their scale, and the start value of the products."""
         for at, part in enumerate(parts):
             b.store(part, self.at(b, target, integer(4 * LANES * at), I8), align=4)
         return ir.Constant(FLOAT, 1.0), ir.Constant(FLOAT, 0.0)
 
     def _tile(self, rows: int, blocks: int) -> Any:
-        """Prepared rows of x with blocks of 16 rows of W from the first up to the last, so many side by side."""
+        """Build the function for prepared rows of x and a range of 16-row blocks of W, `blocks` of them at a time."""
         function = self.function(f"rows_{rows}_{blocks}", [ADDRESS] * 3 + [I64] * 2, "noinline")
         record, prepared, y, first, end = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
@@ -178,8 +178,8 @@ class _Digits(Module):
     def scaling(self, b: Any, layer: Layer, block: Any, k: Any) -> Callable[..., Any]:
         """Read the scales of 16 rows of W from column k on.
 
-        Gives a function of the products, the places of the scale and the sum of 32 numbers of x, and what was added up
-        before, to which it adds them.
+        Return a function of the products, the places of the scale and of the sum of 32 numbers of x, and the sums so
+        far, to which it adds the products.
         """
         groups = b.sdiv(layer.columns, self.group)
         group = b.add(b.mul(block, groups), b.sdiv(k, self.group))
@@ -196,23 +196,23 @@ class _Digits(Module):
         return add
 
     def number(self, b: Any, place: Any) -> Any:
-        """A float32 number in every lane."""
+        """Load a float32 number into every lane."""
         return self.spread(b, b.load(place, typ=FLOAT, align=4))
 
     has_offsets = True
-    """Whether sums of x are multiplied by anything."""
+    """True where weights have offsets, so that sums of x are needed."""
 
     base = -16.0
-    """Times the scale what the offsets have to make up for: a digit counts for 16 more."""
+    """Multiple of the scale that corrects the offsets: here a digit is loaded with 16 added."""
 
     total: Any = FLOAT
-    """What products are added up in."""
+    """Type in which products are summed."""
 
     scaled = False
-    """Whether the numbers of x have a scale."""
+    """True where the numbers of x have a scale."""
 
     def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
-        """The products of 32 columns of 16 rows of W with each row of x, added up, as float32."""
+        """Sum the products of 32 columns of 16 rows of W with each row of x, as float32."""
         totals = begins
         for upper in (0, 1):
             for j, word in enumerate(words):
@@ -226,7 +226,7 @@ class _Digits(Module):
 
     @staticmethod
     def _digit(b: Any, word: Any, bit: int) -> Any:
-        """Four bits of each lane as the float32 16 + digit: they are the upper ones of its fraction."""
+        """Convert four bits of each lane to the float32 16 + digit: they are the upper bits of its fraction."""
         moved = b.shl(word, splat(I32, 19 - bit)) if bit <= 19 else b.lshr(word, splat(I32, bit - 19))
         return b.bitcast(b.or_(b.and_(moved, splat(I32, 0x780000)), splat(I32, 0x41800000)), FLOATS)
 
@@ -245,27 +245,27 @@ class _Digits(Module):
         self.store_many(b, total, y, integer(LANES))
 
     def scaled_rows(self, b: Any, layer: Layer, sums: Any, row: Any) -> Any:
-        """The sums of 16 rows of W from this one on, where a row has one scale."""
+        """Scale the sums of 16 rows of W from this one on, where a row has one scale."""
         return sums
 
     def _ask_for(self, b: Any, address: Any) -> None:
-        """Let a line of memory come into the second-level cache."""
-        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the nearest cache; data
+        """Prefetch a line of memory into the second-level cache."""
+        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the L1 cache; data
         self.call(b, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
 
 
 class Integers(_Digits):
-    """By integers of 8 bits, with the instruction that adds four of their products to an integer of 32."""
+    """Products of 8-bit integers, with the instruction that adds four of them to a 32-bit integer."""
 
     per_column = 1
-    base = 8.0  # digits count from −8 to 7, so that x is rounded for a smaller sum
+    base = 8.0  # digits count from −8 to 7, so that the rounding of x matters less
     least = -8
-    """What the lowest digit stands for."""
+    """Value that the lowest digit represents."""
     scaled = True
     total = I32
 
     def put(self, b: Any, parts: list[Any], target: Any) -> tuple[Any, Any]:
-        """Write 32 numbers as integers from −127 to 127; gives their scale, and `least` times their sum."""
+        """Write 32 numbers as integers from −127 to 127; return their scale, and `least` times their sum."""
         sizes = [self.call(b, f"llvm.fabs.v{LANES}f32", FLOATS, part) for part in parts]
         most = self.greatest(b, b.select(b.fcmp_ordered(">", *sizes), *sizes))
         nothing = b.fcmp_ordered("==", most, ir.Constant(FLOAT, 0.0))
@@ -281,19 +281,19 @@ class Integers(_Digits):
         return b.fdiv(most, ir.Constant(FLOAT, 127.0)), b.mul(total, ir.Constant(I32, self.least))
 
     def _within(self, b: Any, values: Any) -> Any:
-        """From −127 to 127, and 0 for what is no number. LLVM makes a branch for each lane of `llvm.fptosi.sat`."""
+        """Clamp to −127 … 127, and NaN to 0. LLVM turns `llvm.fptosi.sat` into a branch for each lane."""
         values = b.select(b.fcmp_ordered("ord", values, values), values, splat(FLOAT, 0.0))
         for sign, bound in (("<", splat(FLOAT, 127.0)), (">", splat(FLOAT, -127.0))):
             values = b.select(b.fcmp_ordered(sign, values, bound), values, bound)
         return values
 
     def factors(self, b: Any, j: int, word: Any) -> list[tuple[int, Any]]:
-        """What line j of the weights holds: first columns, and four columns' bytes from there on in each lane."""
+        """Return the contents of line j of the weights: first columns, with the bytes of four columns in each lane."""
         mask = splat(I32, 0x0F0F0F0F)
         return [(4 * j, b.and_(word, mask)), (16 + 4 * j, b.and_(b.lshr(word, splat(I32, 4)), mask))]
 
     def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
-        # One sum of each row of x: blocks side by side, and those that follow, need not wait for it.
+        # One sum per row of x: other blocks, and the following ones, need not wait for it.
         totals = list(begins)
         for j, word in enumerate(words):
             factors = self.factors(b, j, word)
@@ -305,9 +305,9 @@ class Integers(_Digits):
 
 
 class _Pairs(Integers):
-    """The same integers, with AVX2's instruction that adds two products to one of 16 bits.
+    """The same products, with AVX2's instruction that adds two of them into 16 bits.
 
-    Eight such sums are the most that 16 bits hold: 8 · 2 · 15 · 127 = 30,480. They are those of 32 columns.
+    Eight such sums are the most that 16 bits hold: 8 · 2 · 15 · 127 = 30,480. They cover 32 columns.
     """
 
     def products(self, b: Any, words: list[Any], numbers: list[Any], begins: list[Any]) -> list[Any]:
@@ -343,15 +343,15 @@ _PRODUCTS = {"avx512": Integers, "avx2": _Pairs, "": _Digits}
 
 
 def int4_module(activation: str, group: int, products: str) -> str:
-    """The text of a module for layers in 4 bits, whose kernel is called as that of `linear_code.linear_module`.
+    """Return the text of a module for 4-bit layers, whose kernel is called like that of `linear_code.linear_module`.
 
     N is a multiple of 16 and K of `COLUMNS`. Scales are `(N / 16, K / group, 16)`, 32 bits of which the upper half is
     the scale and the lower the offset.
 
     Args:
         activation: `"float32"`, `"bfloat16"` or `"float16"`.
-        group: columns that share a scale and an offset; a multiple of `COLUMNS`.
-        products: whose instructions multiply integers, `"avx512"` (VNNI) or `"avx2"`; `""`: there are none, and
+        group: number of columns that share a scale and an offset; a multiple of `COLUMNS`.
+        products: instructions for products of integers, `"avx512"` (VNNI) or `"avx2"`; `""`: there are none, and
             float32 numbers are multiplied.
     """
     return _PRODUCTS[products](activation, group).build()

@@ -1,8 +1,8 @@
 """Code for linear layers whose weights are stored in 8 bits, w = q · s with a scale for each row of W.
 
-As in int4_code.py sixteen rows of W lie side by side, and each 32 numbers of x are made integers of 8 bits; only for
+Sixteen rows of W are interleaved and each 32 numbers of x are quantised to 8-bit integers as in int4_code.py; only for
 processors that have an instruction for sums of four of their products (others: linear_code.py). A byte is q + 128, as
-the instruction wants one of its factors without a sign.
+the instruction needs one unsigned factor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["int8_module"]
 
 
 class _Bytes(Integers):
-    """Of each four bytes of a row and 64 of a line, those of columns 4 j … 4 j + 3 for line j."""
+    """8-bit weights: line j, 64 bytes, has four bytes of each row, which are those of columns 4 j … 4 j + 3."""
 
     name = "int8"
     bits = 8
@@ -40,7 +40,7 @@ class _Bytes(Integers):
 
 
 def int8_module(activation: str) -> str:
-    """The text of a module for layers in 8 bits, whose kernel is called as that of `linear_code.linear_module`.
+    """Return the text of a module for 8-bit layers, whose kernel is called like that of `linear_code.linear_module`.
 
     N is a multiple of 16 and K of `int4_code.COLUMNS`. Scales are `(N,)` float32.
 

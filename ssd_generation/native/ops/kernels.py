@@ -1,7 +1,7 @@
-"""Kernels made for this processor, by the records that they are called with.
+"""Kernels JIT-compiled for this processor, and the records that they are called with.
 
-A kernel is called by threads of a team, with a record of its own and a table of addresses (`builder.Task`); a list of
-kernels is gone through by one call (`team_code`).
+Threads of a team call a kernel with its record and a table of addresses (`builder.Task`); one call runs a whole list of
+kernels (`codegen/teams.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NAMES = {
 }
 
 _SHARED = "codegen/builder.py", "ops/linear_code.py", "ops/int4_code.py"
-"""Files whose code others are made of."""
+"""Files that the code of all kernels is built from."""
 
 Record = ctypes.c_int64 * RECORD
 
 
 @functools.cache
 def _source(*names: str) -> str:
-    """What the code of a module depends on: a digest of the files that make it."""
+    """Return what the code of a module depends on: a digest of the files that build it."""
     folder = Path(__file__).parents[1]
     files = ((folder / name).read_bytes() for name in names)
     return hashlib.sha256(b"".join(files)).hexdigest()
@@ -45,14 +45,14 @@ def _source(*names: str) -> str:
 
 @functools.cache
 def kernel(kind: str, *parts: Any) -> int:
-    """The address of a kernel.
+    """Return the address of a kernel.
 
     Args:
         kind: `"linear"`, `"int4"`, `"int8"`, `"rows"` or `"attention"`.
         parts: the arguments of `linear_module`, `int4_module`, `int8_module`, `rows_module` or `attention_module`.
 
     Raises:
-        RuntimeError: no code can be made here.
+        RuntimeError: no code can be compiled here.
     """
 
     def text() -> str:
@@ -65,12 +65,12 @@ def kernel(kind: str, *parts: Any) -> int:
 
 
 def record(address: int, how: int, *fields: int) -> Any:
-    """The record of a kernel, whose own numbers begin at 2; `how`: as `flags` gives it."""
+    """Build the record of a kernel, whose own fields begin at 2; `how` is the value of `flags`."""
     return Record(address, how, *fields)
 
 
 def bits_of(number: float) -> int:
-    """A float32 number as it stands in a record."""
+    """Return a float32 number in the form in which a record holds it."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
@@ -78,16 +78,16 @@ def bits_of(number: float) -> int:
 def _team(function: str, *arguments: Any) -> Callable[..., None]:
     pauses = platform.machine().lower() in ("x86_64", "amd64")
     address = address_of("team", f"team {_source('codegen/teams.py')}", lambda: team_module(pauses), function)
-    # A prototype of this kind lets go of Python's lock while the function runs.
+    # A prototype of this kind releases Python's lock while the function runs.
     prototype: Callable[..., Callable[..., None]] = ctypes.CFUNCTYPE(None, *arguments)
     return prototype(address)
 
 
 def run_list() -> Callable[..., None]:
-    """`(address of the records, how many, address of the table, threads)` runs kernels one after the other."""
+    """Return `(address of the records, count, address of the table, threads)`, which runs kernels in order."""
     return _team("run", ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)
 
 
 def run_once() -> Callable[..., None]:
-    """`(address of the record, rows, four addresses, threads)` runs a kernel whose operands these are, from 3 on."""
+    """Return `(address of the record, rows, four operands' addresses, threads)`, which runs a single kernel."""
     return _team("once", ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int32)

@@ -1,4 +1,4 @@
-"""Linear layers of a few rows by code made for this processor (linear_code.py)."""
+"""Linear layers of a few rows by JIT-compiled kernels (linear_code.py)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 """x `(…, K)` ↦ `(…, N)`."""
 
 _SHARE = 1 << 15
-"""Weights that are worth a part of their own."""
+"""Least number of weights in a work item."""
 
 _WIDEST_INT8 = 29_696
-"""Columns of which eight prepared rows of x find room on any thread's stack."""
+"""Number of columns up to which eight prepared rows of x fit on any thread's stack."""
 
 
 class NativeLinear:
-    """A layer whose every row depends on that row and the layer alone, to the last bit: x `(…, K)` ↦ `(…, N)`.
+    """A batch-invariant layer, each of whose rows depends on that row and the layer alone: x `(…, K)` ↦ `(…, N)`.
 
     Args:
-        weight: `(N, K)` of one of the three kinds of floating point numbers, or int8, or packed: in 8 bits (`(N, K)`
-            uint8; see `pack_int8`), in 4 (`(N, K / 2)` uint8; see `pack_int4`); without gaps, and read where it lies.
+        weight: `(N, K)` of one of the three floating point types, or int8, or packed: in 8 bits (`(N, K)` uint8; see
+            `pack_int8`), in 4 (`(N, K / 2)` uint8; see `pack_int4`); without gaps, and read in place.
         bias: `(N,)`, of the activations' type, or `None`.
-        activation: the type of x, which is cast where it is another, and of the result.
+        activation: type of x, which is cast where it is another, and of the result.
         scales: int8: `(N,)` float32; int4: `(N / 16, groups, 16)` float32.
-        group: columns that share a scale under int4.
+        group: number of columns that share a scale under int4.
 
     Attributes:
         activation: as given.
@@ -48,7 +48,7 @@ class NativeLinear:
         rows: N.
 
     Raises:
-        RuntimeError: no code can be made here.
+        RuntimeError: no code can be compiled here.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class NativeLinear:
         "rows",
     )
 
-    __name__ = "linear"  # in the code of a pass
+    __name__ = "linear"  # in the generated code of a pass
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class NativeLinear:
         self.activation = activation
         self.rows, columns = weight.shape
         self.columns = columns * 2 if group else columns
-        # Aliases: a parameter itself lets its memory go when a thread replaces it, even as a kernel reads it.
+        # Aliases: a parameter's own memory is freed when a thread replaces it, even while a kernel reads it.
         tensors = tuple(None if tensor is None else tensor.detach() for tensor in (weight, bias, scales))
         fields = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.columns, self.rows)
         self._layer = (ctypes.c_int64 * len(fields))(*fields)
-        self.held: tuple[Any, ...] = (*tensors, self._layer)  # as long as their addresses are used
+        self.held: tuple[Any, ...] = (*tensors, self._layer)  # for as long as their addresses are used
         self._most = max(1, self.rows * self.columns // _SHARE)
-        self._per_thread = 2 if weight.dtype is torch.uint8 else 4  # packed: each part begins with work of its own
+        self._per_thread = 2 if weight.dtype is torch.uint8 else 4  # packed: each item prepares x first
         if group:
             self._kernel = kernel("int4", NAMES[activation], group, integer_products())
         elif weight.dtype is torch.uint8:
@@ -98,11 +98,11 @@ class NativeLinear:
         self._once = run_once()
 
     def parts(self) -> tuple[int, int, int]:
-        """What a record of its kernel is made of beside the operands: the kernel, how it is run, and the layer."""
+        """Return the parts of a record besides operands: the kernel, how it is run, and the layer."""
         return self._kernel, flags(self._most, self._per_thread), ctypes.addressof(self._layer)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output."""
+        """Compute the layer's output."""
         if x.dtype is not self.activation:
             x = x.to(self.activation)
         x = x.contiguous()
@@ -115,12 +115,12 @@ class NativeLinear:
 
 
 def can_pack_int8(rows: int, columns: int) -> bool:
-    """Whether there is code here for a packed layer of this shape in 8 bits."""
+    """Tell whether there is a kernel here for a packed 8-bit layer of this shape."""
     return integer_products() == "avx512" and rows % 16 == 0 and columns % 32 == 0 and columns <= _WIDEST_INT8
 
 
 def pack_int8(quantised: torch.Tensor) -> torch.Tensor:
-    """Weights in 8 bits as `int8_code` reads them.
+    """Pack 8-bit weights as `int8_code` reads them.
 
     Args:
         quantised: `(N, K)` int8; N is a multiple of 16, K of 32.
@@ -134,17 +134,17 @@ def pack_int8(quantised: torch.Tensor) -> torch.Tensor:
 
 
 def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights in 4 bits as `layer` reads them: w ≈ q · s + z.
+    """Quantise weights to 4 bits and pack them as `int4_code` reads them: w ≈ q · s + z.
 
-    The upper half of a scale's 32 bits is a bfloat16 number and the lower half the offset, another; the scale is what
-    all of them are as a float32 number, so that a kernel takes it as it lies.
+    The upper half of a scale's 32 bits is a bfloat16 number, and the lower half is the offset, another; the scale is
+    the float32 number that all the bits form, so that a kernel needs no conversion.
 
     Args:
         weight: `(N, K)` float32; N is a multiple of 16, K of `group`.
-        group: columns that share a scale, a multiple of 32.
+        group: number of columns that share a scale, a multiple of 32.
 
     Returns:
-        Both as `int4_code` reads them: `(N, K / 2)` uint8 and `(N / 16, K / group, 16)` float32.
+        Weights and scales as `int4_code` reads them: `(N, K / 2)` uint8 and `(N / 16, K / group, 16)` float32.
     """
     rows, columns = weight.shape
     w = weight.reshape(rows, columns // group, group)
@@ -160,7 +160,7 @@ def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether there is code for a layer of these floating point weights, whatever the processor."""
+    """Tell whether there is a kernel for a layer of these floating point weights, whatever the processor."""
     tensors = (weight,) if bias is None else (weight, bias)
     return (
         weight.ndim == 2
@@ -177,5 +177,5 @@ def takes(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 def native_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-    """A layer of floating point weights by code made here; `None` where there is none for it."""
+    """Build a layer of floating point weights with a JIT-compiled kernel; `None` where there is none for it."""
     return NativeLinear(weight, bias, weight.dtype) if why_not() is None and takes(weight, bias) else None

@@ -1,21 +1,21 @@
-"""Code for products of a few rows with a matrix of weights, in LLVM's language.
+"""Code for products of a few rows with a matrix of weights, in LLVM IR.
 
-y = x Wᵀ + b for x of 1 … rows, as few tokens as a decoding step has. Reading the weights is most of the time, so a
-kernel reads a few rows of W side by side and asks for those below while it computes. Every output is added up in one
-fixed order, which depends on nothing but K and the types: lane l of 16 adds the products at k = l, l + 16, l + 32 … by
-fused multiply-adds in float32, and the lanes are added pairwise. So a row's result does not depend on how many rows
-there are, nor on where it stands among them, nor on the threads; vectors of 16 lanes stand for one, two or four
-registers, so that it does not depend on the processor either.
+y = x Wᵀ + b for x of 1 … rows, as few tokens as a decoding step has. Reading the weights takes most of the time, so a
+kernel reads a few rows of W at once and prefetches those below while it computes. Every output is summed in one fixed
+order, which depends on nothing but K and the types: lane l of 16 adds the products at k = l, l + 16, l + 32 … by fused
+multiply-adds in float32, and the lanes are added pairwise. So a row's result does not depend on how many rows there
+are, nor on its place among them, nor on the threads; vectors of 16 lanes occupy one, two or four registers, so that it
+does not depend on the processor either.
 
-Of bfloat16, lane l adds two products at a time, those at k = 2 l + 1 and 2 l, then at 32 + 2 l + 1 and so on: that is
-what AVX-512's instruction for them does (VDPBF16PS: products are exact, each sum is rounded to the nearest float32 or
-even). Other processors take two multiply-adds for it, with the same bits, but for numbers below the least normal one,
-2⁻¹²⁶, which the instruction takes for zero.
+For bfloat16, lane l adds two products at a time, those at k = 2 l + 1 and 2 l, then at 32 + 2 l + 1 and so on, like
+AVX-512's instruction (VDPBF16PS: products are exact, each sum is rounded to the nearest float32, ties to even). Other
+processors take two multiply-adds for it, with the same bits, except for numbers below the smallest normal one, 2⁻¹²⁶,
+which the instruction takes for zero.
 
-Where registers are few, x is made float32 before, once for all rows of W that a part has, so that it need not pass
-through them. int8: w = q · s, with one scale per row of W.
+Where registers are few, x is converted to float32 beforehand, once for all rows of W in a part, so that conversion
+takes no registers. int8: w = q · s, with one scale per row of W.
 
-Built by llvmlite, not checked in as C that clang compiled to LLVM's language. The same kernels in C with vector
+Built by llvmlite, not checked in as C that clang compiled to LLVM IR. The same kernels in C with vector
 extensions (clang 22.1.8; llvmlite 0.50, LLVM 22.1; AMD EPYC, AVX2, one thread) gave the same bits in 1,008 calls of 1
 to 9 rows. C took 1.02 (0.99 to 1.08) of the time in float32 and 0.97 (0.93 to 1.06) in bfloat16 for 1, 2 and 4 rows
 (median over six shapes, extremes), and 1.04 and 0.70 for 8: the last probably since C converts x without masked loads,
@@ -54,27 +54,27 @@ from ..codegen.builder import (
 __all__ = ["LAYER_FIELDS", "Layer", "linear_module"]
 
 LAYER_FIELDS = ("weight", "bias", "scales", "columns", "rows")
-"""Of the record that describes a layer, 64 bits each: three addresses, K, and N."""
+"""Fields of the record that describes a layer, 64 bits each: three addresses, K, and N."""
 
 _TILES = {32: {1: 8, 2: 8, 3: 5, 4: 5, 5: 4, 6: 4, 7: 3, 8: 3}, 8: {1: 4, 2: 2, 3: 1, 4: 1}}
-"""Rows of W that are read side by side, by registers (of 16 numbers) and rows of x: as many sums as have room.
+"""Number of rows of W that are read at once, by registers (of 16 numbers) and rows of x: as many sums as have room.
 
-More rows of x than there are tiles for take turns with rows of W that are in the cache.
+Where x has more rows than there are tiles for, they are processed in turn on rows of W that are in the cache.
 """
 
 _FEW = 4
-"""Rows of x with which a loop may hold twice the code without putting any sum into memory."""
+"""Number of rows of x up to which a loop can be unrolled to twice the code without spilling a sum to memory."""
 
 _STACK = 5 << 16
-"""Bytes, at the most, of x in float32: the stack of a thread of another system has half a megabyte."""
+"""Most bytes of x in float32: a thread's stack has half a megabyte on some systems."""
 
 _STRIP = 24
-"""Rows of W that stay in the cache while rows of x take their turns."""
+"""Number of rows of W that stay in the cache while groups of rows of x are processed."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a kernel reads of a layer's record."""
+    """A layer's record, as a kernel reads it."""
 
     weight: Any
     bias: Any
@@ -84,7 +84,7 @@ class Layer:
 
     @classmethod
     def of(cls, module: Module, b: Any, record: Any) -> Layer:
-        """From its record."""
+        """Load a layer's fields from its record."""
         fields = {}
         for at, name in enumerate(LAYER_FIELDS):
             kind = ADDRESS if at < 3 else I64
@@ -93,30 +93,30 @@ class Layer:
 
 
 class _Kernels(Module):
-    """The functions of one kind of weights and activations."""
+    """Functions for one kind of weights and activations."""
 
     columns = LANES
-    """Whose products are added at a time."""
+    """Number of columns whose products are added at a time."""
 
     def __init__(self, weight: str, activation: str, registers: int) -> None:
         super().__init__(f"linear_{weight}_{activation}", activation)
         self.weight = weight
         self.tiles = _TILES[registers]
         self.most_rows = max(self.tiles)
-        # Made float32 before, x takes twice the room in the nearest cache: not worth it where registers are many.
+        # Converted to float32, x takes twice the room in the L1 cache: not worth it where registers are many.
         self.converts = activation != "float32" and registers == 8
         self.of_x: Any = FLOAT if self.converts else STORED[activation]
-        """What numbers of x are when they are multiplied."""
+        """Type of x's numbers when they are multiplied."""
 
     # ------------------------------------------------------------------------------------------------------------------
     # products
 
     def stride(self, b: Any, columns: Any) -> Any:
-        """Numbers from one row of x to the next when they are multiplied."""
+        """Return the stride between rows of x as they are multiplied, in numbers."""
         return columns
 
     def convert(self, b: Any, x: Any, made: Any, k: Any, count: Any) -> None:
-        """Write as many columns of a row of x as are multiplied at a time; with `count` only so many."""
+        """Convert as many columns of a row of x as are multiplied at a time; with `count`, only that many."""
         of_x = STORED[self.activation]
         values = self.floats(b, self.load(b, self.at(b, x, k, of_x), of_x, count), self.activation)
         place = self.at(b, made, k, FLOAT)
@@ -126,17 +126,17 @@ class _Kernels(Module):
             self.store_many(b, values, place, count, "float32")
 
     def weights(self, b: Any, row: Any, k: Any, count: Any) -> Any:
-        """Of a row of W from column k on; with `count` of only so many columns, and zeros."""
+        """Load a row of W from column k on; with `count`, only that many columns, and zeros."""
         kind = STORED[self.weight]
         return self.floats(b, self.load(b, self.at(b, row, k, kind), kind, count), self.weight)
 
     def factors(self, b: Any, x: Any, k: Any, count: Any) -> Any:
-        """The same of a row of x."""
+        """Load the same columns of a row of x."""
         stored = "float32" if self.converts else self.activation
         return self.floats(b, self.load(b, self.at(b, x, k, self.of_x), self.of_x, count), stored)
 
     def add(self, b: Any, weights: Any, factors: Any, total: Any) -> Any:
-        """Their products, added to those before."""
+        """Add the products to those before."""
         return self.fma(b, weights, factors, total)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -156,12 +156,12 @@ class _Kernels(Module):
                 sums[at] = self.add(b, value, factors, sums[at])
 
     def _ask_for(self, b: Any, address: Any) -> None:
-        """Let a line of memory come into the second-level cache."""
-        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the nearest cache; data
+        """Prefetch a line of memory into the second-level cache."""
+        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to be read; not into the L1 cache; data
         self.call(b, "llvm.prefetch.p0", VOID, address, *hints)
 
     def _tile(self, name: str, rows: int, tile: int) -> Any:
-        """`rows` rows of x, converted, with rows of W from the first up to the last, `tile` at a time."""
+        """Build the function that multiplies `rows` converted rows of x by a range of rows of W, `tile` at a time."""
         function = self.function(name, [ADDRESS] * 3 + [I64] * 2, "noinline")
         record, x, y, first, end = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
@@ -181,7 +181,7 @@ class _Kernels(Module):
         return function
 
     def _sum_of_products(self, b: Any, layer: Layer, places: list[Any], x: list[Any], sums: list[Any]) -> None:
-        """Add all products of rows of W, at `places`, with rows of x."""
+        """Add all products of the rows of W at `places` with rows of x."""
         rows = [self.at(b, layer.weight, b.mul(place, layer.columns), STORED[self.weight]) for place in places]
         step = self.columns
         per_line = max(1, int(64 / (BYTES[self.weight] * step)))  # loads
@@ -199,7 +199,7 @@ class _Kernels(Module):
             self._products(b, rows, x, k, carried, None, b.sub(layer.columns, k))
 
     def _finish(self, b: Any, layer: Layer, sums: Any, place: Any, y: Any) -> None:
-        """Write one output: the sum of its lanes, scaled where W is, and the bias."""
+        """Write one output: the sum of its lanes, scaled if W is, plus the bias."""
         value = self.sum(b, sums)
         if self.weight == "int8":
             value = b.fmul(value, b.load(self.at(b, layer.scales, place, FLOAT), typ=FLOAT))
@@ -216,7 +216,7 @@ class _Kernels(Module):
     # all of it
 
     def build(self) -> str:
-        """The module's text."""
+        """Return the module's text."""
         tiles: dict[int, tuple[Any, Any, int]] = {}
         for rows, tile in self.tiles.items():
             tiles[rows] = (self._tile(f"rows_{rows}", rows, tile), self._tile(f"rows_{rows}_one", rows, 1), tile)
@@ -224,7 +224,7 @@ class _Kernels(Module):
         return str(self.module)
 
     def _strip(self, tiles: dict[int, tuple[Any, Any, int]]) -> Any:
-        """Up to `most_rows` rows of x with rows of W from the first up to the last."""
+        """Build the function that multiplies up to `most_rows` rows of x by a range of rows of W."""
         function = self.function("strip", [ADDRESS] * 3 + [I64] * 3)
         record, x, y, rows, first, end = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
@@ -243,7 +243,7 @@ class _Kernels(Module):
         return function
 
     def _converted(self) -> Any:
-        """Rows of x as they are multiplied."""
+        """Build the function that converts rows of x to the form in which they are multiplied."""
         function = self.function("converted", [ADDRESS, ADDRESS, I64, I64], "noinline")
         x, made, columns, rows = function.args
         b = ir.IRBuilder(function.append_basic_block("entry"))
@@ -251,7 +251,7 @@ class _Kernels(Module):
         with self.loop(b, integer(0), rows, integer(1), []) as (m, _):
             its_x = self.at(b, x, b.mul(m, columns), STORED[self.activation])
             its_own = self.at(b, made, b.mul(m, stride), self.of_x)
-            # Without AVX-512 a masked load of 16-bit numbers becomes a branch for each of them: only for the rest.
+            # Without AVX-512 a masked load of 16-bit numbers becomes a branch for each of them: only for the remainder.
             whole, step = b.and_(columns, integer(-self.columns)), integer(self.columns)
             with self.loop(b, integer(0), whole, step, []) as (k, _):
                 self.convert(b, its_x, its_own, k, None)
@@ -261,7 +261,7 @@ class _Kernels(Module):
         return function
 
     def _kernel(self, strip: Any) -> None:
-        """Strips of W, each with all rows of x."""
+        """Build the kernel: strips of W, each with all rows of x."""
         converted = self._converted() if self.converts else None
         b, task = self.kernel()
         record, x, y = task.address(b, 2), task.operand(b, 3), task.operand(b, 5)
@@ -304,7 +304,7 @@ class _Pairs(_Kernels):
         self.converts, self.of_x = True, FLOAT
 
     def stride(self, b: Any, columns: Any) -> Any:
-        """See there; of 32 columns, those with odd numbers stand before the others."""
+        """Round the stride up to whole groups of 32 columns, of which those with odd numbers come before the others."""
         return b.and_(b.add(columns, integer(self.columns - 1)), integer(-self.columns))
 
     def convert(self, b: Any, x: Any, made: Any, k: Any, count: Any) -> None:
@@ -342,15 +342,15 @@ class _Dots(_Kernels):
 
 
 def linear_module(weight: str, activation: str, registers: int, dots: bool) -> str:
-    """The text of a module for layers whose weights and activations are stored so.
+    """Return the text of a module for layers with these types of weights and activations.
 
     Its kernel's record (`builder.Task`) has the address of a layer's (`LAYER_FIELDS`) at 2, the operands x `(rows, K)`
-    at 3 and y `(rows, N)` at 5, which lie without gaps.
+    at 3 and y `(rows, N)` at 5, both without gaps.
 
     Args:
-        weight: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`; see `int4_code` for another.
+        weight: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`; for int4 see `int4_code`.
         activation: one of the first three.
-        registers: of 16 numbers each that the processor has, 8 or 32.
+        registers: number of the processor's registers of 16 numbers each, 8 or 32.
         dots: whether it has AVX-512's instruction for products of bfloat16 numbers.
     """
     kind = _Kernels

@@ -1,4 +1,4 @@
-"""Norms, gates and rotary embeddings of a few rows by code made for this processor (rows_code.py)."""
+"""Norms, gates and rotary embeddings of a few rows by JIT-compiled kernels (rows_code.py)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["gated_silu", "rms_norm", "rotary"]
 
 
 def _run(what: str, dtype: torch.dtype, rows: int, addresses: tuple[int, ...], *fields: int) -> None:
-    """One kernel, by a single thread: its operands, and what follows them in the record."""
+    """Run one kernel on a single thread, given its operands and the fields that follow them in the record."""
     places = (number for at in range(len(addresses)) for number in (3 + at, 0))
     own = record(kernel("rows", what, NAMES[dtype]), flags(), *places, *fields)
     run_once()(ctypes.addressof(own), rows, *(*addresses, 0, 0)[:4], 1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm as in llama, w · (x / √(mean(x²) + ε)): the mean in float32, both products rounded to the type of x.
+    """Compute RMSNorm as in llama, w · (x / √(mean(x²) + ε)): the mean in float32, both products rounded to x's type.
 
     Args:
         x: `(…, K)`.
@@ -37,11 +37,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def gated_silu(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gates) · up, silu rounded to their type.
+    """Compute silu(gates) · up, with silu rounded to their type.
 
     Args:
-        gates: of any shape.
-        up: of the same shape and type.
+        gates: tensor of any shape.
+        up: tensor of the same shape and type.
     """
     gates, up = gates.contiguous(), up.contiguous()
     y = torch.empty_like(gates)
@@ -51,12 +51,12 @@ def gated_silu(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x₁, x₂ being the halves of the last dimension, x · cos + (−x₂, x₁) · sin; every product and the sum is rounded.
+    """Compute x · cos + (−x₂, x₁) · sin, x₁, x₂ being the halves of the last dimension; products and sum are rounded.
 
     Args:
-        x: `(1, H, n, D)`, of any strides but the last.
+        x: `(1, H, n, D)`, with any strides but the last.
         cos: `(1, 1, n, D)`.
-        sin: as cos.
+        sin: same shape as cos.
     """
     _, heads, rows, size = x.shape
     if x.stride(3) != 1:

@@ -1,7 +1,7 @@
-"""Code for what stands between the linear layers, a row at a time: norms, gates, rotary embeddings, sums.
+"""Code for the operations between linear layers, a row at a time: norms, gates, rotary embeddings, sums.
 
-Each does in one go what a model's code does in five to ten operations, of which every one costs more than its
-arithmetic where a row is a token. Numbers are rounded where the model's own code rounds them.
+Each fuses five to ten operations of a model's code, every one of which costs more than its arithmetic where a row is a
+token. Numbers are rounded where the model's own code rounds them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class _Rows(Module):
         self._kind = STORED[activation]
 
     def _of(self, b: Any, address: Any, place: Any, count: Any) -> Any:
-        """16 activations, or `count` of them and zeros, as float32."""
+        """Load 16 activations, or `count` of them and zeros, as float32."""
         return self.floats(b, self.load(b, self.at(b, address, place, self._kind), self._kind, count), self.activation)
 
     def norm(self) -> None:
-        """RMSNorm, w · (x / √(mean(x²) + ε)), the quotient rounded first.
+        """Compute RMSNorm, w · (x / √(mean(x²) + ε)), with the quotient rounded first.
 
-        The record: x, y, the address of w, columns, ε, rows for each of the table's, numbers from a row of x to the
-        next. y lies without gaps.
+        The record: x, y, the address of w, columns, ε, number of rows per row of the table, stride from a row of x to
+        the next. y has no gaps.
         """
         b, task = self.kernel()
         x, y, weight = task.operand(b, 2), task.operand(b, 4), task.address(b, 6)
@@ -52,9 +52,9 @@ class _Rows(Module):
         b.ret_void()
 
     def gate(self) -> None:
-        """A gated activation, silu(gate) · up, silu rounded first.
+        """Compute a gated activation, silu(gate) · up, with silu rounded first.
 
-        The record: gate, up, y, columns, numbers from a row of gate to the next, and of up. y lies without gaps.
+        The record: gate, up, y, columns, strides from a row of gate to the next, and of up. y has no gaps.
         """
         b, task = self.kernel()
         gate, up, y = task.operand(b, 2), task.operand(b, 4), task.operand(b, 6)
@@ -73,7 +73,7 @@ class _Rows(Module):
         b.ret_void()
 
     def add(self) -> None:
-        """The sum of two; the record: both, y, columns. All lie without gaps."""
+        """Compute the sum of two tensors; the record: both, y, columns. None of them has gaps."""
         b, task = self.kernel()
         one, other, y, columns = task.operand(b, 2), task.operand(b, 4), task.operand(b, 6), task.field(b, 8)
         first, end = self._columns(b, task, b.mul(columns, task.entry(b, 0)))
@@ -85,16 +85,16 @@ class _Rows(Module):
 
     @staticmethod
     def _columns(b: Any, task: Task, columns: Any) -> tuple[Any, Any]:
-        """This thread's part of so many columns, by fours of vectors."""
+        """Return this part's range of so many columns, in units of four vectors."""
         step = 4 * LANES
         parts = b.sdiv(b.add(columns, integer(step - 1)), integer(step))
         first, end = (b.mul(place, integer(step)) for place in task.share(b, parts))
         return first, least(b, end, columns)
 
     def rotary(self) -> None:
-        """Rotary embedding, x · cos + (−x₂, x₁) · sin, products rounded.
+        """Compute a rotary embedding, x · cos + (−x₂, x₁) · sin, with products rounded.
 
-        The record: x, cos, sin, y, heads, size, numbers from a row of x to the next, and from a head to the next. y is
+        The record: x, cos, sin, y, heads, size, strides from a row of x to the next, and from a head to the next. y is
         `(heads, rows, size)`, cos and sin are `(rows, size)`.
         """
         b, task = self.kernel()
@@ -121,7 +121,7 @@ class _Rows(Module):
 
 
 def rows_module(what: str, activation: str) -> str:
-    """The text of a module whose kernel computes a norm, a gate, a sum or a rotary embedding.
+    """Return the text of a module whose kernel computes a norm, a gate, a sum or a rotary embedding.
 
     Args:
         what: `"norm"`, `"gate"`, `"add"` or `"rotary"`; see the methods, whose records (`builder.Task`) begin at 2.
