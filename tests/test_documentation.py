@@ -77,7 +77,7 @@ def commands(path: Path) -> Iterator[list[str]]:
 
 def test_readme_shows_code_early_and_ends_soon() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 160
+    assert len(lines) <= 120
     assert lines.index("```python") <= 30
 
 
