@@ -25,16 +25,12 @@ LAB = ROOT / "tests" / "lab"
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FOR_MAINTAINERS = [ROOT / "CONTRIBUTING.md", LAB / "README.md"]
-MARKDOWN = [*PAGES, *FOR_MAINTAINERS, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+RESULTS = sorted((ROOT / "tests" / "lab" / "results").glob("*.md"))
+MARKDOWN = [*PAGES, *FOR_MAINTAINERS, *RESULTS, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 
 COMMANDS = (
     "generate", "chat", "benchmark", "evaluate", "report", "search", "profile", "inspect", "presets", "export", "serve",
 )  # fmt: skip
-
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "docs").is_dir(), reason="a source distribution has no docs and no notebooks"
-)
-
 
 def each(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", paths, ids=[path.relative_to(ROOT).as_posix() for path in paths])

@@ -372,11 +372,15 @@ def test_names_that_come_from_outside_are_data(ssd: Callable[..., Run], folder: 
     assert run.status == 0 and "\x1b[2J" not in run.out and "[/red]" in run.out
 
 
-def test_code_that_comes_with_a_model_is_named(folder: str) -> None:
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "processor_config.json"])
+@pytest.mark.parametrize("more", [{}, {"padding": "0" * 2**21}], ids=["small", "large"])
+def test_code_that_comes_with_a_model_is_named(folder: str, name: str, more: dict[str, str]) -> None:
     shutil.copytree(folder, "mine")
+    path = Path("mine") / name
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **more}))
     require_no_code(find_model("mine"))
-    path = Path("mine") / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoConfig": "mine.Config"}}))
+    path.write_text(json.dumps({**known, **more, "auto_map": {"AutoTokenizer": "mine.Tokenizer"}}))
     with pytest.raises(ValueError, match="--trust-remote-code"):
         require_no_code(find_model("mine"))
 

@@ -14,7 +14,7 @@ from ..models import fetch_demo
 from ..support.display import path_shown
 from ..support.hub import identity_of
 from ..support.messages import clipped, shown
-from ..support.reading import CONFIG, read_json
+from ..support.reading import CONFIG, DATA, read_json
 
 __all__ = ["AUTO", "Source", "check_fits", "find_model", "require_no_code", "stored_default"]
 
@@ -155,12 +155,16 @@ def check_fits(folder: Path, default: SelfSpeculativeConfig | Literal["auto"]) -
         default.validate_for(num_layers=layers, model_type=text.model_type)
 
 
+_VOCABULARIES = ("tokenizer.json", "vocab.json")
+"""Large files in which transformers looks for no classes."""
+
+
 def require_no_code(source: Source) -> None:
     """Raise `ValueError` if a model comes with its own code, which loading it would run."""
     for file in sorted(source.folder.glob("*.json")):
-        if file.stat().st_size > CONFIG.most_bytes:  # a vocabulary or an index of weights
+        if file.name in _VOCABULARIES or file.name.endswith(".index.json"):
             continue
-        document = read_json(file, CONFIG)
+        document = read_json(file, DATA)  # a tokenizer's config may be larger than a usual one
         if isinstance(document, Mapping) and "auto_map" in document:
             raise ValueError(
                 f"{shown(source.name)} comes with code of its own ({file.name} names it). If you trust it, run it with "
