@@ -157,6 +157,41 @@ def test_prompt_from_stdin(ssd: Callable[..., Run], folder: str) -> None:
     assert document["prompt"] == "rain\n\nfalls"
 
 
+@pytest.mark.parametrize(("content", "prompt"), [(b"rain\n", "rain"), (b" \n", None)], ids=["text", "empty"])
+def test_a_prompt_may_be_redirected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, prompt: str | None
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    with file.open(encoding="utf-8") as redirected:
+        monkeypatch.setattr(sys, "stdin", redirected)
+        assert resolve_options.read_prompt(None) == prompt
+    ends = os.pipe()
+    with os.fdopen(ends[1], "wb") as pipe:
+        pipe.write(content)
+    with os.fdopen(ends[0], encoding="utf-8") as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        assert resolve_options.read_prompt(None) == prompt
+    with open(os.devnull, encoding="utf-8") as nothing:  # which may be a terminal or a device that never ends
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert resolve_options.read_prompt(None) is None
+
+
+def test_a_redirected_prompt_is_utf8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes("café".encode("latin-1"))
+    with (tmp_path / "prompt.txt").open(encoding="utf-8") as redirected:
+        monkeypatch.setattr(sys, "stdin", redirected)
+        with pytest.raises(ValueError, match=r"not UTF-8: .* at byte 3"):
+            resolve_options.read_prompt(None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(ssd: Callable[..., Run], folder: str) -> None:
+    run = ssd("generate", "x", "-m", folder, *SKIP, "--device", "cuda")
+    assert run.status == 2 and run.err.count("\n") == 1
+    assert re.fullmatch(r"error: --device cuda: .*[^.]\. Write cpu, cuda, cuda:1, mps, …\n", run.err)
+
+
 def test_without_a_prompt_there_is_an_example(ssd: Callable[..., Run], folder: str) -> None:
     run = ssd("generate", "-m", folder, *SKIP, *SHORT)
     assert run.status == 0
@@ -571,6 +606,7 @@ def test_presets(ssd: Callable[..., Run]) -> None:
         (["generate", "x", "-m", "{}", *SKIP, "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "x", "-m", "{}", *SKIP, "--top-p", "0.5"], "--top-p 0.5 needs --temperature"),
         (["generate", "x", "-m", "{}", *SKIP, "--seed", "1"], "--seed 1 needs --temperature"),
+        (["generate", "x", "-m", "{}", *SKIP, "--temperature", "1", "--seed", str(10**30)], "0<=x<=4294967295"),
         (["generate", "x", "-m", "{}", *SKIP, "--repeats", "2"], "--repeats 2 needs --compare"),
         (["generate", "x", "-m", "{}", *SKIP, "--html", "nowhere/x.html"], "no folder 'nowhere'"),
         (["generate", "x", "-m", "{}", *SKIP, "--dtype", "float33"], "float33"),
@@ -579,6 +615,7 @@ def test_presets(ssd: Callable[..., Run]) -> None:
         (["generate", "x", "-m", "{}", *SKIP, "--system", "y", "--no-chat-template"], "--system needs a chat template"),
         (["generate", " ", "-m", "{}", *SKIP], "The prompt is empty"),
         (["generate", "-", "-m", "{}", *SKIP], "The prompt from stdin is empty"),
+        (["generate", "caf\udce9", "-m", "{}", *SKIP], "The prompt is not UTF-8"),
         (["generate", "x", "-m", "./nowhere", *SKIP], "./nowhere"),
         (["generate", "x", "--zebra"], "No such option: --zebra. See `ssd generate --help`."),
         (["inspect", "./nowhere.gguf"], "no GGUF file './nowhere.gguf'"),

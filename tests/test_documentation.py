@@ -32,6 +32,7 @@ COMMANDS = (
     "generate", "chat", "benchmark", "evaluate", "report", "search", "profile", "inspect", "presets", "export", "serve",
 )  # fmt: skip
 
+
 def each(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", paths, ids=[path.relative_to(ROOT).as_posix() for path in paths])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from .option_groups import with_option_groups
-from .options import DEMO, ComparedConfigOptions, MeasuredModelOptions, MethodOptions, ResultOptions
+from .options import DEMO, MAX_SEED, ComparedConfigOptions, MeasuredModelOptions, MethodOptions, ResultOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -107,7 +107,14 @@ class CallOptions:
     panel: ClassVar[str] = "How to run"
 
     new_tokens: Annotated[
-        int, typer.Option(min=2, metavar="N", help="New tokens of every call; end of sequence is off.")
+        int,
+        typer.Option(
+            "--new-tokens",
+            "--max-new-tokens",
+            min=2,
+            metavar="N",
+            help="New tokens of every call; end of sequence is off.",
+        ),
     ] = 48
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="How often each prompt is run.")] = 1
     warm_up: Annotated[int, typer.Option(min=0, metavar="N", help="Calls of each method that are not counted.")] = 2
@@ -115,7 +122,7 @@ class CallOptions:
     temperature: Annotated[
         float | None, typer.Option(metavar="T", help="Temperature of the sampling. Default: the model's.")
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling and of random-half.")] = 0
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampling and of random-half.")] = 0
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Continue the prompts as they are, not as chats.")
     ] = False

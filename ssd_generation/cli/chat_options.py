@@ -18,7 +18,9 @@ __all__ = ["ChatAnswerOptions", "ChatShowOptions"]
 class ChatAnswerOptions(AnswerOptions):
     """Decoding of the answers, which may be longer than those of `ssd generate` by default."""
 
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 1024
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--new-tokens", min=1, metavar="N", help="The longest answer, in tokens.")
+    ] = 1024
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the conversation.")] = None
     chat_template: Annotated[
         Path | None,

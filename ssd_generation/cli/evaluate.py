@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from .option_groups import with_option_groups
-from .options import ComparedConfigOptions, JsonOption, MeasuredModelOptions, MethodOptions, ResultOptions
+from .options import MAX_SEED, ComparedConfigOptions, JsonOption, MeasuredModelOptions, MethodOptions, ResultOptions
 
 if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
@@ -110,7 +110,14 @@ class AnswerOptions:
     panel: ClassVar[str] = "How to run"
 
     new_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The longest answer, in tokens. Default: 128; for code 384.")
+        int | None,
+        typer.Option(
+            "--new-tokens",
+            "--max-new-tokens",
+            min=1,
+            metavar="N",
+            help="The longest answer, in tokens. Default: 128; for code 384.",
+        ),
     ] = None
     answers: Annotated[int, typer.Option(min=1, metavar="N", help="Answers to each question; with --do-sample.")] = 1
     k: Annotated[str, typer.Option("--k", metavar="NUMBERS", help="The k of pass@k; several separated by commas.")] = (
@@ -123,7 +130,7 @@ class AnswerOptions:
     top_p: Annotated[float | None, typer.Option(metavar="P", help="Top-p of the sampling. Default: the model's.")] = (
         None
     )
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling and of random-half.")] = 0
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampling and of random-half.")] = 0
     warm_up: Annotated[int, typer.Option(min=0, metavar="N", help="Calls of each method that are not counted.")] = 1
     no_memory: Annotated[
         bool,

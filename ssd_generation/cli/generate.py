@@ -45,7 +45,9 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            metavar="PROMPT", help="What to ask; `-` reads it from stdin. Default: an example.", show_default=False
+            metavar="PROMPT",
+            help="What to ask; `-`, a pipe or a file reads it from stdin. Default: an example.",
+            show_default=False,
         ),
     ] = None,
     *,
@@ -90,10 +92,10 @@ def parse(
     decoding.check_sampling()
     if show.html is not None and not Path(os.path.expanduser(show.html)).absolute().parent.is_dir():
         raise FileNotFoundError(f"--html: there is no folder {str(show.html.parent)!r}. Make it first.")
-    text = read_prompt(prompt, DEFAULT_PROMPT)
+    text = read_prompt(prompt)
     return Request(
-        prompt=text,
-        is_example=prompt is None,
+        prompt=DEFAULT_PROMPT if text is None else text,
+        is_example=text is None,
         config=requested_draft(draft, length),
         seed=some_seed(decoding.seed),
         model=model,

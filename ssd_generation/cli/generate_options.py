@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .options import ConfigOptions, JsonOption
+from .options import MAX_SEED, ConfigOptions, JsonOption
 
 __all__ = ["AnswerOptions", "DecodingOptions", "DraftLengthOptions", "DraftOptions", "ShowOptions"]
 
@@ -88,7 +88,9 @@ class AnswerOptions:
 
     panel: ClassVar[str] = "How to decode"
 
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 128
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--new-tokens", min=1, metavar="N", help="The longest answer, in tokens.")
+    ] = 128
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -109,7 +111,9 @@ class AnswerOptions:
             help="Sample from the likeliest tokens whose probabilities add up to P.",
         ),
     ] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling. The same seed, the same text.")] = None
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampling. The same seed, the same text.")
+    ] = None
     exact: Annotated[
         bool,
         typer.Option(

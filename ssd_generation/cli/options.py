@@ -37,6 +37,10 @@ class ModelOptions:
     ] = None
 
 
+MAX_SEED = 2**32 - 1
+"""Largest seed that all random generators take."""
+
+
 @dataclass(frozen=True)
 class MeasuredModelOptions(ModelOptions):
     """Model options where speed is measured."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -79,28 +80,50 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name}: {reason} Write cpu, cuda, cuda:1, mps, …") from error
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"--device {name}: {reason}. Write cpu, cuda, cuda:1, mps, …") from error
     return device
 
 
-def read_prompt(prompt: str | None, default: str) -> str:
-    """Return the prompt: as given, from stdin for `-`, or the default.
+def read_prompt(prompt: str | None) -> str | None:
+    """Return the prompt: as given, or from stdin for `-`.
+
+    Without a prompt, what is piped in or redirected from a file is the prompt; `None` if that is empty.
 
     Raises:
-        ValueError: the prompt is empty.
+        ValueError: the prompt is empty, or not UTF-8.
     """
     if prompt is None:
-        return default
-    if prompt == "-":
-        prompt = sys.stdin.read().rstrip("\n")
+        prompt = _read_stdin() if _is_redirected() else ""
+        if not prompt.strip():
+            return None
+    elif prompt == "-":
+        prompt = _read_stdin()
         if not prompt.strip():
             raise ValueError("The prompt from stdin is empty.")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes that the system could not decode
+        raise ValueError("The prompt is not UTF-8. Convert it, or check the locale of the terminal.")
     if not prompt.strip():
         raise ValueError(
             "The prompt is empty. Give some text, `-` to read it from stdin, or leave it out for an example."
         )
     return prompt
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The prompt from stdin is not UTF-8: {error.reason} at byte {error.start}.") from error
+
+
+def _is_redirected() -> bool:
+    """Tell whether stdin is a pipe or a file: not a terminal, a null device, or closed."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def encode(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from .option_groups import with_option_groups
-from .options import JsonOption, ModelArgumentOptions
+from .options import MAX_SEED, JsonOption, ModelArgumentOptions
 
 if TYPE_CHECKING:
     from ..search.run_search import SearchResult
@@ -82,7 +82,9 @@ class CalibrationOptions:
     held_out: Annotated[
         int, typer.Option(min=0, metavar="N", help="How many further prompts the best draft alone is tested on.")
     ] = 6
-    new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of each text.")] = 32
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", "--max-new-tokens", min=2, metavar="N", help="Tokens of each text.")
+    ] = 32
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Continue the prompts as they are, not as chats.")
     ] = False
@@ -118,7 +120,7 @@ class SamplerOptions:
             "many times longer. Later tokens are judged as if they were the last of these.",
         ),
     ] = 1
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler.")] = 0
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampler.")] = 0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.utils import logging as hf_logging
 
 from ..config import DraftingConfig, LookupConfig, PrecisionConfig, SelfSpeculativeConfig, SkipConfig
 from ..drafting.policy import CostAwarePolicy
@@ -20,6 +19,7 @@ from ..forward.structure.offloaded import is_offloaded
 from ..support.bounds import Number
 from ..support.measurements import NoisyMeasurement, cached_measurement, was_noisy
 from ..support.model_state import state_of
+from ..support.progress import progress_bar
 from ..support.structure import follows_from_structure
 from ..support.tensors import stored_bytes
 from ..support.warn import warn_once
@@ -311,12 +311,7 @@ def _choose(model: PreTrainedModel, names: list[str], prompt: torch.Tensor | Non
     tried = {}
     text = None if prompt is None else prompt[:1, -_LOOKED_AT:]
     with (
-        hf_logging.tqdm(
-            total=len(names),
-            desc="Trying low-bit drafts of this model, once",
-            leave=False,
-            bar_format="{desc}: {n}/{total}",
-        ) as bar,
+        progress_bar(len(names), "Trying low-bit drafts of this model, once", bar_format="{desc}: {n}/{total}") as bar,
         torch.no_grad(),
     ):
         choices = None if text is None else _choices(model, text)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.utils import logging as hf_logging
 
 from ..cache.buffered_layers import BufferedLayer, add_buffers
 from ..cache.own_lists import new_cache
@@ -35,6 +34,7 @@ from ..support.devices import wait_for
 from ..support.measurements import NoisyMeasurement, cached_measurement, flag_if_noisy, value_of
 from ..support.model_state import state_of
 from ..support.parallel import broadcast
+from ..support.progress import progress_bar
 from ..support.tensors import argmax
 from ..support.timing import Stopwatch
 from ..support.versions import cache_argument
@@ -143,12 +143,10 @@ def _measure(
     """
     with (
         torch.no_grad(),
-        hf_logging.tqdm(
-            total=len(lengths) + 1 + _REPEATS * (len(lengths) + -(-len(lengths) // 2)),
-            desc=f"Measuring the cost of {what}{'' if rows == 1 else f' in batches of {rows}'} here, once",
-            leave=False,
-            disable=not shows,
-            bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
+        progress_bar(
+            len(lengths) + 1 + _REPEATS * (len(lengths) + -(-len(lengths) // 2)),
+            f"Measuring the cost of {what}{'' if rows == 1 else f' in batches of {rows}'} here, once",
+            shows=shows,
         ) as bar,
     ):
         passes = Passes(model, config, plan=_plan(model, asked, rows), rows=rows)

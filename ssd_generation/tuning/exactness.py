@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.utils import logging as hf_logging
 
 from ..cache.arena import BUCKETS
 from ..cache.buffered_layers import add_buffers
@@ -33,6 +32,7 @@ from ..support.bounds import Number
 from ..support.measurements import cached_measurement, flag_if_noisy
 from ..support.model_state import Part, state_of
 from ..support.parallel import broadcast
+from ..support.progress import progress_bar
 from ..support.timing import Stopwatch
 from ..support.versions import CACHE
 from .measuring import describe_model, time_in_turns
@@ -220,12 +220,7 @@ def _find_out(model: PreTrainedModel) -> Any:
     """Determine a certificate; return it as a dictionary."""
     with (
         torch.no_grad(),
-        hf_logging.tqdm(
-            total=len(WIDTHS),
-            desc="Checking the bits of this model's passes here, once",
-            leave=False,
-            bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
-        ) as bar,
+        progress_bar(len(WIDTHS), "Checking the bits of this model's passes here, once") as bar,
     ):
         text = _Text(model)
         for name in _kernels(model):

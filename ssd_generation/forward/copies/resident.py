@@ -25,13 +25,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from transformers.utils import logging as hf_logging
 
 from ...config import SkipConfig
 from ...support.files import is_temporary
 from ...support.memory import available_bytes
 from ...support.messages import clipped
 from ...support.model_state import state_of
+from ...support.progress import progress_bar
 from ...support.tensors import fingerprint_of
 from ...support.trusted import UntrustedFolderError, check_folder, name_of_open, opened, storing
 from ..structure.offloaded import (
@@ -210,12 +210,7 @@ class ResidentDraft:
             layout, layers=tuple(layer.of_modules(modules) for layer in layout.layers)
         )
         linears = [m for m in self.model.modules() if type(m) is nn.Linear]
-        with hf_logging.tqdm(
-            total=len(linears),
-            desc="Copying the offloaded weights in low bits, once",
-            leave=False,
-            bar_format="{desc}: {percentage:3.0f}% |{bar}| {remaining} left",
-        ) as bar:
+        with progress_bar(len(linears), "Copying the offloaded weights in low bits, once") as bar:
             self._bar = bar
             copies = LowBitCopies(self.model, skip, precision, make=self._copy)
             del self._bar

@@ -1,0 +1,28 @@
+"""Progress bar of work that this library does once per model or machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers.utils import logging as hf_logging
+
+__all__ = ["progress_bar"]
+
+_PERCENT = "{desc}: {percentage:3.0f}% |{bar}| {remaining} left"
+
+
+def progress_bar(total: int, desc: str, shows: bool = True, bar_format: str = _PERCENT) -> Any:
+    """Return transformers' progress bar, a context manager, on stderr.
+
+    It shows on a terminal and in a notebook, unless transformers' progress bars are disabled. A log file stays free of
+    it.
+
+    Args:
+        total: number of steps.
+        desc: the work.
+        shows: `False` hides it.
+        bar_format: its format, as tqdm reads it.
+    """
+    is_seen = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    return hf_logging.tqdm(total=total, desc=desc, leave=False, disable=not (shows and is_seen), bar_format=bar_format)
