@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .forward.structure.skip_mode import draft_mode
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
     from .generation.custom import generate_drafting
+    from .generation.prefix_files import load_prefix_cache, save_prefix_cache
     from .harness.results import TokenOrigins
     from .models import fetch_demo, load_demo, load_model
 
@@ -59,6 +60,8 @@ __all__ = [
     "is_self_speculative",
     "load_demo",
     "load_model",
+    "load_prefix_cache",
+    "save_prefix_cache",
 ]
 
 _HOMES = {
@@ -77,6 +80,8 @@ _HOMES = {
     "enable_self_speculative": ".generation",
     "is_self_speculative": ".generation",
     "generate_drafting": ".generation.custom",
+    "load_prefix_cache": ".generation.prefix_files",
+    "save_prefix_cache": ".generation.prefix_files",
     "fetch_demo": ".models",
     "load_demo": ".models",
     "load_model": ".models",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ssd_generation import (
     DraftingConfig,
@@ -18,8 +21,11 @@ from ssd_generation import (
     SkipConfig,
     disable_self_speculative,
     enable_self_speculative,
+    load_prefix_cache,
+    save_prefix_cache,
 )
 from ssd_generation.cache.prefix_cache import PrefixCache
+from ssd_generation.generation import prefix_files
 from ssd_generation.generation.prefixes import PrefixPart, bytes_of
 from ssd_generation.native.codegen.compiler import why_not
 from ssd_generation.support.model_state import state_of
@@ -369,3 +375,135 @@ def test_sizes_that_are_none(size: Any, message: str) -> None:
 def test_a_size_of_another_type() -> None:
     with pytest.raises(TypeError, match=r"must be bytes, a size such as .* but got float"):
         enable_self_speculative(tiny_model(), prefix_cache=0.5)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "prefixes.safetensors"
+
+
+def asked(model: Any, count: int = 3) -> list[Any]:
+    """Texts after one document, and one for another user."""
+    found = [generate(model, torch.cat((prompt(60), prompt(5, seed=seed)), dim=1)).tolist() for seed in range(count)]
+    return [*found, generate(model, prompt(40, seed=9), cache_salt="alice").tolist()]
+
+
+def test_another_process_goes_on_from_a_file(file: Path) -> None:
+    one, other = model_of(), model_of()
+    texts = asked(one)
+    written = save_prefix_cache(one, file)
+    assert load_prefix_cache(other, file) == written == 60 + 3 * (5 + 12 - 1) + 40 + 12 - 1
+    caches = [state_of(model).get(PrefixPart).cache for model in (one, other)]
+    assert caches[0] is not None and caches[1] is not None and caches[0].bytes == caches[1].bytes
+    assert asked(other, 1) == [texts[0], texts[-1]] and reused(other) == 39
+    generate(other, prompt(40, seed=9))
+    assert reused(other) == 0, "it was kept for alice"
+    generate(other, torch.cat((prompt(60), prompt(5, seed=7)), dim=1))
+    assert reused(other) == 60
+
+
+def test_a_smaller_cache_takes_the_last_used_of_a_file(file: Path) -> None:
+    one = model_of()
+    asked(one)
+    save_prefix_cache(one, file)
+    other = model_of(size=60_000)
+    load_prefix_cache(other, file)
+    kept = state_of(other).get(PrefixPart).cache
+    assert kept is not None and 0 < kept.bytes <= 60_000
+    generate(other, prompt(40, seed=9), cache_salt="alice")
+    assert reused(other) == 39
+
+
+@pytest.mark.parametrize("how", ["other weights", "a write", "another model", "another dtype", "other threads"])
+def test_a_file_of_another_model_is_refused(file: Path, how: str) -> None:
+    asked(one := model_of())
+    save_prefix_cache(one, file)
+    other = (
+        model_of(torch.bfloat16) if how == "another dtype" else model_of(family="qwen3" if "model" in how else "llama")
+    )
+    if how == "other weights":
+        torch.manual_seed(1)
+        torch.nn.init.normal_(other.lm_head.weight)
+    elif how == "a write":  # which torch does not count: the same numbers in other places
+        weight = other.model.layers[0].mlp.up_proj.weight
+        weight.data.numpy()[:] = weight.data.numpy()[::-1].copy()
+    elif how == "other threads":
+        torch.set_num_threads(2)
+    with pytest.raises(ValueError, match=r"another model, machine or version computed .*differ in"):
+        load_prefix_cache(other, file)
+    kept = state_of(other).get(PrefixPart).cache
+    assert kept is not None and kept.bytes == 0
+
+
+def damaged(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    if how == "a bit":
+        content[-5] ^= 4
+    elif how == "cut short":
+        del content[-100:]
+    elif how == "rubbish":
+        content = bytearray(b"rubbish" * 100)
+    elif how == "nothing":
+        content = bytearray()
+    file.write_bytes(content)
+    if how in ("a key", "a run", "a cycle", "no document"):
+        with safe_open(file, framework="pt") as stored:
+            about = json.loads(stored.metadata()["about"])
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        if how == "a key":
+            about["runs"][0][0][3] = "many"
+        elif how == "a run":
+            about["runs"].append([about["runs"][0][0], None, 4])
+        elif how == "a cycle":
+            about["runs"][0][1] = 0
+        text = "[" * 10_000 if how == "no document" else json.dumps(about)
+        save_file(tensors, file, metadata={"about": text})
+
+
+@pytest.mark.parametrize(
+    "how", ["a bit", "cut short", "rubbish", "nothing", "a key", "a run", "a cycle", "no document"]
+)
+def test_a_damaged_file_is_refused(file: Path, how: str) -> None:
+    asked(model := model_of())
+    save_prefix_cache(model, file)
+    damaged(file, how)
+    with pytest.raises(ValueError, match="is no file of prefixes, or damaged"):
+        load_prefix_cache(other := model_of(), file)
+    kept = state_of(other).get(PrefixPart).cache
+    assert kept is not None and kept.bytes == 0
+
+
+def test_a_file_is_written_whole_or_not_at_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked(model := model_of())
+    save_prefix_cache(model, file)
+    before = file.read_bytes()
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prefix_files, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_prefix_cache(model, file)
+    assert file.read_bytes() == before and [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_files_need_a_cache(file: Path) -> None:
+    model = model_of(size=False)
+    for function in (save_prefix_cache, load_prefix_cache):
+        with pytest.raises(ValueError, match="stores no prefixes"):
+            function(model, file)
+    with pytest.raises(FileNotFoundError):
+        load_prefix_cache(model_of(), file)
+    assert save_prefix_cache(model_of(), file) == 0 and load_prefix_cache(model_of(), file) == 0
+
+
+def test_stale_prefixes_are_not_written(file: Path) -> None:
+    asked(model := model_of())
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert save_prefix_cache(model, file) == 0

@@ -119,6 +119,24 @@ class PrefixCache:
                 self.bytes += made.bytes()
             self._drop_oldest()
 
+    def runs(self) -> list[tuple[Hashable, int | None, torch.Tensor, States]]:
+        """Return all runs: key, number of the run that each follows (`None`: it begins a text), tokens, and states.
+
+        A run comes after the one that it follows; otherwise the most recently used come last. Tensors are not copied:
+        they are never written to.
+        """
+        with self._guard:
+            found: list[tuple[Hashable, int | None, torch.Tensor, States]] = []
+            waiting: list[tuple[Hashable, int | None, _Run]] = [
+                (key, None, run) for key, root in self._roots.items() for run in root.below.values()
+            ]
+            while waiting:
+                waiting.sort(key=lambda entry: -entry[2].used)
+                key, above, run = waiting.pop()
+                waiting += [(key, len(found), below) for below in run.below.values()]
+                found.append((key, above, run.tokens, run.states))
+            return found
+
     def limit(self, most_bytes: int) -> None:
         """Store at most `most_bytes` bytes from now on."""
         with self._guard:

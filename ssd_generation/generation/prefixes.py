@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
     from ..forward.forward import Forward
 
-__all__ = ["Prefix", "PrefixCacheSize", "PrefixPart", "bytes_of", "set_prefix_cache"]
+__all__ = ["Prefix", "PrefixCacheSize", "PrefixPart", "bytes_of", "digest_of", "follow_weights_of", "set_prefix_cache"]
 
 _BY_DEFAULT = 10**9
 """Default size of a cache, in bytes."""
+
+_COLUMNS = 1024
+"""Columns, of 64 bits, of the table of a weight's numbers whose rows and columns are added up."""
 
 _FEWEST = 32
 """Shortest prefix that is reused, in tokens: reuse takes a reading of all weights, to check that they are the same."""
@@ -102,6 +105,19 @@ def set_prefix_cache(model: PreTrainedModel, size: PrefixCacheSize) -> None:
         part.cache.limit(most)
 
 
+def follow_weights_of(model: PreTrainedModel) -> None:
+    """Drop a model's prefixes if its weights are others than those that computed them, as far as torch counts.
+
+    Args:
+        model: the target model.
+    """
+    part, weights = state_of(model).get(PrefixPart), _weights(model)
+    if weights != part.weights:
+        if part.cache is not None:
+            part.cache.clear()
+        part.weights, part.digest = weights, None
+
+
 class Prefix:
     """Prefix of one call: what it takes from the cache of prefixes, and what it stores there.
 
@@ -155,16 +171,13 @@ class Prefix:
         if prefixes is None:
             return
         model = self._forward.model
-        weights = _weights(model)
-        if weights != part.weights:
-            prefixes.clear()
-            part.weights, part.digest = weights, None
+        follow_weights_of(model)
         tokens = self._ids[0].cpu()
         most = len(tokens) - 1  # the last one's logits are needed
         if min(prefixes.match(self._key, tokens), most) < _FEWEST:
             return
         # torch does not count writes through `.data` or NumPy.
-        digest = _digest(model)
+        digest = digest_of(model)
         if digest != part.digest:
             prefixes.clear()
             part.digest = digest
@@ -192,7 +205,7 @@ class Prefix:
         states = whole_text(self._cache, count) if count >= _FEWEST else None
         if states is not None:
             if part.digest is None:
-                part.digest = _digest(forward.model)
+                part.digest = digest_of(forward.model)
             prefixes.keep(self._key, sequences[0, :count].cpu(), states)
 
 
@@ -203,12 +216,19 @@ def _weights(model: PreTrainedModel) -> Hashable:
     return hash(tuple(map(fingerprint_of, tensors)))
 
 
-def _digest(model: PreTrainedModel) -> str:
-    """Return a digest of the numbers in all weights, which takes about as long as reading them."""
+def digest_of(model: PreTrainedModel) -> str:
+    """Return a digest of the numbers in all weights and buffers and of their places, in the time of two readings.
+
+    Args:
+        model: the target model.
+    """
     found = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        numbers = parameter.detach().contiguous().view(-1).view(torch.uint8)
-        whole = len(numbers) // 8 * 8
-        total = int(numbers[:whole].view(torch.int64).sum()) if whole else 0
-        found.update(f"{name} {tuple(parameter.shape)} {total} {numbers[whole:].tolist()}\n".encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        whole = len(numbers) // (8 * _COLUMNS) * 8 * _COLUMNS
+        table, rest = numbers[:whole].view(torch.int64).view(-1, _COLUMNS), numbers[whole:]
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        # Sums of all columns and all rows: numbers that change places change some of them.
+        for part in (table.sum(dim=0), table.sum(dim=1), rest):
+            found.update(part.cpu().numpy().tobytes())
     return found.hexdigest()

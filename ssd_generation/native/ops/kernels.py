@@ -21,7 +21,7 @@ import torch
 from ..codegen.compiler import address_of
 from ..codegen.teams import RECORD, flags, team_module
 
-__all__ = ["NAMES", "Record", "bits_of", "flags", "kernel", "record", "run_list", "run_once"]
+__all__ = ["NAMES", "Record", "bits_of", "digest_of_kernels", "flags", "kernel", "record", "run_list", "run_once"]
 
 NAMES = {
     torch.float32: "float32",
@@ -41,6 +41,13 @@ def _source(*names: str) -> str:
     folder = Path(__file__).parents[1]
     files = ((folder / name).read_bytes() for name in names)
     return hashlib.sha256(b"".join(files)).hexdigest()
+
+
+@functools.cache
+def digest_of_kernels() -> str:
+    """Return a digest of the code of all kernels, for results that depend on their bits."""
+    folder = Path(__file__).parents[1]
+    return _source(*sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")))
 
 
 @functools.cache
