@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 import ssd_generation
 from ssd_generation import Costs, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
 from ssd_generation.cli import configs as cli_configs
-from ssd_generation.cli import main, resolve_options
+from ssd_generation.cli import console, main, resolve_options
 from ssd_generation.cli.layer_lists import describe_layers, parse_layers
 from ssd_generation.forward.structure.sublayers import locate_sublayers
 from tiny_models import CONFIGS, LAYERS, WINDOW, tiny_model
@@ -175,6 +176,27 @@ def test_a_prompt_may_be_redirected(
     with open(os.devnull, encoding="utf-8") as nothing:  # which may be a terminal or a device that never ends
         monkeypatch.setattr(sys, "stdin", nothing)
         assert resolve_options.read_prompt(None) is None
+
+
+def test_a_pipe_that_stays_silent_is_mentioned(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    ends = os.pipe()
+    with os.fdopen(ends[0], encoding="utf-8") as piped, os.fdopen(ends[1], "wb") as pipe:
+        monkeypatch.setattr(sys, "stdin", piped)
+        found: list[str | None] = []
+        reader = threading.Thread(target=lambda: found.append(resolve_options.read_prompt(None)))
+        reader.start()
+        for _ in range(1000):
+            if "Reading the prompt from stdin" in (said := capfd.readouterr().err):
+                break
+            time.sleep(0.01)
+        assert "Reading the prompt from stdin" in said and reader.is_alive()
+        pipe.write(b"rain")
+        pipe.close()
+        reader.join(60)
+    assert found == ["rain"]
 
 
 def test_a_redirected_prompt_is_utf8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -606,7 +628,10 @@ def test_presets(ssd: Callable[..., Run]) -> None:
         (["generate", "x", "-m", "{}", *SKIP, "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "x", "-m", "{}", *SKIP, "--top-p", "0.5"], "--top-p 0.5 needs --temperature"),
         (["generate", "x", "-m", "{}", *SKIP, "--seed", "1"], "--seed 1 needs --temperature"),
-        (["generate", "x", "-m", "{}", *SKIP, "--temperature", "1", "--seed", str(10**30)], "0<=x<=4294967295"),
+        (
+            ["generate", "x", "-m", "{}", *SKIP, "--temperature", "1", "--seed", str(10**30)],
+            "less than or equal to 4294967295",
+        ),
         (["generate", "x", "-m", "{}", *SKIP, "--repeats", "2"], "--repeats 2 needs --compare"),
         (["generate", "x", "-m", "{}", *SKIP, "--html", "nowhere/x.html"], "no folder 'nowhere'"),
         (["generate", "x", "-m", "{}", *SKIP, "--dtype", "float33"], "float33"),

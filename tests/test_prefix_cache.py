@@ -378,6 +378,66 @@ def test_a_size_of_another_type() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# batches
+
+
+def batch_of(*texts: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded at the left."""
+    width = max(text.shape[1] for text in texts)
+    rows = [torch.nn.functional.pad(text, (width - text.shape[1], 0)) for text in texts]
+    masks = [torch.nn.functional.pad(torch.ones_like(text), (width - text.shape[1], 0)) for text in texts]
+    return {"input_ids": torch.cat(rows), "attention_mask": torch.cat(masks)}
+
+
+def questions(*seeds: int) -> list[torch.Tensor]:
+    return [torch.cat((prompt(60), prompt(4 + seed, seed=seed)), dim=1) for seed in seeds]
+
+
+@pytest.fixture
+def prompts_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_kernels, "_PAYS", float("inf"))
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.parametrize("drafts", [NOTHING, OWN, LOOKUP], ids=["nothing", "own", "lookup"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.measures
+def test_rows_of_a_batch_share_what_they_begin_with(drafts: Any, family: str, prompts_by_kernels: None) -> None:
+    options = {
+        "max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+        "output_logits": True, "return_dict_in_generate": True,
+    }  # fmt: skip
+    one, other = model_of(torch.bfloat16, family=family), model_of(torch.bfloat16, False, family)
+    asked_first, counts = questions(1, 2, 3), []
+    for texts in (asked_first, [*questions(4), prompt(9), *questions(1)], questions(5)):
+        batch = batch_of(*texts)
+        found = [model.generate(**batch, **options, self_speculative=drafts) for model in (one, other)]
+        assert torch.equal(found[0].sequences, found[1].sequences)
+        assert all(map(torch.equal, found[0].logits, found[1].logits))
+        counts.append(reused(one))
+        assert reused(other) == 0
+    assert counts == [2 * 60, 60 + (60 + 5 - 1), 60]
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no code can be made here")
+@pytest.mark.measures
+def test_equal_rows_are_read_once_with_prefixes(prompts_by_kernels: None) -> None:
+    one, other = model_of(torch.bfloat16), model_of(torch.bfloat16, False)
+    options = {"do_sample": True, "num_return_sequences": 3}
+    for _ in range(2):
+        assert torch.equal(*(generate(model, prompt(60), **options) for model in (one, other)))
+    assert reused(one) == 59
+
+
+def test_a_batch_in_float32_neither_reads_nor_fills() -> None:
+    model = model_of()
+    batch = batch_of(*questions(1, 2))
+    model.generate(**batch, max_new_tokens=4, eos_token_id=None, pad_token_id=0, self_speculative=NOTHING)
+    kept = state_of(model).get(PrefixPart).cache
+    assert reused(model) == 0 and kept is not None and kept.bytes == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # files
 
 
@@ -489,7 +549,7 @@ def test_a_file_is_written_whole_or_not_at_all(file: Path, monkeypatch: pytest.M
     monkeypatch.setattr(prefix_files, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         save_prefix_cache(model, file)
-    assert file.read_bytes() == before and [path.name for path in file.parent.iterdir()] == [file.name]
+    assert file.read_bytes() == before and list(file.parent.glob("*.safetensors")) == [file]
 
 
 def test_files_need_a_cache(file: Path) -> None:
@@ -500,6 +560,20 @@ def test_files_need_a_cache(file: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_prefix_cache(model_of(), file)
     assert save_prefix_cache(model_of(), file) == 0 and load_prefix_cache(model_of(), file) == 0
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["once", "and back"])
+def test_a_write_that_torch_does_not_count(back: bool) -> None:
+    model = model_of()
+    weight, question = model.model.layers[1].mlp.up_proj.weight, questions(1)[0]
+    text = generate(model, question)
+    weight.data.numpy()[:] *= -1.5
+    changed = generate(model, question)
+    assert reused(model) == 0
+    if back:
+        weight.data.numpy()[:] /= -1.5
+    after = generate(model, question)
+    assert torch.equal(after, text if back else changed) and (reused(model) > 0) == (not back)
 
 
 def test_stale_prefixes_are_not_written(file: Path) -> None:

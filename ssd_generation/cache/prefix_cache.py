@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from ..support.forks import ForkSafeRLock
 
-__all__ = ["PrefixCache", "whole_text"]
+__all__ = ["PrefixCache", "States", "whole_text"]
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values by layer, each `(1, heads, tokens, size)`."""

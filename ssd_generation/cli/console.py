@@ -177,6 +177,18 @@ def resumable(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def said_after_a_while(line: str) -> Iterator[None]:
+    """Print a line on stderr if the block takes longer than two seconds."""
+    timer = threading.Timer(_PATIENCE, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def measuring() -> Iterator[None]:
     """Show the library's own bars (transformers' tqdm, on stderr) while it measures costs; in a log file, a line."""
     from transformers.utils import logging as transformers_logging
@@ -185,13 +197,8 @@ def measuring() -> Iterator[None]:
         yield
         return
     if not err().is_terminal:
-        line = "Measuring what drafting costs here, once per model and machine."
-        timer = threading.Timer(_PATIENCE, lambda: print(line, file=sys.stderr, flush=True))
-        timer.start()
-        try:
+        with said_after_a_while("Measuring what drafting costs here, once per model and machine."):
             yield
-        finally:
-            timer.cancel()
         return
     transformers_logging.enable_progress_bar()
     try:

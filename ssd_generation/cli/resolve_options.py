@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .options import ModelOptions
 
 
+_WAITS = "Reading the prompt from stdin. To use another one, give it, or redirect stdin from /dev/null."
+
+
 def default_folder(kind: str, model: str) -> Path:
     """Return the default folder for results: a new one, named by the command, the model and the time."""
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name) or "model"
@@ -93,8 +96,13 @@ def read_prompt(prompt: str | None) -> str | None:
     Raises:
         ValueError: the prompt is empty, or not UTF-8.
     """
+    from .console import said_after_a_while
+
     if prompt is None:
-        prompt = _read_stdin() if _is_redirected() else ""
+        if not _is_redirected():
+            return None
+        with said_after_a_while(_WAITS):
+            prompt = _read_stdin()
         if not prompt.strip():
             return None
     elif prompt == "-":

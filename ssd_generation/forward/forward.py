@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..config import SelfSpeculativeConfig
-from .captured.prompt_passes import prompt_passes
+from .captured.prompt_passes import RowPrefixes, prompt_passes
 from .context import Context
 from .cuda_graph.single_pass import Tokens
 from .draft_passes import DraftForward, DraftPasses
@@ -36,6 +36,7 @@ class Forward:
     Attributes:
         is_bitwise: whether the bits of all passes of the target so far did not depend on their width.
         has_read_prompt: whether the kernels that decode have read the prompt.
+        prefixes: earlier texts' keys and values, for the prompts of a batch; `None`: none.
 
     Raises:
         ValueError: the skip set does not fit the model, or low-bit copies cannot be made of it.
@@ -51,6 +52,7 @@ class Forward:
         self.device = input_device(model)
         self.is_bitwise = plan.batch_invariance is not None
         self.has_read_prompt = False
+        self.prefixes: RowPrefixes | None = None
         self._graph: GraphRunner | None = None
         self._make_runners()
         self._config = config
@@ -139,7 +141,10 @@ class Forward:
         logits = None
         if self.plan.prompts and (passes := prompt_passes(self.model, self.plan.batch_invariance)) is not None:
             is_one = list(starts) == [0]
-            logits = passes.read(cache, ids, positions) if is_one else passes.read_rows(cache, ids, positions, starts)
+            if is_one:
+                logits = passes.read(cache, ids, positions)
+            else:
+                logits = passes.read_rows(cache, ids, positions, starts, self.prefixes)
         self.has_read_prompt = logits is not None
         return logits
 

@@ -64,7 +64,7 @@ def enable_self_speculative(
 
     Raises:
         TypeError: `model` is not a transformers model, `always` not a truth value, or `prefix_cache` not a size.
-        ValueError: the model cannot draft for itself (an encoder-decoder, a recurrent model, one that hands decoding on
+        ValueError: the model cannot draft for itself (an encoder-decoder, a model like RWKV, one that hands decoding on
             to a model inside of it), the default does not fit it, or `prefix_cache` cannot be read.
     """
     target = _target_of(model)

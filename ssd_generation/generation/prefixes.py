@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from ..cache.prefix_cache import PrefixCache, whole_text
+from ..cache.prefix_cache import PrefixCache, States, whole_text
 from ..cache.recurrent import slots_of
 from ..decoding.prompt import starts_of_prompts
 from ..decoding.rotary import RotarySwitch
 from ..forward.captured.conditions import why_not_on
+from ..forward.structure.linears import linears_of, sample
 from ..support.messages import shown
 from ..support.model_state import Part, state_of
 from ..support.once import looked_at_once
@@ -106,7 +107,7 @@ def set_prefix_cache(model: PreTrainedModel, size: PrefixCacheSize) -> None:
 
 
 def follow_weights_of(model: PreTrainedModel) -> None:
-    """Drop a model's prefixes if its weights are others than those that computed them, as far as torch counts.
+    """Drop a model's prefixes if its weights are others than those that computed them, as far as `_weights` tells.
 
     Args:
         model: the target model.
@@ -130,7 +131,7 @@ class Prefix:
         salt: key that separates the entries of different users.
 
     Attributes:
-        reused: number of tokens that were taken.
+        reused: number of tokens that were taken, of all rows.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Prefix:
         salt: str | None,
     ) -> None:
         self.reused = 0
+        self._is_checked = False  # whether the digest of the weights was compared
         self._forward, self._cache, self._ids = forward, cache, input_ids
         self._part = state_of(forward.model).get(PrefixPart)
         self._prefixes = self._part.cache
@@ -153,47 +155,83 @@ class Prefix:
     def _may_be(self, model_kwargs: dict[str, Any], config: GenerationConfig) -> bool:
         """Tell whether keys and values of this call depend on nothing but tokens and the key."""
         model, plan, cache = self._forward.model, self._forward.plan, self._cache
-        positions = model_kwargs.get("position_ids")
+        starts = starts_of_prompts(self._ids, model_kwargs, config)
         return (
             plan.captured  # no attentions or hidden states are requested
-            and (plan.prompts or model.dtype == torch.float32)
+            and (plan.prompts or (model.dtype == torch.float32 and len(self._ids) == 1))
             and isinstance(cache, Cache)
             and slots_of(cache) == 0
-            and starts_of_prompts(self._ids, model_kwargs, config) == [0]
-            and (positions is None or positions[0].tolist() == list(range(self._ids.shape[1])))
+            and starts is not None
+            and (starts == [0] or len(self._ids) > 1)
+            and self._counts_tokens(model_kwargs.get("position_ids"), starts)
             and why_not_on(model, self._forward.device, "it is spread over several devices") is None
             and not RotarySwitch(model)
         )
 
-    def fill(self) -> None:
-        """Copy what is stored of the prompt into the cache of the call."""
-        prefixes, part = self._prefixes, self._part
-        if prefixes is None:
-            return
-        model = self._forward.model
-        follow_weights_of(model)
-        tokens = self._ids[0].cpu()
-        most = len(tokens) - 1  # the last one's logits are needed
-        if min(prefixes.match(self._key, tokens), most) < _FEWEST:
-            return
-        # torch does not count writes through `.data` or NumPy.
-        digest = digest_of(model)
-        if digest != part.digest:
-            prefixes.clear()
-            part.digest = digest
-            return
-        for layer, states in zip(self._cache.layers, prefixes.take(self._key, tokens, most), strict=False):
-            layer.update(*states)
-        self.reused = slots_of(self._cache)
+    def _counts_tokens(self, positions: torch.Tensor | None, starts: Sequence[int]) -> bool:
+        """Tell whether the positions of each row are the numbers of its tokens."""
+        width = self._ids.shape[1]
+        if positions is None:
+            return not any(starts)
+        return all(positions[row, at:].tolist() == list(range(width - at)) for row, at in enumerate(starts))
 
-    def keep(self, sequences: torch.Tensor) -> None:
-        """Store what the call has read and decoded.
+    def fill(self) -> None:
+        """Copy what is stored of the prompt into the cache of the call; of a batch, when its prompts are read."""
+        if self._prefixes is None:
+            return
+        follow_weights_of(self._forward.model)
+        if len(self._ids) > 1:
+            self._forward.prefixes = self
+            return
+        tokens = self._ids[0]
+        for layer, states in zip(self._cache.layers, self.take(tokens[:-1]), strict=False):  # the last one is read
+            layer.update(*states)
+
+    def take(self, tokens: torch.Tensor) -> States:
+        """Return copies of the keys and values of the first tokens of a text, as far as they are stored.
 
         Args:
-            sequences (`torch.LongTensor` of shape `(1, n)`): the text.
+            tokens (`torch.LongTensor` of shape `(n,)`): tokens of the text.
+
+        Returns:
+            Keys and values by layer; empty where fewer are stored than are worth reading all weights for.
         """
-        prefixes, part, forward = self._prefixes, self._part, self._forward
-        if prefixes is None or _weights(forward.model) != part.weights:
+        prefixes, part, tokens = self._prefixes, self._part, tokens.cpu()
+        assert prefixes is not None
+        if prefixes.match(self._key, tokens) < _FEWEST:
+            return []
+        if not self._is_checked:
+            # torch does not count writes through `.data` or NumPy.
+            self._is_checked, digest = True, digest_of(self._forward.model)
+            if digest != part.digest:
+                prefixes.clear()
+                part.digest = digest
+                return []
+        found = prefixes.take(self._key, tokens, len(tokens))
+        self.reused += found[0][0].shape[2]
+        return found
+
+    def add(self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Store copies of the keys and values of a text.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(n,)`): tokens of the text.
+            states: their keys and values by layer, each `(1, heads, n, size)`.
+        """
+        if self._prefixes is None or len(tokens) < _FEWEST:
+            return
+        if self._part.digest is None:
+            self._part.digest, self._is_checked = digest_of(self._forward.model), True
+        self._prefixes.keep(self._key, tokens.cpu(), list(states))
+
+    def keep(self, sequences: torch.Tensor) -> None:
+        """Store what the call has read and decoded; the prompts of a batch were stored when they were read.
+
+        Args:
+            sequences (`torch.LongTensor` of shape `(B, n)`): the texts.
+        """
+        part, forward = self._part, self._forward
+        if self._prefixes is None or len(self._ids) > 1 or _weights(forward.model) != part.weights:
             return
         count = min(slots_of(self._cache), sequences.shape[1])
         if forward.model.dtype != torch.float32:
@@ -202,18 +240,17 @@ class Prefix:
                 return
             if not forward.is_bitwise:
                 count = min(count, self._ids.shape[1])
-        states = whole_text(self._cache, count) if count >= _FEWEST else None
+        states = whole_text(self._cache, count)
         if states is not None:
-            if part.digest is None:
-                part.digest = digest_of(forward.model)
-            prefixes.keep(self._key, sequences[0, :count].cpu(), states)
+            self.add(sequences[0, :count], states)
 
 
 @looked_at_once
 def _weights(model: PreTrainedModel) -> Hashable:
-    """Return a fingerprint of the weights, by their identity and torch's counts of writes into them."""
+    """Return a fingerprint of the weights: identity, torch's counts of writes into them, and a few numbers of each."""
     tensors = (t for m in modules_of(model) for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
-    return hash(tuple(map(fingerprint_of, tensors)))
+    numbers = sample(linears_of(model)).cpu().contiguous().view(torch.uint8)
+    return hash((*map(fingerprint_of, tensors), numbers.numpy().tobytes()))
 
 
 def digest_of(model: PreTrainedModel) -> str:

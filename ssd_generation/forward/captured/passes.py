@@ -302,20 +302,21 @@ class CapturedPasses:
         append_written(cache, count)
         return torch.cat(found)
 
-    def write(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, text: TextPlace) -> bool:
+    def write(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, text: TextPlace, known: int = 0) -> bool:
         """Read tokens of one text into its row of a cache of several, which must have room; they are not counted.
 
         Args:
-            cache: cache with buffers, whose layers hold nothing yet.
-            ids (`torch.LongTensor` of shape `(1, n)`): the tokens, for the slots from the text's first one on.
+            cache: cache with buffers, whose layers count nothing yet.
+            ids (`torch.LongTensor` of shape `(1, n)`): the tokens.
             positions (`torch.LongTensor` of shape `(1, n)`): their positions.
             text: place of the text in the cache.
+            known: tokens of the text before these, whose keys and values are in the slots from its first one on.
 
         Returns:
             Whether they were read; otherwise nothing has happened.
         """
         assert self.batch_invariance is not None
-        widest, at = self.batch_invariance.widths[-1], text.start
+        widest, at = self.batch_invariance.widths[-1], text.start + known
         attention = self._new_attention()
         for part, places in zip(torch.split(ids, widest, dim=1), torch.split(positions, widest, dim=1), strict=True):
             width = self.batch_invariance.width(part.shape[1])

@@ -8,7 +8,7 @@ or after a cached prefix, and its keys and values are those that decoding it tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache
@@ -21,7 +21,17 @@ from .passes import captured_target
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PromptPasses", "prompt_passes"]
+__all__ = ["PromptPasses", "RowPrefixes", "prompt_passes"]
+
+
+class RowPrefixes(Protocol):
+    """Keys and values of earlier texts, for the rows of a batch; each layer's are `(1, heads, tokens, size)`."""
+
+    def take(self, tokens: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Return those of the first of these tokens, as far as they are stored."""
+
+    def add(self, tokens: torch.Tensor, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Store those of tokens that were read."""
 
 
 class PromptPasses:
@@ -60,7 +70,12 @@ class PromptPasses:
         return decoding.run(cache, ids[:, -1:], positions[:, -1:])
 
     def read_rows(
-        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, starts: Sequence[int]
+        self,
+        cache: Cache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        starts: Sequence[int],
+        prefixes: RowPrefixes | None = None,
     ) -> torch.Tensor | None:
         """Read the prompts of a batch, each separately, and equal ones once.
 
@@ -69,6 +84,7 @@ class PromptPasses:
             ids (`torch.LongTensor` of shape `(B, n)`): the prompts, padded at the left; n ≥ 1.
             positions (`torch.LongTensor` of shape `(B, n)`): their positions.
             starts: index of the first token of each row that is not padding.
+            prefixes: what each row begins with if it is stored there; rows that were read are stored for the next.
 
         Returns:
             The logits of the last tokens, `(B, 1, V)`; `None` where there are no such passes, or the cache is of
@@ -91,10 +107,19 @@ class PromptPasses:
                 for layer in layers:
                     for states in (layer.key_buffer, layer.value_buffer):
                         states[row, :, start : count - 1] = states[same, :, start : count - 1]
-            elif tokens.shape[1] and not wide.write(
-                cache, tokens, positions[row : row + 1, start:-1], TextPlace(row, start)
-            ):
+                continue
+            reused = 0
+            for layer, states in zip(layers, () if prefixes is None else prefixes.take(tokens[0]), strict=False):
+                reused = states[0].shape[2]
+                for buffer, state in zip((layer.key_buffer, layer.value_buffer), states, strict=True):
+                    buffer[row, :, start : start + reused] = state[0]
+            rest, of_rest = tokens[:, reused:], positions[row : row + 1, start + reused : -1]
+            if rest.shape[1] and not wide.write(cache, rest, of_rest, TextPlace(row, start), reused):
                 return None
+            if prefixes is not None:
+                read = slice(start, count - 1)
+                buffers = [(layer.key_buffer[row : row + 1], layer.value_buffer[row : row + 1]) for layer in layers]
+                prefixes.add(tokens[0], [(keys[:, :, read], values[:, :, read]) for keys, values in buffers])
         append_written(cache, count - 1)
         # The last ones are decoded like any token: their logits are the ones that count.
         places = [TextPlace(row, start) for row, start in enumerate(starts)]

@@ -64,8 +64,8 @@ class TokenOrigins:
             tokenizer: the model's tokenizer.
             token_ids (`torch.LongTensor` of shape `(new_tokens,)`, or integers): the new tokens of one row, without the
                 prompt.
-            origins: origin of each token: a row of `SpeculationStatistics.token_sources`, or of `token_origins`, which
-                does not distinguish looked-up tokens from others.
+            origins: origin of each token, such as a row of `SpeculationStatistics.token_sources`; truth values for
+                drafted or not will do.
 
         Raises:
             ValueError: the two differ in length.
