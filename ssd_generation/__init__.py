@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .forward.structure.skip_mode import draft_mode
     from .generation import disable_self_speculative, enable_self_speculative, is_self_speculative
     from .generation.custom import generate_drafting
+    from .generation.lookup_texts import add_lookup_texts, load_lookup_texts, save_lookup_texts
     from .generation.prefix_files import load_prefix_cache, save_prefix_cache
     from .harness.results import TokenOrigins
     from .models import fetch_demo, load_demo, load_model
@@ -52,6 +53,7 @@ __all__ = [
     "SpeculationStatistics",
     "TokenOrigins",
     "__version__",
+    "add_lookup_texts",
     "disable_self_speculative",
     "draft_mode",
     "enable_self_speculative",
@@ -59,8 +61,10 @@ __all__ = [
     "generate_drafting",
     "is_self_speculative",
     "load_demo",
+    "load_lookup_texts",
     "load_model",
     "load_prefix_cache",
+    "save_lookup_texts",
     "save_prefix_cache",
 ]
 
@@ -80,6 +84,9 @@ _HOMES = {
     "enable_self_speculative": ".generation",
     "is_self_speculative": ".generation",
     "generate_drafting": ".generation.custom",
+    "add_lookup_texts": ".generation.lookup_texts",
+    "load_lookup_texts": ".generation.lookup_texts",
+    "save_lookup_texts": ".generation.lookup_texts",
     "load_prefix_cache": ".generation.prefix_files",
     "save_prefix_cache": ".generation.prefix_files",
     "fetch_demo": ".models",

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from ssd_generation import DraftingConfig, LookupConfig, SelfSpeculativeConfig, SkipConfig, enable_self_speculative
+from ssd_generation import (
+    DraftingConfig,
+    LookupConfig,
+    SelfSpeculativeConfig,
+    SkipConfig,
+    add_lookup_texts,
+    enable_self_speculative,
+    load_lookup_texts,
+    save_lookup_texts,
+)
 from ssd_generation.drafting.ngram_store import NGramStore, RememberingIndex, StorePart
 from ssd_generation.support.model_state import state_of
-from tiny_models import prompt, tiny_model
+from tiny_models import VOCAB, prompt, tiny_model
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=8)
 WITHOUT = SelfSpeculativeConfig(drafting=FIXED, lookup=LookupConfig(min_ngram=2))
@@ -155,3 +166,80 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# texts of the user, and of earlier processes
+
+
+def test_permanent_texts_outlast_the_others() -> None:
+    store = NGramStore(most_tokens=200)
+    store.add_permanent([1, 2, 3, 4, 5, 6])
+    for start in range(10, 60):
+        store.add([start + step for step in range(20)])
+        assert len(store) <= 200 + 21
+    assert store.find([1, 2, 3], 3) == ([4, 5, 6], 3) and store.texts()[1] == [[1, 2, 3, 4, 5, 6]]
+    assert store.find([60, 61, 62], 3)[0] == [63, 64, 65]
+    with pytest.raises(ValueError, match="Permanent texts would take 102 tokens, but the store has room for 100"):
+        store.add_permanent(range(94))
+    store.clear()
+    assert store.texts() == ([], [])
+
+
+def test_a_document_is_copied_from() -> None:
+    model = enable_self_speculative(tiny_model())
+    plain = generate(model, prompt(9), None)
+    passes = []
+    for document in ([], plain[0].tolist()):
+        other = enable_self_speculative(tiny_model())
+        assert add_lookup_texts(other, [document] if document else []) == len(document)
+        assert torch.equal(generate(other, prompt(9), WITH), plain)
+        passes.append(other.last_speculation.target_passes)
+    assert passes[1] < 0.6 * passes[0]
+
+
+def test_another_process_knows_the_texts(tmp_path: Path) -> None:
+    first, second = (enable_self_speculative(tiny_model()) for _ in range(2))
+    file = tmp_path / "texts.safetensors"
+    add_lookup_texts(first, [[5, 6, 7, 8, 9]])
+    plain = generate(first, prompt(9), WITH)
+    written = save_lookup_texts(first, file)
+    assert load_lookup_texts(second, file) == written > plain.shape[1]
+    stores = [state_of(model).get(StorePart).store for model in (first, second)]
+    assert sorted(stores[0].texts()[0]) == sorted(stores[1].texts()[0]) and stores[1].texts()[1] == [[5, 6, 7, 8, 9]]
+    assert torch.equal(generate(second, prompt(9), WITH), plain)
+    assert second.last_speculation.target_passes < first.last_speculation.target_passes
+
+
+@pytest.mark.parametrize(
+    ("token", "error"), [(VOCAB, ValueError), (-1, ValueError), (1.0, TypeError), ("a", TypeError)]
+)
+def test_tokens_that_are_none(token: Any, error: type[Exception]) -> None:
+    model = enable_self_speculative(tiny_model())
+    with pytest.raises(error, match="token"):
+        add_lookup_texts(model, [[1, 2, 3], [1, token]])
+    assert len(state_of(model).get(StorePart).store) == 0
+
+
+@pytest.mark.parametrize("how", ["a token", "a length", "a format", "rubbish", "cut short"])
+def test_a_damaged_file_of_texts_is_refused(tmp_path: Path, how: str) -> None:
+    model, file = enable_self_speculative(tiny_model()), tmp_path / "texts.safetensors"
+    generate(model, prompt(9), WITH)
+    save_lookup_texts(model, file)
+    if how == "rubbish":
+        file.write_bytes(b"rubbish" * 9)
+    elif how == "cut short":
+        file.write_bytes(file.read_bytes()[:-9])
+    else:
+        tensors = load_file(file)
+        if how == "a token":
+            tensors["earlier.tokens"][3] = VOCAB
+        elif how == "a length":
+            tensors["earlier.lengths"][0] += 1
+        save_file(tensors, file, metadata={"lookup_texts": "0" if how == "a format" else "1"})
+    other = enable_self_speculative(tiny_model())
+    with pytest.raises(ValueError, match="is no file of lookup texts of this model, or damaged"):
+        load_lookup_texts(other, file)
+    assert len(state_of(other).get(StorePart).store) == 0
+    with pytest.raises(FileNotFoundError):
+        load_lookup_texts(other, tmp_path / "nothing")

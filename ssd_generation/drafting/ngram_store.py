@@ -40,7 +40,8 @@ class NGramStore:
     """Store of texts, indexed by their n-grams. The time to add a token or to search does not grow with the store.
 
     Args:
-        most_tokens: capacity in tokens; beyond it, the older half is dropped. A token takes some 150 bytes.
+        most_tokens: capacity in tokens; beyond it, the older half is dropped, except for permanent texts. A token takes
+            some 150 bytes.
     """
 
     def __init__(self, most_tokens: int = 1 << 18) -> None:
@@ -58,6 +59,32 @@ class NGramStore:
             self._text: list[int] = []
             self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             self._recent: list[list[int]] = []
+            self._permanent: list[int] = []
+
+    def texts(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the stored texts, oldest first, and those of them that are permanent."""
+        with self._guard:
+            return _split(self._text), _split(self._permanent)
+
+    def add_permanent(self, text: Sequence[int]) -> None:
+        """Store a text for good, such as a document of the user.
+
+        Args:
+            text: tokens of the text.
+
+        Raises:
+            ValueError: permanent texts would take more than half of the capacity.
+        """
+        text = list(text)
+        with self._guard:
+            total = len(self._permanent) + len(text) + 1
+            if total > self.most_tokens // 2:
+                raise ValueError(
+                    f"Permanent texts would take {total} tokens, but the store has room for {self.most_tokens // 2} of "
+                    "them. Add fewer."
+                )
+            self._permanent += [*text, _BETWEEN]
+            self._extend(text)
 
     def add(self, text: Sequence[int]) -> None:
         """Store a text; if it begins like a recent one, only its new part.
@@ -74,11 +101,15 @@ class NGramStore:
             new = text[max(known - _NGRAM, 0) :]
             if len(new) <= _NGRAM or known == len(text):
                 return
-            if len(self._text) + len(new) >= self.most_tokens:
-                kept = (self._text + new)[-max(self.most_tokens // 2, 1) :]
-                self._text, new = [], kept
-                self._places.clear()
-            self._append(new)
+            self._extend(new)
+
+    def _extend(self, new: list[int]) -> None:
+        if len(self._text) + len(new) >= self.most_tokens:
+            left = max(self.most_tokens // 2 - len(self._permanent), 1)
+            new = [*self._permanent, *(self._text + new)[-left:]]
+            self._text = []
+            self._places.clear()
+        self._append(new)
 
     def _append(self, new: list[int]) -> None:
         first = len(self._text)
@@ -121,6 +152,17 @@ class NGramStore:
             end = min(place + min(most, _PER_TOKEN * length), len(text))
             found = text[place:end]
             return found[: found.index(_BETWEEN)] if _BETWEEN in found else found, length
+
+
+def _split(tokens: list[int]) -> list[list[int]]:
+    """Return the texts of a list of tokens with separators."""
+    found: list[list[int]] = [[]]
+    for token in tokens:
+        if token == _BETWEEN:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return [text for text in found if text]
 
 
 def _matching(text: Sequence[int], place: int, recent: Sequence[int]) -> int:
