@@ -1,10 +1,10 @@
-"""What every test relies on: no network, few threads, the same random numbers every time."""
+"""Settings of every test: no network, few threads, the same random numbers every time."""
 
 from __future__ import annotations
 
 import os
 
-# Before transformers is imported: it reads them once.
+# Set before transformers is imported, which reads them once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -14,7 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for child processes too
 
 import tempfile
 
-# Measured costs are kept there: never in the user's own.
+# Measured costs are stored there, never in the user's own cache.
 os.environ["SSD_GENERATION_CACHE"] = tempfile.mkdtemp(prefix="ssd_generation_tests_")
 
 import random
@@ -29,19 +29,19 @@ import torch
 from hypothesis import HealthCheck, settings
 
 OWN_FOLDERS = [os.environ["SSD_GENERATION_CACHE"]]
-# The real model is fetched and unpacked once for all workers of a run: they inherit the name of its folder. Who sets it
-# beforehand keeps the model from run to run.
+# The real model is downloaded and unpacked once for all workers of a run, which inherit the name of its folder. If the
+# variable is set beforehand, the model remains there from run to run.
 if not os.environ.get("SSD_TESTS_REAL_MODEL"):
     os.environ["SSD_TESTS_REAL_MODEL"] = tempfile.mkdtemp(prefix="ssd_generation_real_model_")
     OWN_FOLDERS.append(os.environ["SSD_TESTS_REAL_MODEL"])
 REAL_MODEL = os.environ["SSD_TESTS_REAL_MODEL"]
 
-# Tiny models are slower on two threads than on one, and many times slower beside other work, as when pytest-xdist runs
-# tests side by side; a real one by itself is faster.
+# Tiny models are slower on two threads than on one, and many times slower alongside other work, as when pytest-xdist
+# runs tests in parallel; a real model that runs alone is faster on two.
 THREADS = 1
 THREADS_OF_SLOW_TESTS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
 
-# The same examples on every run, and no clock: a first call into torch or a busy machine is not a failure.
+# The same examples on every run, and no deadline: a slow first call into torch or a busy machine is not a failure.
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -49,7 +49,7 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """With `-p no:xdist` the options of pyproject.toml that are its own mean nothing, and are no mistake."""
+    """Accept the xdist options of pyproject.toml under `-p no:xdist`, where they have no effect."""
     if not pluginmanager.hasplugin("xdist"):
         for option in ("--numprocesses", "--maxprocesses", "--dist"):
             parser.addoption(option, help="of pytest-xdist, which is not in use")
@@ -65,7 +65,7 @@ def _is_slow(request: pytest.FixtureRequest) -> bool:
     return request.node.get_closest_marker("slow") is not None
 
 
-# Begun first, so that none of them is left to one worker at the end while the others are idle.
+# Started first, so that none of them is left to one worker at the end while the others are idle.
 LONGEST = (
     "test_pretended_gpu.py",
     "test_smollm2.py",
@@ -92,7 +92,7 @@ LONGEST = (
     "test_pictures.py",
     "test_trusted_files.py",
 )
-# The fast subset: of each of these files all tests, or those whose names have one of the endings.
+# The fast subset: all tests of each of these files, or those whose names end in one of the suffixes.
 FAST: dict[str, tuple[str, ...]] = {
     "test_acceptance.py": ("[llama]", "[gemma2]", "_accepts"),
     "test_always.py": ("_every_call_drafts", "_stored_with_the_model"),
@@ -125,20 +125,20 @@ def _is_fast_subset(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files without a test of the fast subset are not even imported for it."""
+    """Skip files without a test of the fast subset, so that they are not even imported for it."""
     if _is_fast_subset(config) and collection_path.name.startswith("test_") and collection_path.name not in FAST:
         return True
     return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the fast subset, leave out what has to be asked for, and put the longest files first."""
+    """Mark the fast subset, deselect tests that run on request only, and put the longest files first."""
     for item in items:
         endings = FAST.get(item.path.name)
         if endings is not None and (not endings or item.name.endswith(endings)):
             item.add_marker("fast")
         if item.get_closest_marker("integrations") is not None:
-            item.add_marker(pytest.mark.filterwarnings("default"))  # of programs that are not ours
+            item.add_marker(pytest.mark.filterwarnings("default"))  # warnings of other programs
     for name in ("nightly", "integrations"):
         if name not in (config.getoption("markexpr") or ""):
             left_out = [item for item in items if item.get_closest_marker(name) is not None]
@@ -150,7 +150,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def same_start(request: pytest.FixtureRequest) -> None:
-    """Each test starts with the same threads and the same random state, whichever tests ran before it."""
+    """Start each test with the same threads and the same random state, whichever tests ran before it."""
     torch.set_num_threads(THREADS_OF_SLOW_TESTS if _is_slow(request) else THREADS)
     random.seed(0)
     np.random.seed(0)
@@ -159,13 +159,13 @@ def same_start(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def real_model_folder() -> Path:
-    """The cache in which the real model is, or will be: for tests that are marked `slow`."""
+    """Return the folder in which the real model is or will be cached, for tests that are marked `slow`."""
     return Path(REAL_MODEL)
 
 
 @pytest.fixture(autouse=True)
 def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No decision hangs on the clock: drafting is cheap, whatever this machine makes of it."""
+    """Replace measured costs by given ones with cheap drafting, so that no decision depends on the clock."""
     if _is_slow(request) or request.node.get_closest_marker("measures") is not None:
         return
     from ssd_generation import Costs
@@ -174,7 +174,7 @@ def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def costs_of(*args: Any, **kwargs: Any) -> Costs:
         return Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
 
-    # Nor is it tried out for each of so many models whether its bits can be the same at any width.
+    # Batch invariance is not checked for each of so many models, either.
     untried = exactness.Certificate(None, refusal="not tried in this test")
     monkeypatch.setattr(exactness, "certificate_of", lambda model, again=False: untried)
     monkeypatch.setattr(exactness, "cost_of", lambda model: 1.0)
@@ -185,7 +185,7 @@ def known_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only tests marked `slow` may reach beyond this machine."""
+    """Refuse connections beyond this machine, except in tests marked `slow`."""
     if _is_slow(request):
         return
 

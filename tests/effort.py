@@ -1,4 +1,4 @@
-"""Limits on work that hold on a busy machine: of processor time, not of the clock on the wall."""
+"""Limits on work that also hold on a busy machine: of processor time, not of wall-clock time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def little_work(seconds: float = 2.0) -> Iterator[None]:
-    """Fail if the block takes this thread more processor time; what else the machine does is not counted.
+    """Fail if the block takes this thread more processor time; other work on the machine does not count.
 
     Args:
-        seconds: some hundred times what it takes, so that only work of another order is noticed.
+        seconds: limit, some hundred times the usual time, so that only work of another order of magnitude fails.
     """
     begun = time.thread_time()
     yield

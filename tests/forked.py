@@ -1,7 +1,7 @@
-"""Processes that do not each import torch and transformers: forked from one that has.
+"""Processes forked from one that has imported torch and transformers, so that each need not import them.
 
-That one is started afresh (multiprocessing's fork server), so it holds no lock of the tests, none of their threads and
-nothing of what they have patched. Its children are processes like any others, to be killed by their number.
+The parent is started afresh (multiprocessing's fork server), so it has none of the tests' locks, threads and patches.
+Its children are ordinary processes, which can be killed by their id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 TESTS = Path(__file__).parent
 PRELOADED = ["search_worker", "lock_worker", "weights_worker"]
 SECONDS = 240
-"""After which a process hangs."""
+"""Seconds without a message after which a process counts as hung."""
 
 
 class Died(AssertionError):
@@ -56,15 +56,15 @@ class Forked:
         return kind, content
 
     def hear(self) -> Any:
-        """What it says next; an error of its own, should it fail."""
+        """Return the next message of the process; fail with its traceback if its work raised an error."""
         assert self.pipe.poll(SECONDS), "it says nothing"
         return self._receive()[1]
 
     def ends_well(self) -> Any:
-        """What its work returned.
+        """Return the result of the work, once the process has ended.
 
         Raises:
-            Died: if a signal ended it.
+            Died: a signal ended the process.
         """
         while True:
             assert self.pipe.poll(SECONDS), "it does not end"
@@ -76,7 +76,7 @@ class Forked:
 
 
 class Saying:
-    """The other end: `say` and `wait` of the process itself."""
+    """Child's end of the pipe: sends messages to the test and waits for it."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -85,7 +85,7 @@ class Saying:
         self._pipe.send(("said", what))
 
     def wait(self) -> None:
-        """Until it is told to go on."""
+        """Wait until the test sends something, so that the process may continue."""
         self._pipe.recv()
 
 
@@ -103,11 +103,11 @@ def _run(pipe: Connection, report: str, work: Callable[..., Any], arguments: tup
 
 @contextlib.contextmanager
 def forked(work: Callable[..., Any], *arguments: Any) -> Iterator[Forked]:
-    """`work(saying, *arguments)` in a process of its own, that is killed at the end of the block.
+    """Run `work(saying, *arguments)` in a process of its own, which is killed at the end of the block.
 
     Args:
-        work: a function of one of the modules in `PRELOADED`.
-        arguments: what can be pickled.
+        work: function of one of the modules in `PRELOADED`.
+        arguments: further arguments of `work`, which can be pickled.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("this system does not fork")

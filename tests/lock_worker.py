@@ -1,4 +1,4 @@
-"""A process that enters a folder's lock and leaves it, as fast as it can."""
+"""Process that takes and releases a folder's lock as fast as it can."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssd_generation.harness.results import RunFolder
 
 
 def enter_and_leave(saying: Saying, base: Path, seconds: float, way: str) -> tuple[int, int]:
-    """How often it came in, and how often it met somebody there."""
+    """Return how often the lock was taken, and how often another process held it at the same time."""
     saying.say("ready")
     saying.wait()
     entries = violations = 0

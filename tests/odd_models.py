@@ -1,5 +1,5 @@
-"""Tiny seeded random models of families whose passes over several tokens are not what passes over one are, or not in
-every layout: the check of the model itself (model_check.py) has to find out, nobody tells it."""
+"""Tiny seeded random models of families whose passes over several tokens differ from passes over one, at least in some
+layouts. The model check (model_check.py) has to find this out by running the model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DECODER: dict[str, Any] = {
 
 
 def _decoder(name: str, **changes: Any) -> Callable[[], PreTrainedModel]:
-    """The decoder of an encoder-decoder family as a language model of its own."""
+    """Return a maker of the decoder of an encoder-decoder family, as a language model of its own."""
 
     def make() -> PreTrainedModel:
         config = getattr(tf, f"{name}Config")(**{**_DECODER, **changes})
@@ -86,7 +86,7 @@ def _prophetnet() -> PreTrainedModel:
     config = tf.ProphetNetConfig(
         vocab_size=VOCAB,
         hidden_size=32,
-        num_encoder_layers=3,  # which is what it calls its number of layers
+        num_encoder_layers=3,  # its name for the number of layers
         num_decoder_layers=3,
         num_encoder_attention_heads=4,
         num_decoder_attention_heads=4,
@@ -104,7 +104,7 @@ def _prophetnet() -> PreTrainedModel:
 
 
 def _moshi(window: int) -> Callable[[], PreTrainedModel]:
-    """Its mask is that of full attention, over a cache that keeps a window."""
+    """Return a maker of a Moshi: its mask is that of full attention, but its cache retains only a window."""
 
     def make() -> PreTrainedModel:
         text = {key: value for key, value in _SMALL.items() if key != "intermediate_size"}
@@ -201,7 +201,7 @@ def _moss_transcribe_diarize() -> PreTrainedModel:
 
 
 def _unlimited_ocr(window: int) -> Callable[[], PreTrainedModel]:
-    """Its sliding cache keeps nothing that a crop could bring back."""
+    """Return a maker of an Unlimited-OCR: its sliding cache retains nothing that a crop could restore."""
 
     def make() -> PreTrainedModel:
         encoder = {
@@ -242,7 +242,7 @@ def _unlimited_ocr(window: int) -> Callable[[], PreTrainedModel]:
 
 
 def _paligemma() -> PreTrainedModel:
-    """Adds one to its positions on the way into the pass, which a recording of the pass does not know of."""
+    """Make a PaliGemma: it adds one to its positions outside the pass, where a captured pass misses it."""
     vision = {
         "model_type": "siglip_vision_model",
         "hidden_size": 16,
@@ -310,7 +310,7 @@ COUNT_FROM_THE_CACHE = _there(
         "moss_transcribe_diarize": _moss_transcribe_diarize,
     }
 )
-# A pass over several tokens is another function than passes over one, or there is none.
+# A pass over several tokens computes another function than passes over one, or is not supported.
 NOT_SEVERAL_AT_ONCE = _there(
     {
         "doge": _doge_dense,
@@ -323,12 +323,12 @@ NOT_SEVERAL_AT_ONCE = _there(
         "unlimited_ocr, longer than its window": _unlimited_ocr(64),
     }
 )
-# Right but for its recorded passes.
+# Correct except for captured passes.
 NOT_RECORDED: dict[str, Callable[[], PreTrainedModel]] = {"paligemma": _paligemma}
 
 
 def odd_model(make: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
-    """A model whose random weights make its text varied and every layer matter."""
+    """Make a model whose random weights make its text varied and every layer matter."""
     torch.manual_seed(seed)
     model = make()
     generator = torch.Generator().manual_seed(seed)

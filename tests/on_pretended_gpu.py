@@ -1,4 +1,4 @@
-"""What a GPU would show, on one that is none (pretended_gpu.py), in a process of test_pretended_gpu.py's own."""
+"""Tests of GPU behaviour on the mock GPU (pretended_gpu.py), in a process that test_pretended_gpu.py starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def graphs_of(model: Any) -> Any:
-    """What is known of a model's graphs: any, since tests know what is there."""
+    """Return the state of a model's graphs, typed `Any` since tests know its fields."""
     return state_of(model).get(GraphPart)
 
 
@@ -56,7 +56,7 @@ def model_here(family: str = "llama", make: Any = tiny_model, **options: Any) ->
 
 
 def texts(model: Any, request: Any, **options: Any) -> tuple[list[Any], list[Any]]:
-    """Plain, by the same model on the CPU, where operations take a thousandth of the time; and self-speculative."""
+    """Return the plain text, by the same model on the CPU, which is a thousand times as fast, and the drafted one."""
     options = {"inputs": prompt(9).to(HERE), "new": 26, **options}
     on_host = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
     plain = plain_text(copy.deepcopy(model).to("cpu"), **on_host)
@@ -69,7 +69,7 @@ def guesses(plain: torch.Tensor) -> Guesses:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the pretence itself
+# the mock GPU itself
 
 
 def test_what_a_gpu_refuses_is_refused() -> None:
@@ -209,7 +209,7 @@ def test_drafts_in_four_bits(options: str) -> None:
     assert passes.table.graphs and passes.refusal is None and passes.copies is not None
     copies = next(iter(state_of(model).get(CopiesPart).low_bit_drafts.values()))
     assert not copies.left, "all layers have copies"
-    # Weights that change where they lie have new copies, and graphs of these.
+    # Weights that change in place get new copies, and new graphs of these.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, device=HERE))
@@ -299,7 +299,7 @@ def test_the_cache_and_the_scores_come_back(how: str) -> None:
 
 
 def each_round(monkeypatch: pytest.MonkeyPatch, read: Callable[[], int]) -> list[int]:
-    """By how much a number has grown in each round from now on."""
+    """Return a list that gets the growth of a number in each round from now on."""
     found: list[int] = []
     original = DecodingLoop._round
 
@@ -336,7 +336,7 @@ def test_a_round_is_few_launches(request_: str, most: int, monkeypatch: pytest.M
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what may go wrong, and what is measured
+# failures, and measurements
 
 
 @pytest.mark.parametrize("at", [0, 2])

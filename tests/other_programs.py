@@ -1,4 +1,4 @@
-"""A tiny model and its tokenizer for other programs, and a look at what a call of theirs came to."""
+"""Tiny model and tokenizer for other programs, and a record of the calls of `generate` that they make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny_models import even_model
 
 __all__ = ["DRAFTS", "Recorded", "plain_and_drafting", "save_tiny", "tiny_pair"]
 
-# With such copies a tiny model's drafts are mostly right, and lookup finds something, too.
+# With these copies a tiny model's drafts are mostly accepted, and lookup finds something too.
 DRAFTS = SelfSpeculativeConfig(
     precision=PrecisionConfig("int8", head="int8"),
     lookup=True,
@@ -22,7 +22,7 @@ DRAFTS = SelfSpeculativeConfig(
 
 
 def tiny_pair() -> tuple[Any, Any]:
-    """A model and its tokenizer; the same weights each time."""
+    """Return a model and its tokenizer, with the same weights each time."""
     tokenizer = tiny_tokenizer()
     state = torch.random.get_rng_state()
     model = even_model("llama", vocab_size=len(tokenizer), max_position_embeddings=4096)
@@ -32,13 +32,13 @@ def tiny_pair() -> tuple[Any, Any]:
 
 
 def plain_and_drafting() -> tuple[Any, Any, Any]:
-    """The same model twice, the second one drafting in every call, and the tokenizer."""
+    """Return the same model twice, the second one drafting in every call, and the tokenizer."""
     (model, tokenizer), (other, _) = tiny_pair(), tiny_pair()
     return model, enable_self_speculative(other, default=DRAFTS, always=True), tokenizer
 
 
 def save_tiny(folder: Path) -> str:
-    """As somebody has it on disk."""
+    """Save the tiny model and its tokenizer to a folder; return its path."""
     model, tokenizer = tiny_pair()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -46,7 +46,7 @@ def save_tiny(folder: Path) -> str:
 
 
 class Recorded:
-    """All calls of `generate` of a model: what it returned, and what was drafted in it."""
+    """Record of all calls of a model's `generate`: the texts returned, and numbers of drafted and accepted tokens."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""For the tests of other runtimes: a module in a runtime's place, what its processes leave, and runs with it."""
+"""Helpers for the tests of other runtimes: modules that replace a runtime, child processes, and benchmark runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TOKENIZER = tiny_tokenizer()
 PROMPTS = [Prompt("x-1", "x", "the rain"), Prompt("y-1", "y", "a river runs"), Prompt("x-2", "x", "the fields")]
 IDS = torch.tensor([[4, 5, 6]])
 TOKENS = [3, 4, 5, 6]
-"""The continuation of `IDS` by a module in a runtime's place."""
+"""Continuation of `IDS` by a module that replaces a runtime."""
 
 
 def put_in_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, str], package: str, version: str
 ) -> None:
-    """Let modules be found here and in processes that are started, as parts of a package of that version."""
+    """Make modules importable here and in child processes, as parts of a package of the given version."""
     for name, source in modules.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(source))
     about = folder / f"{package.replace('-', '_')}-{version}.dist-info"
@@ -47,7 +47,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
-    """The processes of a test: none of them outlives it."""
+    """Yield the child processes of a test; check that none of them outlives it."""
     started: list[Child] = []
 
     class Noted(Child):

@@ -1,17 +1,17 @@
-"""A device that is none: what a GPU does with tensors, streams and graphs, on a CPU, and what it does not do.
+"""Mock GPU: a device on a CPU that treats tensors, streams and graphs as a GPU does, refusals included.
 
-Tensors "on" the device `pretended` hold their numbers in the host's memory, but may be used only as on a GPU:
+Tensors "on" the device `pretended` store their numbers in the host's memory, but may be used only as on a GPU:
 
 - operations that mix them with tensors of the host are refused, as torch does on CUDA;
-- whatever reads a value to the host is a wait, which is counted;
-- the host's memory that an asynchronous copy reads may not change before the next wait;
-- while a graph is captured nothing is computed for good: what it gives is not a number until it is replayed, and a wait
-  is an error. A replay computes what was recorded at the addresses of then, whatever Python would do now, and is an
-  error where nobody holds a tensor at such an address any more;
-- a pool of memory is gone with the last of its graphs;
-- after a capture that failed nothing random can be drawn before the generator is given another state.
+- every read of a value by the host is a wait, which is counted;
+- host memory that an asynchronous copy reads may not change before the next wait;
+- while a graph is captured nothing is computed for good: its floating-point results are NaN until a replay, and a wait
+  is an error. A replay runs the recorded operations at the addresses of the capture, whatever Python would do now, and
+  is an error where no tensor exists at such an address any more;
+- a pool of memory is freed with the last of its graphs;
+- after a failed capture no random numbers can be drawn before the generator is given another state.
 
-torch's own module for CUDA is stood in for (`pretended_cuda`), so that `CudaGraphs` itself runs.
+`set_up` replaces functions and classes of `torch.cuda`, so that `CudaGraphs` itself runs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_se
 """Operations whose result, or its shape, the host has to wait for."""
 
 _MIXED = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
-"""Operations that take tensors of the host beside those of the device."""
+"""Operations that take tensors of the host alongside those of the device."""
 
 
 class Graph:
-    """What was done while it was captured."""
+    """Mock CUDA graph: the operations of its capture, which a replay runs again."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
@@ -53,13 +53,13 @@ class Graph:
         self._read: set[int] = set()
 
     def add(self, function: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
-        """An operation was captured."""
+        """Add a captured operation."""
         self.steps.append((function, args, kwargs, results))
         self._read |= {given.untyped_storage()._cdata for given in _tensors((args, kwargs))} - self._made
         self._made |= {new.untyped_storage()._cdata for new in results if not _is_view_of(new, (args, kwargs))}
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory of what was captured."""
+        """Tell whether the memory of a tensor was allocated during the capture."""
         return tensor.untyped_storage()._cdata in self._made
 
     @torch.no_grad()
@@ -69,19 +69,19 @@ class Graph:
         for function, args, kwargs, results in self.steps:
             found = function(*args, **kwargs)
             for result, new in zip(results, _tensors(found), strict=True):
-                # What lies where an argument does has been written there.
+                # A result in the memory of an argument has been written in place.
                 if result.untyped_storage()._cdata != new.untyped_storage()._cdata and not _is_view_of(new, args):
                     result.copy_(new)
 
 
 class Device:
-    """The one device.
+    """State of the mock device.
 
     Attributes:
-        waits: how often the host has waited for it.
-        graphs: that were captured, and not freed.
-        graph: the one that is being captured.
-        launches: operations that were launched one by one; views are none.
+        waits: number of times the host has waited for the device.
+        graphs: graphs that were captured and not freed.
+        graph: graph that is being captured; `None` if there is none.
+        launches: number of operations launched one by one; views do not count.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Device:
             assert now is None or torch.equal(now, was), "memory of the host was changed while a copy may read it"
 
     def reads(self, source: torch.Tensor) -> None:
-        """An asynchronous copy reads memory of the host."""
+        """Register an asynchronous copy from host memory, which may not change before the next wait."""
         self._look_at_pinned()
         self.pinned.append((weakref.ref(source), source.clone()))
 
@@ -117,13 +117,13 @@ device = Device()
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on the device."""
+    """Tensor on the device."""
 
     inner: Any
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnDevice:
-        with torch.inference_mode(False):  # torch cannot have views of others that are made there
+        with torch.inference_mode(False):  # torch cannot have views of other tensors that are made in that mode
             made: OnDevice = torch.Tensor._make_wrapper_subclass(
                 cls,
                 inner.shape,
@@ -168,7 +168,7 @@ class OnDevice(torch.Tensor):
 
 
 class OnHostAndDevice(TorchDispatchMode):
-    """Factories that name the device make tensors there."""
+    """Mode in which factories that name the device make tensors there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
@@ -184,7 +184,7 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """As torch's own `tree_leaves`, which takes five times as long."""
+    """Return the leaves of a tree, like torch's own `tree_leaves`, which takes five times as long."""
     if isinstance(tree, tuple | list):
         return [leaf for each in tree for leaf in _leaves(each)]
     return _leaves(list(tree.values())) if isinstance(tree, dict) else [tree]
@@ -203,12 +203,12 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _histogram(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Of whole numbers, which a GPU has but a CPU has not."""
+    """Return a histogram of whole numbers, which exists on a GPU but not on a CPU."""
     return torch.histc(values.float(), *args, **kwargs).to(values.dtype)
 
 
 def _pack_int4(both: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Of `(N, K / 2)` bytes; in an order of its own here, which only `_linear_int4` knows."""
+    """Pack `(N, K / 2)` bytes, in an order of this module that only `_linear_int4` knows."""
     rows, half = both.shape
     if both.dtype != torch.uint8 or rows % 8 or half * 2 % (16 * tiles):
         raise RuntimeError("expected bytes, n % 8 == 0 and k % (innerKTiles * 16) == 0")
@@ -225,7 +225,7 @@ def _linear_int4(x: torch.Tensor, packed: torch.Tensor, group: int, scales: torc
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Arguments that an operation writes into."""
+    """Return the arguments that an operation writes to."""
     writes = _writes(func)
     if not writes:
         return []
@@ -243,7 +243,7 @@ _ONLY_THERE: dict[Any, Callable[..., Any]] = {
     aten._convert_weight_to_int4pack.default: _pack_int4,
     aten._weight_int4pack_mm.default: _linear_int4,
 }
-"""What a CPU has not, or not in this way."""
+"""Operations that do not exist on a CPU, or not in this form."""
 
 
 def _bare(leaf: Any) -> Any:
@@ -294,7 +294,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device.is_generator_broken and torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func):
         raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
     with torch.inference_mode(False), torch.no_grad():
-        # What is captured is not done: it writes nothing that outlives it.
+        # A captured operation is not executed for good: what it writes to memory from before the capture is restored.
         written = [] if device.graph is None else _written(func, bare_args, bare_kwargs)
         kept = [(each, each.clone()) for each in written if device.graph is not None and not device.graph.made(each)]
         result = does(*bare_args, **bare_kwargs)
@@ -350,7 +350,7 @@ class _Event:
 
 
 class _Module:
-    """What `torch.get_device_module` gives of the device."""
+    """Module that `torch.get_device_module` returns for the device."""
 
     def __init__(self) -> None:
         self.default_generators = (torch.default_generator,)
@@ -378,7 +378,7 @@ class _Module:
 
 
 class _Generator:
-    """Of the device: what a failed capture leaves it as."""
+    """Generator of the device, which a failed capture leaves unusable until it is given a state."""
 
     def clone_state(self) -> None:
         pass
@@ -417,7 +417,7 @@ def _nothing(*_: Any) -> Iterator[None]:
 
 
 def set_up() -> None:
-    """Register the device with torch, for good: in a process of its own."""
+    """Register the device with torch, which cannot be undone: call it in a process of its own."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     generator = torch.Generator
 
@@ -425,7 +425,7 @@ def set_up() -> None:
         def __new__(cls, device: Any = "cpu") -> Any:
             return generator("cpu" if torch.device(device).type == NAME else device)
 
-    torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor` brings its numbers there by an operation
+    torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor` copies its numbers by an operation
     cuda: Any = torch.cuda
     stand_ins: dict[str, Any] = {
         "device": _nothing,

@@ -1,4 +1,4 @@
-"""A way to run functions again where there are no CUDA graphs: on any processor, with the results that graphs have."""
+"""Backend that runs functions again where there are no CUDA graphs: on any device, with the results of graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssd_generation.forward.cuda_graph.graphs import Results
 
 
 class Again:
-    """The function itself, on the same tensors and into the same results: what a graph does, where there are none."""
+    """Backend whose replay calls the function itself, on the same tensors and into the same results, as a graph."""
 
     seconds = 0.0
     compiles = False
@@ -20,12 +20,12 @@ class Again:
         self.device = device
 
     def beside(self, function: Callable[[], object]) -> None:
-        """See `GraphBackend`."""
+        """Run a function alongside passes, as in `GraphBackend`."""
         function()
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """See `GraphBackend`."""
-        with torch.inference_mode(False):  # written in any mode
+        """Record a function, as in `GraphBackend`."""
+        with torch.inference_mode(False):  # results are written in any mode
             results = tuple(torch.zeros(r.shape, dtype=r.dtype, device=r.device) for r in function())
 
         def replay() -> Results:
@@ -36,7 +36,7 @@ class Again:
         return replay
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """See `GraphBackend`."""
+        """Time a run, as in `GraphBackend`."""
         began = time.perf_counter()
         run()
         return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""A worker on a study of a tiny model, in this process or (`work`) in one of its own."""
+"""Worker on a study of a tiny model, in this process or (`work`) in one of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_models import LAYERS, prompt, tiny_model
 
 
 def cost_profile(**changes: Any) -> CostProfile:
-    """Skipping an MLP saves twice what skipping attention saves."""
+    """Return a profile in which skipping an MLP saves twice as much as skipping attention."""
     values: dict[str, Any] = {
         "contexts": (64,),
         "plain_step": (1.0,),
@@ -64,7 +64,7 @@ def worker(
 
 
 def work(saying: Saying, storage: str, trials: int, waits: bool) -> None:
-    """So many trials, each said when it is done; one that waits says that it is ready, and begins when it is told."""
+    """Run so many trials and report each; with `waits`, report readiness first and begin at the test's signal."""
     torch.set_num_threads(1)
     search, _ = worker(storage_of(storage))
     if waits:

@@ -1,4 +1,4 @@
-"""One of the processes that compute a model together: what it says by each way of drafting, as a line of JSON."""
+"""Process of a tensor-parallel group: writes its outputs by each way of drafting to a file, as a line of JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = {
 
 def main() -> None:
     rank = os.environ["RANK"]
-    # A cache of its own, as on another machine: what one has measured the other has to be told.
+    # A cache of its own, as on another machine: measurements of one process have to be sent to the others.
     os.environ["SSD_GENERATION_CACHE"] = os.path.join(sys.argv[2], f"cache-{rank}")
     model = enable_self_speculative(AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto"))
     ids = torch.tensor([[5, 6, 7, 8, 9] * 4])

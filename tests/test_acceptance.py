@@ -1,4 +1,4 @@
-"""Drafts judged in one pass: the same rounds as in real generation, token for token."""
+"""Drafts judged in one pass give the same rounds as real generation, token for token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiny_models import FAMILIES, VOCAB, prompt, tiny_model
 
 DEPTH = 3
 NEW = 40
-# Positions that come out of a 2-d mask (alibi), and attention in chunks: a mask of one's own does not reach them.
+# Positions computed from a 2-d mask (alibi), and chunked attention: a custom mask has no effect on them.
 NOT_JUDGED = {"bloom", "bloom-post-residual", "falcon-alibi", "llama4", "mpt"}
 SKIPS = [SkipConfig([], [2]), SkipConfig([1], [1]), SkipConfig([2], [])]
 
@@ -35,7 +35,7 @@ def continuation(model: Any, length: int = 20) -> torch.Tensor:
 
 
 def simulated_rounds(matches: torch.Tensor, first: int) -> list[int]:
-    """How many tokens each round of a generation would accept."""
+    """Return the number of tokens that each round of a generation would accept."""
     rounds, at = [], first
     while at + DEPTH < matches.shape[0]:
         accepted = int(matches[at].clamp(min=0).cumprod(dim=0).sum())
@@ -56,7 +56,7 @@ def test_judged_rounds_are_those_of_generation(family: str) -> None:
     keys = [layer.keys.clone() for layer in text.cache.layers]
     some_rejected = 0
     turn = FAMILIES.index(family)
-    for skip in (SKIPS[turn % 3], SKIPS[(turn + 1) % 3]):  # each with two families in three
+    for skip in (SKIPS[turn % 3], SKIPS[(turn + 1) % 3]):  # each skip set is used with two families in three
         matches, passes, tokens = agreements(model, SkipMode(model, skip), text, range(len(text)), DEPTH)
         assert (passes, tokens) == (1, DEPTH * NEW - DEPTH * (DEPTH - 1) // 2)
         config = SelfSpeculativeConfig(skip, DraftingConfig(policy="fixed", max_draft_length=DEPTH))
@@ -93,7 +93,7 @@ def test_what_is_judged_is_what_generation_accepts() -> None:
     judged = judge(model, config, text, DEPTH, exact_depth=DEPTH)
     ids = whole[:, :20]
     mask = torch.ones_like(ids)
-    # A generation that goes on beyond the text drafts all of it in rounds of full length.
+    # A generation that continues beyond the text drafts all of it in rounds of full length.
     model.generate(ids, attention_mask=mask, max_new_tokens=NEW + 9, do_sample=False, self_speculative=config)
     counted, at = Acceptance(), 1
     for accepted in model.last_speculation.round_accepted[0]:
@@ -122,7 +122,7 @@ def test_replayed_rounds_follow_one_another(right: list[int], depth: int) -> Non
         at += next((d for d, r in enumerate(row) if r != 1), depth) + 1
     first = torch.tensor(right)[:, None]
     assert replay(first, depth).tolist() == rounds
-    # The same from rounds that are known further, whatever that is.
+    # The same from matches judged to any depth from 1 on.
     for exact in range(1, depth + 1):
         known = torch.tensor([[*right, *[-1] * depth][at : at + exact] for at in range(len(right))])
         assert replay(known, depth).tolist() == rounds

@@ -1,4 +1,4 @@
-"""Adapters (PEFT): drafts follow those in use, and nothing of others is used, whatever was switched when."""
+"""Adapters (PEFT): drafts follow those in use and use nothing of others, whatever was switched and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssd_generation.tuning.moving_weights import weights_in_use
 from tiny_models import prompt, tiny_model
 
 peft = pytest.importorskip("peft")
-# peft's own use of a renamed transformers property, and what it says of merging and adding
+# peft's own use of a renamed transformers property, and its warnings about merging and adding adapters
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
@@ -36,7 +36,7 @@ def lora(*modules: str, rank: int = 4) -> Any:
 
 
 def randomise(model: Any, seed: int = 0) -> None:
-    """Let every adapter that does nothing yet do something of its own."""
+    """Give every adapter that is still the identity random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,7 +46,7 @@ def randomise(model: Any, seed: int = 0) -> None:
 
 @pytest.fixture
 def model() -> Any:
-    """A llama with two adapters, of which the first is in use."""
+    """Build a llama with two adapters, the first of them active."""
     base = tiny_model("llama", hidden_size=64, intermediate_size=128)
     base.generation_config.eos_token_id = None
     wrapped = peft.get_peft_model(base, lora("q_proj", "down_proj"), adapter_name="first")
@@ -67,7 +67,7 @@ def merge_and_unload(model: Any) -> Any:
 
 
 def changes(model: Any) -> Iterator[tuple[str, Any]]:
-    """States that a model is brought to, one after the other, and the model to call then."""
+    """Bring a model to one state after the other; yield the state's name and the model to call."""
     yield "first", model
     with model.disable_adapter():
         yield "disabled", model
@@ -104,12 +104,12 @@ def test_text_of_plain_in_every_state(model: Any, name: str) -> None:
         assert torch.equal(plain, texts(caller, REQUESTS[name])), state
         inner = caller if caller is not model else model.get_base_model()
         assert inner.last_speculation.refusal is None and inner.last_speculation.drafted_tokens > 0, state
-    assert len(seen) == 6  # the adapters matter
+    assert len(seen) == 6  # the adapters make a difference
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_drafts_are_of_the_adapter_in_use(model: Any, name: str) -> None:
-    # With nothing left out and copies in int8, drafts are nearly always right: of other adapters, they would not be.
+    # With nothing skipped, or int8 copies, drafts are nearly always right; those of other adapters would not be.
     config = SelfSpeculativeConfig(SkipConfig(), FIXED, precision="int8" if name == "int8" else None)
     if name == "lookup":
         pytest.skip("lookup has no weights")
@@ -127,8 +127,8 @@ def test_copies_are_of_merged_weights(model: Any) -> None:
     model.set_adapter("second")
     texts(model, REQUESTS["int8"])
     (switched,) = state_of(base).get(CopiesPart).low_bit_drafts.values()
-    assert switched is before  # adapters compute beside the copies
-    model.merge_adapter(["second"])  # writes into the same weights, which torch does not count
+    assert switched is before  # adapters are computed alongside the copies
+    model.merge_adapter(["second"])  # writes into the same weights, unseen by torch's version counters
     texts(model, REQUESTS["int8"])
     (merged,) = state_of(base).get(CopiesPart).low_bit_drafts.values()
     assert merged is not before
@@ -170,11 +170,11 @@ def test_weights_are_told_apart(model: Any) -> None:
     assert len(numbers | {numbers_of(base)}) == 2
 
 
-# --- in the middle of a text
+# --- changes in the middle of a text
 
 
 class Switches(BaseStreamer):
-    """Does something to the model behind the given number of new tokens."""
+    """Streamer that performs an action after the given number of new tokens."""
 
     def __init__(self, after: int, action: Any) -> None:
         self.after, self.action = after, action
@@ -228,7 +228,7 @@ def test_changed_by_a_streamer(name: str, action: str, sampled: bool) -> None:
 def test_a_batch_that_is_changed_in_the_middle_is_an_error(model: Any) -> None:
     ids = prompt(8, rows=2)
     mask = torch.ones_like(ids)
-    request = SelfSpeculativeConfig(drafting=FIXED)  # drafts what is right
+    request = SelfSpeculativeConfig(drafting=FIXED)  # its drafts are right
     with pytest.raises(RuntimeError, match=r"weights of the model, or its adapters.*change them between calls"):
         model.generate(
             input_ids=ids,

@@ -1,4 +1,4 @@
-"""`always`: every `generate` of an enabled model drafts, whoever calls it, and no call fails by it."""
+"""`always`: every `generate` call of an enabled model drafts, from any caller, and no call fails because of it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def model() -> PreTrainedModel:
 
 
 def drafted(model: Any) -> bool:
-    """Whether the last call drafted, and forget it."""
+    """Tell whether the last call drafted, and clear its statistics."""
     last, model.last_speculation = model.last_speculation, None
     return last is not None and last.refusal is None and last.drafted_tokens > 0
 
@@ -69,7 +69,7 @@ def test_every_call_drafts(model: PreTrainedModel, plain: torch.Tensor) -> None:
     sampled = generate(other, do_sample=True)
     torch.manual_seed(3)
     assert torch.equal(sampled, generate(model, do_sample=True)) and drafted(model)
-    # As somebody else's code calls it, which knows nothing of this.
+    # Called as by third-party code that does not know of the library.
     assert torch.equal(plain, type(model).generate(model, inputs=prompt(9), **OPTIONS)) and drafted(model)
 
 
@@ -173,7 +173,7 @@ def test_a_cache_that_cannot_be_drafted_from(
 
 
 class Nested(LogitsProcessor):
-    """Asks another model, as a critic would."""
+    """Logits processor that calls another model, as a critic would."""
 
     def __init__(self, critic: Any) -> None:
         self.critic, self.texts = critic, [torch.zeros(0)]
@@ -249,7 +249,7 @@ def test_what_is_wrong_with_it_is_said_when_it_is_switched_on() -> None:
     for stored, error in (({"skip": {"attention": [9]}}, ValueError), ("/a/path", TypeError)):
         model = tiny_model()
         model.generation_config.self_speculative = stored
-        enable_self_speculative(model)  # nobody uses it
+        enable_self_speculative(model)  # the stored default is not used yet
         with pytest.raises(error):
             enable_self_speculative(model, always=True)
         assert getattr(model.generation_config, "self_speculative_always", None) is None

@@ -1,4 +1,4 @@
-"""The shape of the project: which module may import which, what an import costs, and files that must agree."""
+"""Structure of the project: permitted imports among modules, the cost of an import, and files that must agree."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmark": {"harness"},
     "serving": {"harness"},
 }
-# The front doors may import every room. What the command line imports of ours at module level would be paid for
-# by every sub-command, so that has to stand inside a function (but for the two doors, which cost nothing).
+# The entry points may import every room. A module-level import in the command line would be paid for
+# by every sub-command, so it belongs inside a function (except for DOORS, which cost nothing).
 ROOT_MODULES = {"__init__", "__main__"}
-# What comes from outside and what goes to a screen passes through its doors, in whichever room.
+# Input from outside and output to a screen pass through these, in any room.
 DOORS = {"support"}
 COMMAND_LINE = "cli"
 
@@ -74,7 +74,7 @@ def _room(path: Path, package: Path) -> str:
 
 
 def _at_import_time(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when the module is imported: not the bodies of functions, nor `if TYPE_CHECKING:`."""
+    """Yield the nodes that run when the module is imported: no function bodies, nor `if TYPE_CHECKING:`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -88,7 +88,7 @@ def _at_import_time(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _imported_rooms(nodes: Iterator[ast.AST], path: Path, package: Path) -> Iterator[tuple[str, int]]:
-    """(room, line) for each import of ours; the room is `__init__` for the package itself."""
+    """Yield (room, line) for each import from the package; the room is `__init__` for the package itself."""
     rooms = {_room(p, package) for p in package.rglob("*.py")}
     here = list(path.relative_to(package.parent).parts[:-1])
     for node in nodes:
@@ -178,7 +178,7 @@ def test_wrong_arrows_are_found(tmp_path: Path, module: str, source: str, compla
         assert len(wrong) == 1 and complaint in wrong[0]
 
 
-# --- What `import ssd_generation` does ------------------------------------------------------------
+# --- Effects of `import ssd_generation` -----------------------------------------------------------
 # Dependencies and extras that are imported where they are used.
 ON_USE_ONLY = [
     "accelerate",
@@ -212,8 +212,8 @@ def _run(source: str) -> str:
 
 
 def test_import_is_light() -> None:
-    # transformers itself imports some of these where they are installed. So each import is laid at the door of the
-    # nearest caller among transformers, its companions and us.
+    # transformers itself imports some of these where they are installed. So each import is attributed to the
+    # nearest caller among transformers, its companions and this package.
     blamed = _run(f"""
         import sys
 
@@ -313,12 +313,12 @@ def test_everything_works_without_the_extra_that_makes_kernels() -> None:
 
 
 # --- Devices --------------------------------------------------------------------------------------
-# Functions of torch that make a tensor on the default device, which is the user's to set.
+# Functions of torch that make a tensor on the default device, which the user may set.
 FACTORIES = frozenset({function.__name__ for function in _device_constructors()} | {"Generator", "complex", "normal"})
 
 
 def _on_the_default_device(source: str) -> list[int]:
-    """Lines of calls that leave a tensor's device to `torch.set_default_device`."""
+    """Return the lines of calls that leave a tensor's device to `torch.set_default_device`."""
     return sorted(
         node.lineno
         for node in ast.walk(ast.parse(source))
@@ -367,7 +367,7 @@ def test_version_is_kept_in_one_place(project: dict[str, Any]) -> None:
     )
 
 
-# Extras that the tests need, and so are tried at their lower bounds too.
+# Extras that the tests need, and that are therefore tested at their lower bounds too.
 TRIED_EXTRAS = ("cli", "demo", "fast", "accelerate", "peft")
 
 
@@ -378,7 +378,7 @@ def test_minimum_versions_are_the_lower_bounds(project: dict[str, Any]) -> None:
     lower_bounds: dict[str, str] = {}
     for requirement in map(Requirement, requirements):
         name = canonicalize_name(requirement.name)
-        if name == "ssd-generation":  # an extra made of other extras
+        if name == "ssd-generation":  # an extra composed of other extras
             continue
         (bound,) = [s.version for s in requirement.specifier if s.operator == ">="]
         lower_bounds[name] = bound
@@ -405,7 +405,7 @@ def test_every_dependency_has_a_lower_bound(project: dict[str, Any]) -> None:
     assert unbounded == []
 
 
-# Imported and not declared: what a declared package cannot be used without, and takes or gives itself.
+# Imported but not declared: dependencies of a declared package whose objects that package takes or returns.
 PART_OF_ANOTHER = {
     **dict.fromkeys(("huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "tqdm"), "transformers"),
     "outlines_core": "outlines",
@@ -428,7 +428,7 @@ def test_everything_that_is_imported_is_declared(project: dict[str, Any]) -> Non
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {PACKAGE.name}:
-                own = (path.parent / f"{name}.py").exists()  # of a program that is run by itself
+                own = (path.parent / f"{name}.py").exists()  # module next to a program that is run as a script
                 if not own and canonicalize_name(PART_OF_ANOTHER.get(name, name)) not in declared:
                     undeclared.add(name)
     assert undeclared == set()
@@ -443,8 +443,8 @@ def test_readme_has_the_test_command_that_ci_runs() -> None:
     assert "pytest" in block[1]
 
 
-# --- Nothing of the machine it was written on -----------------------------------------------------
-# Somebody's folder, or where packages come from here. `someone` is the user of made-up examples.
+# --- No trace of the development machine ----------------------------------------------------------
+# A user's folder, or the local package index. `someone` is the user in made-up examples.
 MACHINE_SPECIFIC = re.compile(r"/(?:root|work)/|/(?:home|Users)/(?!someone\b)|(?i:index[-_]url)")
 
 
@@ -466,9 +466,9 @@ def test_no_tracked_file_names_a_path_or_index_of_one_machine() -> None:
     assert found == []
 
 
-# --- No circles among modules ---------------------------------------------------------------------
+# --- No import cycles among modules ---------------------------------------------------------------
 def _imports_among_modules(package: Path) -> dict[str, set[str]]:
-    """Per module, the modules of ours that it imports: at the top, inside functions, and for types alone."""
+    """Return, per module, the package's modules that it imports: at the top, inside functions, and for types alone."""
     modules = {".".join(p.relative_to(package).with_suffix("").parts): p for p in package.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
@@ -487,7 +487,7 @@ def _imports_among_modules(package: Path) -> dict[str, set[str]]:
 
 
 def _circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import one another, some of them; none of what they import otherwise."""
+    """Return the modules in import cycles and those that import them; empty if there is no cycle."""
     left = dict(graph)
     while ends := [name for name, targets in left.items() if not targets & left.keys()]:
         for name in ends:
@@ -507,7 +507,7 @@ def test_no_modules_import_one_another() -> None:
 
 # --- Names of files -------------------------------------------------------------------------------
 def _shared_file_names(package: Path) -> dict[str, list[str]]:
-    """Per file name that several files have, where they are; every package has an `__init__.py`."""
+    """Return, per file name that several files share, their paths; `__init__.py` is exempt."""
     places = defaultdict(list)
     for path in sorted(package.rglob("*")):
         if path.is_file() and path.name != "__init__.py" and "__pycache__" not in path.parts:
@@ -516,7 +516,7 @@ def _shared_file_names(package: Path) -> dict[str, list[str]]:
 
 
 def test_no_two_files_share_a_name(tmp_path: Path) -> None:
-    # A traceback, an editor's tab and a search by name then say which module is meant.
+    # A traceback, an editor's tab and a search by name then identify the module.
     assert _shared_file_names(PACKAGE) == {}
     for place in ("search/__init__.py", "search/runner.py", "evaluation/__init__.py", "evaluation/runner.py"):
         (tmp_path / place).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Drafting that is asked for where nothing can hear it: the call says so once, and decodes as in transformers."""
+"""Drafting requested where it has no effect: the call warns once, and decodes as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`self_speculative="auto"`: a budget for memory, costs that are measured once and kept, and a choice by what pays."""
+"""`self_speculative="auto"`: a memory budget, costs that are measured once and stored, and the fastest draft chosen."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEW = 12
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test starts without measurements."""
+    """Start every test without measurements."""
     monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -64,7 +64,7 @@ def texts(model: Any, inputs: dict[str, Any] | None = None, **kwargs: Any) -> tu
 
 
 def price(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
-    """Let drafting cost what `seconds` says by config, in plain steps."""
+    """Set the cost of a draft step to `seconds(config)`, in plain steps."""
 
     def costs_of(model: Any, config: SelfSpeculativeConfig, *args: Any, **kwargs: Any) -> Costs:
         return Costs(plain_step=1.0, draft_step=seconds(config), verify=[(1, 1.0), (16, 1.1)])
@@ -83,7 +83,7 @@ def by_precision(**prices: float) -> Any:
     return seconds
 
 
-# --- what is chosen
+# --- choice
 # --------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +117,7 @@ def test_nothing_is_copied_where_nothing_pays(model: Any, monkeypatch: pytest.Mo
 def test_where_verification_is_dear_every_step_is_a_plain_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     dear = Costs(plain_step=1.0, draft_step=3.0, verify=[(1, 1.0), (2, 40.0), (16, 80.0)])
     monkeypatch.setattr(automatic, "costs_of", lambda *args: dear)
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8] * 5])}  # lookup has something to offer
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8] * 5])}  # lookup finds matches
     plain, ours = texts(model, inputs)
     assert torch.equal(plain, ours)
     assert model.last_speculation.drafted_tokens == 0 and model.last_speculation.target_passes == NEW
@@ -126,7 +126,7 @@ def test_where_verification_is_dear_every_step_is_a_plain_one(model: Any, monkey
 def test_agreement_with_the_prompt_counts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     price(monkeypatch, by_precision(int8=0.3))
     chosen = automatic_choice(model, prompt(90), draft_memory=1.0)
-    # 0.98 where nothing was seen; the prompt moves it.
+    # Without evidence it is 0.98; the prompt moves it.
     assert chosen.acceptance is not None and chosen.acceptance != automatic._USUAL_AGREEMENT["int8"]
     forget_measurements()
     monkeypatch.setenv("SSD_GENERATION_CACHE", os.environ["SSD_GENERATION_CACHE"] + "_")
@@ -147,13 +147,13 @@ def test_what_the_drafts_come_to_counts_from_call_to_call(
     assert first.precision == "int8" and automatic_choice(model, None, draft_memory=1.0) == first
     texts(model, draft_memory=1.0)
     policy: Any = state_of(model).get(LearntPart).policies[first.config]
-    # Little says nothing, and what says the same keeps the config, with all that was learnt under it.
+    # Little evidence is ignored; evidence that confirms the choice keeps the config, with all that was learnt under it.
     policy.judged, policy.right = automatic._LEAST_RECORD - 1, 0
     assert automatic_choice(model, None, draft_memory=1.0) == first
     policy.judged, policy.right = 100, 98
     again = automatic_choice(model, None, draft_memory=1.0)
     assert again.config == first.config and policy.judged == 0
-    # As much as was known before has to come together until it counts again.
+    # As much new evidence as was known before has to accumulate before it counts again.
     policy.judged, policy.right = 99, 0
     assert automatic_choice(model, None, draft_memory=1.0) == again
     policy.judged, policy.right = 100, 60
@@ -167,13 +167,13 @@ def test_what_the_drafts_come_to_counts_from_call_to_call(
     learnt: Any = state_of(model).get(LearntPart).policies
     learnt[second.config].judged = 1000
     third = automatic_choice(model, None, draft_memory=1.0)
-    assert third.precision == "int8"  # the better one again, as far as is known
+    assert third.precision == "int8"  # the better one again, by the evidence so far
     texts(model, draft_memory=1.0)
     learnt[third.config].judged = 10000
     assert automatic_choice(model, None, draft_memory=1.0).precision is None
 
 
-# --- the budget
+# --- memory budget
 # --------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +215,7 @@ def test_copies_keep_to_the_budget(model: Any, monkeypatch: pytest.MonkeyPatch, 
         assert (size <= share * weight_bytes(model)) == (name in allowed)
     assert choice.precision in (None, *allowed)
     assert copy_bytes(model) <= share * weight_bytes(model)
-    # While they are tried, one set is there at a time; the two in int4 share all but the head.
+    # During the trials only one set of copies exists at a time; the two in int4 share all but the head.
     sizes = [estimated_bytes(model, SkipConfig(), automatic._precision(name)) for name in allowed]
     head = estimated_bytes(model, SkipConfig(), PrecisionConfig(head="int4"))
     assert max(most, default=0) <= max(sizes, default=0) + (head if len(allowed) > 1 else 0)
@@ -270,13 +270,13 @@ def test_a_config_above_the_budget(model: Any) -> None:
     assert copy_bytes(model) == 0
     model.generate(prompt(9), max_new_tokens=3, self_speculative=config, draft_memory=share)
     assert copy_bytes(model) == pytest.approx(share * weight_bytes(model))
-    # What is skipped needs no copy, and no copies need no budget.
+    # Skipped sub-layers need no copies, and no copies need no budget.
     less = dataclasses.replace(config, skip=SkipConfig(attention=[0], mlp=[0, 1]))
     check_budget(model, less, share / 2)
     check_budget(model, SelfSpeculativeConfig(SkipConfig(mlp=[1])), 0)
 
 
-# --- kept on the disk
+# --- storage on the disk
 # --------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +298,7 @@ def test_a_choice_is_kept(model: Any, monkeypatch: pytest.MonkeyPatch, cache: Pa
     assert [file.suffix for file in files(cache)] == [".json"]
     forget_measurements()  # a new process
     assert automatic_config(made(), prompt(30)) == first and len(chosen) == 1
-    # What the answer depends on: budget, dtype, threads.
+    # The result depends on budget, dtype and threads.
     automatic_config(model, prompt(20), 0.2)
     assert len(chosen) == 2
     automatic_config(made().to(torch.bfloat16), prompt(20), 0.5)
@@ -388,7 +388,7 @@ def test_without_a_home_folder(
     expected = automatic_config(model, prompt(20))
     monkeypatch.setenv("SSD_GENERATION_CACHE", own)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is neither $HOME nor an entry
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without $HOME and without a password entry
     monkeypatch.setattr(trusted, "_said", set())
     forget_measurements()
     with caplog.at_level(logging.WARNING):
@@ -438,7 +438,7 @@ def test_ruined_costs_are_measured_again(
     forget_measurements()
     with caplog.at_level(logging.WARNING):
         assert costs.costs_of(model, config) == first
-    # A number may well be a ratio, but is no times.
+    # A single number may be a ratio, but not a set of times.
     assert measured[2:] == (["verification"] if content == "0.25" else ["verification", "drafting"])
     assert any("measuring again" in record.message for record in caplog.records)
 
@@ -467,7 +467,7 @@ def test_batches_have_costs_of_their_own(model: Any, cache: Path, monkeypatch: p
     assert len(measured) == 4
     learnt: dict[Any, Any] = state_of(model).get(LearntPart).policies
     policies = [policy for key, policy in learnt.items() if key == (of_single, 8)]
-    assert policies[0].prices.verify[2] == pytest.approx(1.08)  # not what a single text's pass takes
+    assert policies[0].prices.verify[2] == pytest.approx(1.08)  # not the time of a single text's pass
     assert costs.rows_measured(1) == 1 and costs.rows_measured(2) == 2 and costs.rows_measured(9) == 16
 
 
@@ -507,7 +507,7 @@ def test_a_folder_that_cannot_be_written_to(
     assert torch.equal(plain, ours)
     assert any("can be stored" in record.message for record in caplog.records)
     assert files(cache) == [], "an unfinished file was left"
-    # Remembered all the same.
+    # Remembered in this process all the same.
     caplog.clear()
     texts(model)
     assert not caplog.records
@@ -520,7 +520,7 @@ def test_kept_is_by_model_and_description(model: Any) -> None:
     assert cached_measurement(made(), {"a": 1}, lambda: next(answers)) == 2, "from the disk"
 
 
-# --- measured here
+# --- measurements on this machine
 # --------------------------------------------------------------------------------------------------
 
 
@@ -531,15 +531,15 @@ def test_measured_costs_are_sensible(model: Any) -> None:
     assert found.measured_on == describe_machine(model)
     assert [n for n, _ in found.verify] == [1, *VERIFIED]
     assert found.draft_step > 0
-    # However the clock ran, no pass counts as quicker than a plain step.
+    # Whatever the clock showed, no pass counts as faster than a plain step.
     assert all(0 < found.plain_step <= seconds for _, seconds in found.verify)
     assert costs.costs_of(model, SelfSpeculativeConfig(lookup=True)).draft_step > 0
 
 
 @pytest.mark.measures
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # played back, and run as it is
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # captured, and run eagerly
 def test_auto_with_costs_measured_here(family: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "_STEADY", float("inf"))  # a test runs beside whatever else runs
+    monkeypatch.setattr(measurements, "_STEADY", float("inf"))  # other work may share the machine with a test
     model: Any = enable_self_speculative(tiny_model(family, num_hidden_layers=2, hidden_size=64))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, ours = texts(model)
@@ -557,7 +557,7 @@ def test_costs_of_another_machine(model: Any) -> None:
     assert describe_machine(model) in str(caught[0].message) and "measure_costs(model, config)" in str(
         caught[0].message
     )
-    # Said once; and neither for this machine's nor for unnamed ones, nor where costs decide nothing.
+    # Warned once; and not for costs of this machine or without a machine's name, nor where costs decide nothing.
     model.generate(prompt(9), max_new_tokens=3, do_sample=False, self_speculative=config)
     for known in (describe_machine(model), None):
         here = dataclasses.replace(elsewhere, measured_on=known)
@@ -623,7 +623,7 @@ def test_a_machine_that_slows_down_makes_no_pass_dearer(model: Any, monkeypatch:
     calls: list[int] = []
 
     class Pretend:
-        """Passes that take 0.9 + n / 10, on a machine that gets slower with each, and stops now and then."""
+        """Mock passes that take 0.9 + n / 10, on a machine that gets slower with each and pauses now and then."""
 
         def __init__(self, model: Any, config: Any, **how: Any) -> None:
             pass
@@ -645,7 +645,7 @@ def test_a_machine_that_slows_down_makes_no_pass_dearer(model: Any, monkeypatch:
     assert found.draft_step / found.plain_step == pytest.approx(0.25, rel=0.02)
     for n, seconds in found.verify:
         assert seconds / found.plain_step == pytest.approx(0.9 + n / 10, rel=0.02)
-    # Each pass has a plain step near it on either side.
+    # Each pass has a plain step nearby on either side.
     assert all(1 in calls[i - 2 : i] and 1 in calls[i + 1 : i + 3] for i in range(20, len(calls) - 3) if calls[i] != 1)
 
 

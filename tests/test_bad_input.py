@@ -1,4 +1,4 @@
-"""Bad input gets an error that names it, says what is allowed and what to do; never wrong text."""
+"""Bad input raises an error that names it, the permitted values and the remedy; it never gives a wrong text."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_default_that_does_not_fit() -> None:
 
 
 def test_a_model_that_was_not_enabled() -> None:
-    # transformers' own error, which cannot be replaced without touching transformers; it names the argument at least.
+    # transformers' own error, which cannot be replaced without touching transformers; at least it names the argument.
     with pytest.raises(ValueError, match="self_speculative"):
         generate(tiny_model())
 

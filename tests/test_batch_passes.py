@@ -1,4 +1,4 @@
-"""Captured passes over the rows of a batch: a row has the bits that it has alone, and no row is computed for nobody."""
+"""Captured passes over the rows of a batch: each row has the bits it has alone, and no row is computed in vain."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LENGTHS = [21, 9, 16]
 
 @pytest.fixture(params=[False, True], ids=["prompts by torch", "prompts by kernels"])
 def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the kernels that decode read prompts: no test hangs on what is faster here."""
+    """Set whether the decoding kernels read prompts, so that no test depends on what is faster on this machine."""
     reads: bool = request.param
     monkeypatch.setattr(plan_passes, "reads_prompts", lambda model, invariance: reads)
     return reads
@@ -68,7 +68,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each captured pass of a draft that ran."""
+    """Record the number of rows of each captured draft pass that runs."""
     found: list[int] = []
     run = CapturedPasses.run
 
@@ -83,7 +83,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and tokens of each of the whole model's captured passes that ran."""
+    """Record the numbers of rows and tokens of each captured target pass that runs."""
     found: list[tuple[int, int]] = []
     run = CapturedPasses.run
 
@@ -115,7 +115,7 @@ def alone(batch: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
 
 
 class Lies(Drafter):
-    """Drafts for known texts, right as far as a script says, another stretch in each row."""
+    """Drafter for known texts whose drafts are right up to a scripted length, different in each row."""
 
     SCRIPT = ((4, 1), (3, 3), (5, 0), (0, 0), (6, 6), (2, 1))
 
@@ -180,7 +180,7 @@ def test_drafts_of_rows_are_captured(dtype: torch.dtype, request_: Any, drafts: 
     assert decoded(model, batch, request=request_).equal(text)
     together = model.last_speculation
     assert len(drafts) == together.draft_passes and set(drafts) == {3}
-    # What is drafted for a row is what is drafted for it alone: the draft sees its tokens, too, and no padding.
+    # A row gets the drafts it would get alone: the draft sees the row's tokens and no padding.
     counted = [0, 0]
     for row in range(3):
         decoded(model, alone(batch, row), request=request_)
@@ -197,7 +197,7 @@ def test_rows_that_have_ended_or_wait_are_not_computed(passes: list[tuple[int, i
     options = {"eos_token_id": end, "no_repeat_ngram_size": 1}
     plain = decoded(model, batch, 16, **options)
     length = text[1].tolist().index(end, 21) - 21
-    decoded(model, batch, 4, NOTHING)  # the model is checked
+    decoded(model, batch, 4, NOTHING)  # runs the model check
     passes.clear()
     assert decoded(model, batch, 16, NOTHING, **options).equal(plain)
     assert passes == [(3, 1)] * length + [(2, 1)] * (15 - length)
@@ -243,7 +243,7 @@ def test_the_cache_is_given_back_as_plain_leaves_it(new: int, prompts: bool) -> 
 
 
 class Counts(LogitsProcessor):
-    """Counts its calls: what it does hangs on all rows and on how often it was asked."""
+    """Logits processor whose effect depends on all rows and on the number of its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -276,11 +276,11 @@ def test_what_is_left_to_the_models_own_code(
     elif why == "hidden states":
         options = {"return_dict_in_generate": True, "output_hidden_states": True}
     else:
-        monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path))  # what is found is not to be kept
+        monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path))  # the result must not be stored
         original = cache_table.cache_table
 
         def shifted(counts: Any, layers: Any, texts: Sequence[TextPlace]) -> Any:
-            """Each row sees a token of padding."""
+            """Let each row see one token of padding."""
             return original(counts, layers, [TextPlace(row, max(start - 1, 0)) for row, start in texts])
 
         monkeypatch.setattr("ssd_generation.forward.captured.cache_attention.cache_table", shifted)

@@ -1,4 +1,4 @@
-"""The measurements count what they say they count (their times are nobody's to assert)."""
+"""The measurements count what they claim to count (their times are not asserted)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_overhead_compares_the_same_work(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     # One token from the prompt's pass, 16 in four rounds of 3 + 1: nothing is ever rejected.
     assert report["ours"]["rounds"] == 4 and report["ours"]["drafted"] == 12
-    # transformers drafts before its first pass, too.
+    # transformers also drafts before its first pass.
     assert report["upstream"]["rounds"] in (3, 4)
     for loop in ("ours", "upstream"):
         for part in ("per_drafted_token", "per_round"):
@@ -81,7 +81,7 @@ def test_constrained_calls_have_a_processor_each(
     made: list[Any] = []
 
     class Even(LogitsProcessor):
-        """Follows one text: it forbids odd tokens, and counts its own."""
+        """Stateful logits processor of a single text: forbids odd tokens and notes the text's lengths."""
 
         def __init__(self) -> None:
             made.append(self)
@@ -107,7 +107,7 @@ def test_constrained_calls_have_a_processor_each(
     for method in ("nothing", "lookup"):
         assert row[method]["same_texts"] == 2 and row[method]["speedup"]["n"] == 4
     assert row["plain"]["acceptance_rate"] is None
-    # Of each request and method, one call to warm up and two that count.
+    # Each request and method gets one warm-up call and two that count.
     assert len(made) == 2 * 3 * 3 and all(len(one.lengths) >= 9 for one in made)
     constrained.main(["--new-tokens", "5", "--repeats", "1"])
     assert capsys.readouterr().out.splitlines()[2:4] == [
@@ -118,7 +118,7 @@ def test_constrained_calls_have_a_processor_each(
 def test_memory_is_counted_by_live_tensors() -> None:
     model = tiny_model()
     report = measure_memory(model, SkipConfig(attention=[1]), context=100, new_tokens=8, draft_length=3)
-    # Keys and values of the whole context at the least: 4 layers, 2 heads of 8, float32.
+    # At least the keys and values of the whole context: 4 layers, 2 heads of 8, float32.
     held = 4 * 2 * 2 * 8 * 4 * 107
     for part in ("whole_call", "decoding"):
         figures = report[part]
@@ -132,10 +132,10 @@ def test_memory_is_counted_by_live_tensors() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_are_counted_by_their_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_LARGE", 1 << 12)
-    # Heads of 16 numbers: whole vectors of any processor, so that torch computes cosines alike wherever a token stands.
+    # Heads of 16 numbers: whole vectors on any processor, so torch computes cosines alike at every position.
     sizes = {"hidden_size": 96, "intermediate_size": 64, "vocab_size": 128, "head_dim": 16}
     model = enable_self_speculative(tiny_model(**sizes).to(dtype))
-    # A second goes by between two looks at the clock, so that what is timed once takes one.
+    # Each reading of the clock is a second after the last, so anything timed once takes one second.
     monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=itertools.count(0.0, 1.0).__next__))
     called = KernelList.__call__
     report = measure_kernels(model, [1, 3], repeats=2)
@@ -155,7 +155,7 @@ def test_kernels_are_counted_by_their_layers(dtype: torch.dtype, monkeypatch: py
         assert held * per_weight <= sum(found["bytes"] for found in shapes.values()) <= held * (per_weight + 0.4)
         assert set(shapes) >= {"LM head, 128 x 96", "96 x 64"}
         for found in parts.values():
-            # Of each list, the kernels of a part are timed once; no pass has more lists than were timed in it.
+            # The kernels of a part are timed once per list; no pass has more lists than were timed in it.
             assert 1 <= found["seconds"] <= one["in_kernels"] and found["seconds"].is_integer()
         assert all(found["torch"] >= 1 for found in shapes.values())
         assert one["seconds"] == 1 <= one["in_kernels"] and one["in_kernels"].is_integer()

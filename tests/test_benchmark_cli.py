@@ -1,4 +1,4 @@
-"""`ssd benchmark`: a run of all kinds of methods, two checkouts side by side, and what is refused."""
+"""`ssd benchmark`: a run of all kinds of methods, two checkouts side by side, and refused input."""
 
 from __future__ import annotations
 
@@ -192,9 +192,9 @@ def test_help(ssd: Callable[..., Run]) -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Another checkout: a copy of this one, in which `auto` is not known yet, and which has no harness.
+    """Make another checkout: a copy of this one that does not know `auto` yet and has no harness.
 
-    Checkouts lay that out in different ways, so nothing of it may be asked for.
+    Checkouts lay out the harness in different ways, so no part of it may be required.
     """
     root = tmp_path / "other"
     source = Path(ssd_generation.__file__).parent
@@ -226,7 +226,7 @@ def test_paired(ssd: Callable[..., Run], folder: str, prompts: str, other: Path,
     for name in ("plain", "paper"):
         assert {row["first"] for row in pairs if row["method"] == name} == {"here", "there"}
     assert "faster than the other" in " ".join(run.out.split())
-    # All rows are there: nothing is loaded again.
+    # All rows exist already: nothing is loaded again.
     assert ssd(*common, "-o", "r").status == 0
 
 
@@ -250,7 +250,7 @@ def test_workers_end_with_their_owner(tmp_path: Path, monkeypatch: pytest.Monkey
     assert peer._process.poll() is not None
 
 
-# --- what is shown meanwhile ----------------------------------------------------------------------
+# --- progress display -----------------------------------------------------------------------------
 
 
 def test_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def test_wide_tables_are_cut_by_category() -> None:
 def test_results_hold_no_path_of_this_machine(
     ssd: Callable[..., Run], folder: str, prompts: str, tmp_path: Path
 ) -> None:
-    """Other than those in the arguments, so that a folder can be shown around."""
+    """Check that only the arguments contain paths, so that a results folder can be shared."""
     os.rename(folder, tmp_path / "here")
     try:
         assert ssd("-m", "here", "--prompts", prompts, "--methods", "plain-loop", *SHORT, "-o", "r").status == 0

@@ -1,4 +1,4 @@
-"""The run itself: who is called when, what is kept, and going on after an interruption."""
+"""The run itself: the order of the calls, the stored results, and resumption after an interruption."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_peers(model: Any, tmp_path: Path) -> None:
         if row["method"] in ("plain", "paper"):
             assert counts is None
             continue
-        # Each pass of the model adds a token of its own to those that it has accepted.
+        # Each pass of the model adds one token of its own to the accepted ones.
         assert len(row["token_ids"]) == 8 <= counts["target_passes"] + counts["accepted_tokens"]
         assert 0 <= counts["accepted_tokens"] <= counts["drafted_tokens"]
     counts = summary["methods"]["assistant"]["assisted"]
@@ -269,7 +269,7 @@ def test_a_method_that_fails_is_reported_and_the_run_goes_on(
     summary = run(model, tmp_path, memory=True)
     assert summary["methods"]["config"]["errors"] == ["RuntimeError: no kernel"]
     assert summary["methods"]["plain-loop"]["calls"] == 3 and summary["complete"]
-    # It has one more chance in a later session, and nothing else is called again.
+    # A later session retries it once, and calls nothing else again.
     tried = []
 
     def again(self: Caller, method: str, *args: Any) -> TimedCall:
@@ -320,7 +320,7 @@ def test_an_item_that_plain_decoding_cannot_do_costs_its_rows_alone(
 
     def call(self: Caller, method: str, request: Any, inputs: Any, *args: Any) -> TimedCall:
         text = inputs["input_ids"].tolist()
-        refused[:] = refused or [text]  # the first that is asked
+        refused[:] = refused or [text]  # the first text called
         if text in refused:
             raise RuntimeError("no memory")
         return real(self, method, request, inputs, *args)
@@ -374,7 +374,7 @@ def test_progress(model: Any, tmp_path: Path) -> None:
 
 
 class Interruption:
-    """Ctrl-C at the n-th step."""
+    """Ctrl-C after the given number of steps."""
 
     def __init__(self, step: int) -> None:
         self.left = step
@@ -399,7 +399,7 @@ def test_an_interrupted_run_goes_on(model: Any, tmp_path: Path, step: int) -> No
     rows = rows_of(tmp_path)
     assert rows[: len(kept)] == kept, "what was measured was not kept"
     assert summary["complete"] and summary["rows_done"] == 9
-    # Where a prompt was cut in two, plain decoding runs once more, or what had come before it does.
+    # If a prompt was interrupted halfway, plain decoding or the methods before it run once more.
     again = [key for key, n in Counter((r["prompt"], r["method"]) for r in rows).items() if n > 1]
     assert len(again) <= 2 and len({prompt for prompt, _ in again}) <= 1
     assert all(entry["calls"] == 3 for entry in summary["methods"].values())
@@ -411,7 +411,7 @@ def test_a_torn_row_is_measured_again(model: Any, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(file.read_bytes()[:-20])
     assert run(model, tmp_path)["methods"]["config"]["calls"] == 3
-    assert len(rows_of(tmp_path)) == 9 + 1  # and plain decoding beside it
+    assert len(rows_of(tmp_path)) == 9 + 1  # and plain decoding alongside it
 
 
 def test_a_finished_run_measures_nothing(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,7 +478,7 @@ def test_later_turns_follow_plain_answers(model: Any, tmp_path: Path) -> None:
             expected = model.generate(ids, **OPTIONS)[0, ids.shape[1] :].tolist()
             assert rows[name, method]["token_ids"] == expected
         messages.append({"role": "assistant", "content": TOKENIZER.decode(expected, skip_special_tokens=True)})
-    # Going on makes no call again, and needs none of the answers anew.
+    # Resuming repeats no call, and needs none of the answers again.
     before = (tmp_path / "r" / "rows.jsonl").read_text()
     run(model, tmp_path / "r", prompts=TALKS)
     assert (tmp_path / "r" / "rows.jsonl").read_text() == before
@@ -504,7 +504,7 @@ def test_a_turn_without_an_answer_before_it_fails_alone(
     def call(self: Caller, *args: Any) -> TimedCall:
         nonlocal calls
         calls += 1
-        if calls == 2:  # behind the warm-up
+        if calls == 2:  # after the warm-up
             raise ValueError("no memory")
         return real(self, *args)
 

@@ -1,4 +1,4 @@
-"""Bounds of what comes from outside, and messages that stay short whatever it is."""
+"""Bounds of external input, and messages that stay short whatever the input."""
 
 from __future__ import annotations
 

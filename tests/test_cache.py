@@ -1,4 +1,4 @@
-"""Layers with spare room hold what transformers' own layers hold, and a draft sees what it should."""
+"""Layers with spare room hold the same as transformers' own layers, and a draft sees the right keys and values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def same(ours: Any, theirs: Any) -> None:
 @settings(max_examples=60)
 @given(
     sliding=st.booleans(),
-    # Each round: tokens in the pass, and how many of them are taken back.
+    # Each round: number of tokens in the pass, and of those rolled back.
     rounds=st.lists(
         st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))), min_size=1, max_size=30
     ),
@@ -200,7 +200,7 @@ def test_a_draft_sees_the_prefix_and_itself(prefix: int, drafts: list[list[int]]
         for seed, count in enumerate(steps):
             live = [i for i in range(4) if i not in skipped]
             for index in range(4):
-                # A skipped layer answers for a live one of its kind, or by itself, as the plain cache does.
+                # A skipped layer answers from a live one of its kind, or for itself as the plain cache does.
                 assert draft.get_mask_sizes(count, index) == plain.get_mask_sizes(count, index)
                 assert draft.get_seq_length(index) == plain.get_seq_length(index)
             assert draft.is_sliding == plain.is_sliding
@@ -225,7 +225,7 @@ def test_a_ghost_refuses_to_hold_anything() -> None:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_rows_keep_their_own_tokens_when_they_move(data: st.DataObject) -> None:
-    # Each row accepts its own number of tokens per round; its window must hold its own last tokens at the right.
+    # Each row accepts a different number of tokens per round; its window must hold its last tokens at the right.
     rows, block = 3, 5
     cache = mixed_cache(1, rows)
     add_buffers(cache)

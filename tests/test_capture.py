@@ -1,4 +1,4 @@
-"""Captured passes: which models have them, what stands in the way, and that they follow the model wherever it goes."""
+"""Captured passes: models that have them, obstacles to capture, and how they follow every change of the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model() -> PreTrainedModel:
 
 
 def texts(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain, and self-speculative."""
+    """Return the plain and the self-speculative text."""
     options = {"max_new_tokens": NEW, "do_sample": False}
     return model.generate(prompt(9), **options), model.generate(prompt(9), **options, self_speculative=CONFIG)
 
@@ -49,7 +49,7 @@ def same_text(model: Any) -> bool:
 
 
 def refusal(model: PreTrainedModel) -> str | None:
-    """Why the model's passes are not played back; `None` where they are."""
+    """Return the reason why the model's passes are not captured; `None` if they are."""
     reason = why_not_captured(model)
     if reason is None:
         passes = CapturedPasses(model)
@@ -58,13 +58,13 @@ def refusal(model: PreTrainedModel) -> str | None:
     return reason
 
 
-# --- which families are captured
+# --- captured families
 # --------------------------------------------------------------------------------------------------
 
 OWN_ATTENTION = "not sdpa"
 BY_LENGTH = "depends on the length of the text"
 SLIDING = r"of its own kind \(sliding_window\)"
-# `None`: recorded. Nothing but speed hangs on a family's place here, but a change is to be noticed.
+# `None`: captured. Only speed depends on a family's entry here, but a change should be noticed.
 REFUSALS = {
     **dict.fromkeys(FAMILIES),
     **dict.fromkeys(("bloom", "bloom-post-residual", "gemma2", "gpt_oss", "mpt"), OWN_ATTENTION),
@@ -103,10 +103,10 @@ def test_capturing_runs_no_large_product_and_leaves_no_trace(model: PreTrainedMo
     assert len(made.constants) > 15 and all(id(tensor) in known for tensor in made.constants.values())
 
 
-# --- what cannot be played back
+# --- obstacles to capture
 # --------------------------------------------------------------------------------------------------
 
-arange: Any = torch.arange  # which takes a tensor, whatever its annotations say
+arange: Any = torch.arange  # it takes a tensor, despite its annotations
 READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "item": lambda x: x * (2.0 if x.sum().item() > 0 else 0.5),
     "bool": lambda x: x if x.sum() > 0 else -x,
@@ -154,7 +154,7 @@ WRITES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def changed_mlp(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let llama's MLP do something else, in its own class: nothing of it shows from outside."""
+    """Change llama's MLP within its own class: the change is invisible from outside."""
     original = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: original(self, change(x)))
 
@@ -295,7 +295,7 @@ def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPa
 def test_attention_is_laid_out_as_when_it_is_played_back(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
 ) -> None:
-    # A view that several tokens' attention cannot be given fails while recording, not in the middle of a text.
+    # A view that is impossible for several tokens' attention fails during capture, not in the middle of a text.
     original = capture.own_attention
 
     def viewing(make: Callable[..., Any], has_masks: bool) -> Any:
@@ -341,7 +341,7 @@ def add_global_hook(model: Any) -> Any:
 
 
 class Undo:
-    """What a hook's handle is: `remove` takes the change back."""
+    """Stand-in for a hook's handle: `remove` undoes the change."""
 
     def __init__(self, remove: Callable[[], Any]) -> None:
         self.remove = remove
@@ -397,7 +397,7 @@ def test_other_things_in_the_way(model: Any) -> None:
     with torch.device("meta"):
         away = transformers.AutoModelForCausalLM.from_config(model.config).eval()
     assert "not on the CPU" in str(why_not_captured(away))
-    model.model.layers[0]._compiled_call_impl = lambda *args, **kwargs: None  # what `layer.compile()` sets
+    model.model.layers[0]._compiled_call_impl = lambda *args, **kwargs: None  # as set by `layer.compile()`
     assert "compiled" in str(why_not_captured(model))
 
 
@@ -424,7 +424,7 @@ def in_place(module: Any) -> None:
 
 
 def in_place_unseen(module: Any) -> None:
-    module.weight.data.copy_(other(module.weight))  # no version counter tells of this
+    module.weight.data.copy_(other(module.weight))  # no version counter shows this
 
 
 def replaced(module: Any) -> None:
@@ -510,7 +510,7 @@ def test_an_unchanged_model_is_not_captured_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(any_length, "capture_pass", watched)
     texts(model)
-    # Passes of three lengths, from which all others follow, for the model and for its draft.
+    # Passes of three lengths, from which all others are derived, for the model and for its draft.
     assert sorted(lengths) == [2, 2, 3, 3, 33, 33]
     lengths.clear()
     texts(model)
@@ -588,7 +588,7 @@ def test_other_threads_attention_is_their_own(monkeypatch: pytest.MonkeyPatch, m
 
 
 def test_two_threads_that_record() -> None:
-    # The second waits for the first, and must not take the first one's attention for transformers' own.
+    # The second waits for the first, and must not mistake the first one's attention for transformers' own.
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
     original = functions["sdpa"]
     leave, first_left, done = (threading.Event() for _ in range(3))
@@ -601,11 +601,11 @@ def test_two_threads_that_record() -> None:
             done.set()
             leave.wait(60)
 
-    # The first runs in this thread, so that this thread's attention can be asked for afterwards.
+    # The first runs in this thread, so that this thread's attention can be checked afterwards.
     with capture.own_attention(lambda _: lambda *args: "the first one's", has_masks=False):
         other_thread = threading.Thread(target=second)
         other_thread.start()
-        other_thread.join(0.1)  # it has come as far as it can
+        other_thread.join(0.1)  # it is waiting for the first by now
         assert functions["sdpa"]() == "the first one's"
     first_left.set()
     assert done.wait(60)
@@ -617,7 +617,7 @@ def test_two_threads_that_record() -> None:
 
 
 def test_no_cache_outlives_its_call(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    """Nor its growth: what recorded passes have read is held by the cache alone."""
+    """Check that growth frees old buffers too: the buffers that captured passes read are held by the cache alone."""
     rooms: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
     original = cache._new_buffer
@@ -630,12 +630,12 @@ def test_no_cache_outlives_its_call(monkeypatch: pytest.MonkeyPatch, model: PreT
 
     ids = prompt(9)
     model.generate(ids, max_new_tokens=40, do_sample=False, self_speculative=CONFIG)  # type: ignore[operator]
-    # All is recorded now.
+    # Everything is captured now.
     monkeypatch.setattr(cache, "_new_buffer", new_buffer)
     monkeypatch.setattr(cache, "_MIN_SPARE", 1)
     model.generate(ids, max_new_tokens=40, do_sample=False, self_speculative=CONFIG)  # type: ignore[operator]
     gc.collect()
     assert len(rooms) > 20 and captured_target(model) is not None
     assert not [room for room in rooms if room() is not None]
-    # Keys and values of two layers, and those of the one that is growing twice.
+    # Keys and values of two layers, and one more buffer of the layer that is growing.
     assert max(alive) <= 2 * 2 + 1

@@ -1,4 +1,4 @@
-"""`ssd chat`: each answer is that of plain `generate` over the whole conversation, whatever of it is read anew."""
+"""`ssd chat`: each answer is that of plain `generate` over the whole conversation, however much of it is read again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG = SelfSpeculativeConfig(
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.3, "top_k": 20}
 
-# Of an earlier answer only its first two characters: as of templates that leave out how one was thought of.
+# Only the first two characters of an earlier answer, as in templates that leave out its reasoning.
 FORGETFUL = TEMPLATE.replace("m['content'] +", "(m['content'][:2] if m['role'] == 'assistant' else m['content']) +")
 
 
@@ -57,7 +57,7 @@ def ask(
 
 
 def plain_answer(conversation: Conversation, number: int, arguments: dict[str, Any], seed: int = 0) -> list[int]:
-    """What plain `generate` says in that turn, which reads the conversation anew."""
+    """Return plain `generate`'s answer in that turn, with the whole conversation read again."""
     model, tokenizer = conversation._model, conversation.tokenizer
     first = len(conversation.messages) - 2 * len(conversation.turns)
     messages = conversation.messages[: first + 2 * number + 1]
@@ -85,7 +85,7 @@ def check_turns(conversation: Conversation, arguments: dict[str, Any], seed: int
 def test_turns_share_a_cache_and_say_what_plain_says(arguments: dict[str, Any], system: str | None) -> None:
     first, *later = check_turns(talker(arguments=arguments, system=system, seed=7), arguments, seed=7)
     assert first.cached_tokens == 0
-    # At the least what stands before the answer; its tokens may be others when its text is read again.
+    # At least the tokens before the answer; the answer may be tokenised differently when its text is read again.
     assert all(turn.cached_tokens >= first.prompt_tokens - 1 for turn in later), later
     assert all(turn.statistics is not None and turn.statistics.drafted_tokens for turn in later)
 
@@ -94,7 +94,7 @@ def test_turns_share_a_cache_and_say_what_plain_says(arguments: dict[str, Any], 
 def test_a_template_that_rewrites_earlier_turns(template: str) -> None:
     turns = check_turns(talker(template=template), GREEDY)
     if template is FORGETFUL:
-        # Up to the answer that is told otherwise now.
+        # Up to the answer that the template now renders differently.
         assert 0 < turns[1].cached_tokens <= turns[0].prompt_tokens + 2
 
 
@@ -364,12 +364,12 @@ def test_a_template_that_refuses(ssd: Callable[..., Run], folder: str, tmp_path:
     assert run.status == 2 and run.out.count("\n") >= 1 and "one turn only" in run.err
 
 
-# --- somebody types -------------------------------------------------------------------------------
+# --- interactive input ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets lines, or errors in their place, be typed."""
+    """Return a function that makes standard input yield lines, or raise errors in their place."""
 
     def types(*lines: str | type[BaseException]) -> None:
         waiting: Iterator[str | type[BaseException]] = iter([*lines, EOFError])
@@ -437,7 +437,7 @@ def test_ctrl_c_in_a_pipe_ends_it(ssd: Callable[..., Run], folder: str, monkeypa
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(chat_view.ChatView, "write", write)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background jobs
     try:
         assert ssd("chat", folder, *SKIP, *SHORT, stdin="the rain\na river runs\n").status == 130
     finally:

@@ -1,4 +1,4 @@
-"""The command line: what is on stdout, what on stderr, and the exit status."""
+"""The command line: stdout, stderr and the exit status."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHORT = ["--max-new-tokens", "12"]
 
 
 def tiny_tokenizer() -> Any:
-    """Byte-level BPE trained on three sentences: random tokens are often parts of characters."""
+    """Train a byte-level BPE on three sentences: random tokens are often parts of characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def tiny_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with its tokenizer, as `save_pretrained` writes them."""
+    """Save a tiny model and its tokenizer with `save_pretrained`."""
     path = tmp_path_factory.mktemp("models") / "tiny"
     tokenizer = tiny_tokenizer()
     tiny_model(vocab_size=len(tokenizer)).save_pretrained(path)
@@ -90,7 +90,7 @@ def ssd(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
     for name in ("SSD_DEBUG", "NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "100")
-    # On a busy machine, too, nothing is said of a wait.
+    # No message about waiting, even on a busy machine.
     monkeypatch.setattr("ssd_generation.cli.console._PATIENCE", 3600.0)
 
     def run(*arguments: str, stdin: str = "") -> Run:
@@ -104,7 +104,7 @@ def ssd(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def answer(folder: str, prompt: str, template: bool = True, **kwargs: Any) -> str:
-    """What plain `generate` says."""
+    """Return plain `generate`'s answer."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     text = TEMPLATE_OF.format(prompt) if template else prompt
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
@@ -173,7 +173,7 @@ def test_a_prompt_may_be_redirected(
     with os.fdopen(ends[0], encoding="utf-8") as piped:
         monkeypatch.setattr(sys, "stdin", piped)
         assert resolve_options.read_prompt(None) == prompt
-    with open(os.devnull, encoding="utf-8") as nothing:  # which may be a terminal or a device that never ends
+    with open(os.devnull, encoding="utf-8") as nothing:  # a device, which may be a terminal or never end
         monkeypatch.setattr(sys, "stdin", nothing)
         assert resolve_options.read_prompt(None) is None
 
@@ -255,7 +255,7 @@ def test_temperature_zero_is_greedy(ssd: Callable[..., Run], folder: str) -> Non
     assert document["text"] == answer(folder, "rain")
 
 
-# --- which config ---------------------------------------------------------------------------------
+# --- choice of the config -------------------------------------------------------------------------
 
 
 def test_config_from_a_file_of_several(ssd: Callable[..., Run], folder: str, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_without_a_config_what_pays_is_found_out(
 ) -> None:
     for module in ("models", "models.loading"):
         monkeypatch.setattr(f"ssd_generation.{module}.fetch_demo", lambda: Path(folder))
-    for model in ([], ["-m", folder]):  # the demo model too
+    for model in ([], ["-m", folder]):  # with the demo model too
         run = ssd("generate", "the rain", *model, *SHORT, "--json")
         document = run.json
         assert run.err == ""
@@ -307,7 +307,7 @@ def test_draft_memory_is_a_budget(ssd: Callable[..., Run], folder: str) -> None:
     none, all_of_it = (ssd(*common, "--draft-memory", share).json for share in ("0", "1"))
     assert none["auto"]["precision"] is None and "precision" not in none["config"]
     assert "draft_memory=0" in none["auto"]["ruled_out"]["int8"] and none["memory"]["copy_bytes"] == 0
-    # Drafting is cheap by the costs that the tests go by.
+    # Drafting is cheap by the costs that the tests use.
     assert all_of_it["auto"]["precision"] is not None and all_of_it["config"]["precision"]
     assert 0 < all_of_it["memory"]["copy_share"] <= 1
     assert all_of_it["auto"]["expected_speedup"][all_of_it["auto"]["precision"]] > 1
@@ -328,7 +328,7 @@ def test_precision_and_lookup(ssd: Callable[..., Run], folder: str, tmp_path: Pa
     assert both["config"]["precision"] == bits["config"]["precision"]
     assert both["config"]["lookup"] == lookup["config"]["lookup"]
     assert {bits["text"], lookup["text"], both["text"]} == {answer(folder, "rain")}
-    # They add to a config, and replace what it says.
+    # The options add to a config, and override it.
     file = tmp_path / "mine.json"
     file.write_text(SelfSpeculativeConfig(SkipConfig(attention=[1]), lookup={"max_ngram": 2}).to_json_string())
     mine = [*common, "--config", str(file)]
@@ -391,7 +391,7 @@ def test_compare_prints_a_table(ssd: Callable[..., Run], folder: str) -> None:
     assert rows["plain"].split()[1] == "12"
     assert rows["self-speculative"].rstrip().endswith("yes")
     assert "differs at token" in rows["draft alone"] and "margin" in run.out
-    assert rows["self-speculative"].split()[4].endswith("/0")  # drafted itself / looked up
+    assert rows["self-speculative"].split()[4].endswith("/0")  # self-drafted / looked up
     flat = " ".join(run.out.split())
     assert "leaves out 2 of 8 sub-layers: attention 1 and MLP 2" in flat
     assert "Draft length by cost. Measured here beforehand: a draft step costs 0.10 of a plain one" in flat
@@ -478,7 +478,7 @@ def test_compare_judges_sampled_texts_by_their_draws(ssd: Callable[..., Run], fo
     methods = json.loads(ssd(*arguments, "--json").out)["comparison"]["methods"]
     for name, method in methods.items():
         assert method["draws"]["tokens"] == sum(method["new_tokens"])
-        if name != "draft alone":  # that draws from another distribution
+        if name != "draft alone":  # it draws from another distribution
             assert method["draws"]["impossible"] == 0 and abs(method["draws"]["z"]) < 4
 
 
@@ -514,7 +514,7 @@ def test_show_draft(ssd: Callable[..., Run], folder: str) -> None:
 
 
 def test_looked_up_tokens_are_marked(ssd: Callable[..., Run], folder: str) -> None:
-    # A text that repeats itself, as far as a random model's goes.
+    # A text that repeats itself, as far as that of a random model does.
     run = ssd("generate", "rain " * 8, "-m", folder, "--lookup", "--max-new-tokens", "60", "--show-draft", "--json")
     document = run.json
     marked = sum(piece["tokens"] for piece in document["token_origins"] if piece["looked_up"])
@@ -792,7 +792,7 @@ def test_python_dash_m(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 
 def test_the_command_line_itself_loads_nothing_heavy() -> None:
-    # The package without its __init__, which is not the command line's doing.
+    # The package without its __init__, whose imports are not the command line's.
     package = Path(ssd_generation.__file__).parent
     source = f"""
         import sys, types
@@ -840,7 +840,7 @@ def test_measuring_shows_the_librarys_bars_in_a_terminal_alone(
     with console.quiet_libraries(), console.measuring():
         for timer in threading.enumerate():
             if isinstance(timer, threading.Timer):
-                timer.join(60)  # it has said its line when it ends
+                timer.join(60)  # it has printed its line when it ends
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err == "Measuring what drafting costs here, once per model and machine.\n"
     monkeypatch.setattr(console, "err", lambda: Console(file=io.StringIO(), force_terminal=True))

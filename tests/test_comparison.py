@@ -1,4 +1,4 @@
-"""Three ways of decoding, compared: texts, figures, and what is left behind."""
+"""Three ways of decoding, compared: texts, figures, and the model's state afterwards."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_margin_is_taken_after_the_logits_processors(model: Any) -> None:
     assert penalised != free
     difference = find_difference(model, INPUTS, penalised, free, **arguments)
     assert difference is not None and difference.logit_margin is not None and difference.logit_margin > 0
-    # By the raw logits the other token would have been preferred.
+    # By the raw logits the other token would have won.
     raw = find_difference(model, INPUTS, penalised, free)
     assert raw is not None and raw.logit_margin is not None and raw.logit_margin < 0
 
@@ -221,7 +221,7 @@ def test_methods_are_interleaved_and_take_turns_in_going_first(model: Any) -> No
 
 
 def test_ratios_are_taken_per_repeat_and_medians_over_repeats(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # In the order in which they run: to warm up, then plain, draft, own; draft, own, plain; own, plain, draft.
+    # In the order of the calls: warm-up, then plain, draft, own; draft, own, plain; own, plain, draft.
     durations = iter([9.0, 9.0, 9.0, 1.0, 0.5, 2.0, 1.0, 1.0, 4.0, 1.0, 3.0, 1.0])
     real = Caller.call
 
@@ -251,7 +251,7 @@ def test_costs_are_relative_to_a_plain_step(model: Any) -> None:
 
 def test_sizes(model: Any) -> None:
     result = compare(model, INPUTS, CONFIG, repeats=1, max_new_tokens=8)
-    attention = 32 * 32 * 2 + 32 * 16 * 2 + 32  # q, o; k, v of two heads; the norm before
+    attention = 32 * 32 * 2 + 32 * 16 * 2 + 32  # q, o; k, v of two heads; the preceding norm
     mlp = 3 * 32 * 48 + 32
     assert result.parameters == model.num_parameters()
     assert result.skipped_parameters == pytest.approx((attention + mlp) / model.num_parameters())

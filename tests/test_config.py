@@ -1,4 +1,4 @@
-"""Configs: what they accept, what they refuse and in which words, and that they come back from JSON as they were."""
+"""Configs: accepted and refused values, the messages, and lossless round trips through JSON."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ NAN, INF = float("nan"), float("inf")
 SHARE = "a number between 0 and 1"
 LOW_BIT = "'int8' or 'int4', or None for the weights as loaded"
 SECONDS = "a number of seconds between 1e-9 and 1e6"
-# Part, field, the bound in words, what is out of it, and what is of another type.
+# Part, field, the bound in words, values out of bounds, and values of another type.
 BOUNDS: list[tuple[type[Any], str, str, list[Any], list[Any]]] = [
     (DraftingConfig, "max_draft_length", "an integer from 1 to 128", [0, -3, 129], [2.0, True]),
     (DraftingConfig, "threshold", SHARE, [1.01, NAN, 10**400], ["0.5", True, None]),
@@ -270,14 +270,14 @@ def test_the_policies_of_a_set_length_can_be_made(policy: str) -> None:
 @pytest.mark.parametrize(
     ("verify", "expected"),
     [
-        # between the measured counts, at them, and beyond
+        # between the measured counts, at them, and beyond them
         ([(1, 10), (2, 12), (4, 20)], {1: 10, 2: 12, 3: 16, 4: 20, 5: 24, 8: 36}),
-        # one token is not measured: a plain step (8) stands for it
+        # one token is not measured: a plain step (8) replaces it
         ([(3, 10)], {1: 8, 2: 9, 3: 10, 5: 12}),
         ([(2, 9), (4, 9)], {1: 8, 2: 9, 3: 9, 9: 9}),
-        # noise between the last two does not make long drafts free, nor cheaper and cheaper
+        # noise between the last two makes long drafts neither free nor ever cheaper
         ([(1, 10), (4, 14), (8, 12)], {4: 14, 6: 13, 8: 12, 100: 12}),
-        # nothing to tell a slope from
+        # a single point gives no slope
         ([(1, 10)], {1: 10, 7: 10}),
     ],
 )
@@ -395,7 +395,7 @@ def test_a_precision_for_a_skipped_sublayer_is_refused(precision: dict[str, Any]
         SelfSpeculativeConfig(SkipConfig([2, 3], [4]), precision=precision)
     with pytest.raises(ValueError, match=r"skips mlp 3, and"):
         SelfSpeculativeConfig(SkipConfig([2], [3]), precision={"mlp": precision["attention"]})
-    # of the other kind, or only by default
+    # sub-layers of the other kind, or a default precision
     SelfSpeculativeConfig(SkipConfig([2], [3]), precision=precision)
     SelfSpeculativeConfig(SkipConfig([2, 3], [4]), precision="int8")
 
@@ -442,13 +442,13 @@ PARTS = (SkipConfig, DraftingConfig, PrecisionConfig, LookupConfig, Costs, Prove
 @pytest.mark.parametrize("part", PARTS)
 def test_every_field_states_its_bound_and_the_docstring_tells_it(part: type[Any]) -> None:
     stated = {f.name: f.metadata["bound"] for f in dataclasses.fields(part) if "bound" in f.metadata}
-    # One of a few values each.
+    # Fields that take one of a few values.
     assert {f.name for f in dataclasses.fields(part)} - set(stated) <= {
         *("policy", "carry_state", "default", "head", "group_size"),
     }
     for bound in stated.values():
         for end in (getattr(bound, "most", None), getattr(bound, "least", None)):
-            if end not in (None, 0, 1):  # for these, see [0, 1]
+            if end not in (None, 0, 1):  # written as [0, 1]
                 written = {f"{end:,}", f"{end:g}".replace("e+0", "e").replace("e-0", "e-"), f"{end - 1:,}"}
                 assert any(re.search(rf"(?<!\d){re.escape(w)}(?!\d)", part.__doc__ or "") for w in written), bound
 
@@ -567,7 +567,7 @@ def test_no_value_whatever_makes_a_long_message(value: Any, tmp_path: Path, monk
                 message = str(error)
                 refused += 1
         assert len(message) < 600, message[:1000]
-    assert refused > len(calls) - 30  # -1.5 is a good name of a thing, and so on
+    assert refused > len(calls) - 30  # some are valid, such as -1.5 as a name
 
 
 # --- Against a model ------------------------------------------------------------------------------
@@ -662,7 +662,7 @@ lookups = st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(1, 128))
     lambda n: LookupConfig(max(n[:2]), min(n[:2]), n[2])
 )
 seconds = st.floats(1e-9, 1e6)
-# JSON text cannot hold lone surrogates once it is UTF-8.
+# JSON text in UTF-8 cannot hold lone surrogates.
 text = st.text(st.characters(exclude_categories=["Cs"]))
 costs = st.builds(
     Costs,
@@ -999,7 +999,7 @@ def test_save_pretrained_makes_the_folder_and_leaves_nothing_else(tmp_path: Path
     assert os.listdir(folder) == [CONFIG_NAME]
     assert SelfSpeculativeConfig.from_pretrained(str(folder)) == SelfSpeculativeConfig()
     write(tmp_path / "plain", "")
-    # As open to others as any file of this user.
+    # With the same permissions as any file of this user.
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 
@@ -1052,7 +1052,7 @@ def test_hostile_files_are_refused_at_once(tmp_path: Path, content: str, words: 
 def test_what_is_no_file_is_refused_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, inside: bool
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket's name is short
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
     path = Path(CONFIG_NAME)
     with socket.socket(socket.AF_UNIX) as server:
         {
@@ -1072,7 +1072,7 @@ def test_what_is_no_file_is_refused_without_waiting(
             with pytest.raises(ValueError, match="cannot be written into"):
                 FULL.save_pretrained(tmp_path)
         else:
-            FULL.save_pretrained(tmp_path)  # takes its name, and never writes into what was there
+            FULL.save_pretrained(tmp_path)  # replaces it, and never writes into it
             assert SelfSpeculativeConfig.from_pretrained(tmp_path) == FULL
     assert os.listdir(tmp_path) == [CONFIG_NAME]
 
@@ -1102,7 +1102,7 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_without_a_home_folder_none_is_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is neither $HOME nor an entry
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without $HOME and without a password entry
     with pytest.raises(ValueError, match=r"'~/mine' begins with the home folder of somebody who has none here"):
         FULL.save_pretrained("~/mine")
     with pytest.raises(FileNotFoundError, match="no file or folder"):
@@ -1128,7 +1128,7 @@ def test_home_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """Stands in for the download; fails the test that should not have asked."""
+    """Mock the download; it fails a test that should not have called it."""
     download = mock.Mock(side_effect=AssertionError("the Hub was asked"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     return download
@@ -1212,7 +1212,7 @@ def test_the_hub_cannot_be_reached(tmp_path: Path) -> None:
 
 
 def _http_error(kind: type[huggingface_hub.errors.HfHubHTTPError], text: str) -> Exception:
-    error = kind.__new__(kind)  # the constructor wants a response of the HTTP library that happens to be in use
+    error = kind.__new__(kind)  # the constructor requires a response of the HTTP library in use
     Exception.__init__(error, text)
     return error
 

@@ -1,4 +1,4 @@
-"""Constrained text, by the libraries that people constrain it with: their matchers follow one text, token by token."""
+"""Text constrained by third-party libraries: their matchers follow a single text, token by token."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def decoded(model: PreTrainedModel, library: str, rows: int, request: Any, **how
     return text
 
 
-@pytest.mark.filterwarnings("ignore")  # of theirs
+@pytest.mark.filterwarnings("ignore")  # the libraries' own warnings
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])

@@ -1,4 +1,4 @@
-"""What is wrong with a file of prompts, articles, problems or costs is told, shortly and soon, whatever it is."""
+"""Errors in files of prompts, articles, problems or costs are reported briefly and early, whatever they are."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_told_shortly(tmp_path: Path, kind: str, wrong: str) ->
     file = tmp_path / "data.jsonl"
     file.write_bytes(WRONG[wrong].encode("utf-8", "surrogatepass"))
     if wrong == "a long name of a function" and "problems" not in kind and "code" not in kind:
-        return  # it is a prompt
+        return  # it is a valid prompt
     check_is_told({**LINES, **WHOLE}[kind], str(file))
 
 
@@ -81,7 +81,7 @@ def test_what_is_no_file(tmp_path: Path, kind: str, no_files: list[str]) -> None
 
 @pytest.fixture
 def no_files(tmp_path: Path) -> Iterator[list[str]]:
-    """Things that stand where a file is meant."""
+    """Create things that are not files where one is expected."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "round.jsonl").symlink_to(tmp_path / "round.jsonl")
     (tmp_path / "device.jsonl").symlink_to("/dev/zero")
@@ -104,7 +104,7 @@ def test_what_may_be_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise ValueError("the Hub was asked")
 
     monkeypatch.setattr(calibration, "hub_rows", hub_rows)
-    for source in ("n" * 300, "a\0b"):  # no names of files
+    for source in ("n" * 300, "a\0b"):  # not file names
         check_data("summarisation", [source])  # the Hub is asked when the task is made
         with pytest.raises(ValueError, match="the Hub was asked"):
             calibration_prompts(source, 1)

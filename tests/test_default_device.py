@@ -1,4 +1,4 @@
-"""A default device that is not the model's: no tensor of the library's own is made there."""
+"""A default device that is not the model's: the library makes no tensor there."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def assert_text_of_plain(model: Any, request: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_text_is_plains_whatever_the_default_device(name: str) -> None:
-    # The first call, which checks the model and measures, too.
+    # The first call too, which checks the model and measures.
     model = enable_self_speculative(even_model("llama"))
     for call in CALLS:
         assert_text_of_plain(model, REQUESTS[name], call)
-    if name != "auto":  # which may find that nothing pays
+    if name != "auto":  # it may find that no draft is faster
         assert model.last_speculation.drafted_tokens > 0
 
 

@@ -1,4 +1,4 @@
-"""The door for strings that go to a screen or a report."""
+"""Escaping of strings that go to a screen or into a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README, docs and notebooks say what is there: links, commands, options, modules, and Python that runs."""
+"""README, docs and notebooks are accurate: links, commands, options, modules, and Python that runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def each(paths: list[Path]) -> pytest.MarkDecorator:
 
 
 def prose(path: Path) -> str:
-    """A page, or the text cells of a notebook. HTML comments are no part of it."""
+    """Return the text of a page, or of a notebook's text cells, without HTML comments."""
     if path.suffix == ".ipynb":
         text = "\n\n".join("".join(cell["source"]) for cell in cells(path, "markdown"))
     else:
@@ -51,15 +51,15 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def spans(text: str) -> Iterator[str]:
-    """What stands between backticks, line breaks made spaces."""
+    """Yield the text between backticks, with line breaks replaced by spaces."""
     without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     for span in re.findall(r"`([^`]+)`", without_blocks):
         yield " ".join(span.split())
 
 
 def commands(path: Path) -> Iterator[list[str]]:
-    """Each command line of a page, in words: those of bash blocks, and those between backticks."""
-    # Commands that are to be run one day stand in comments.
+    """Yield each command line of a page, split into words: those of bash blocks and those between backticks."""
+    # Commands that do not exist yet are in comments.
     text = prose(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
     lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
     lines += [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.startswith("    ")]
@@ -79,7 +79,7 @@ def test_readme_shows_code_early_and_ends_soon() -> None:
 
 
 def test_readme_leads_to_every_page_and_notebook() -> None:
-    text = README.read_text(encoding="utf-8")  # a notebook that is to come stands in a comment
+    text = README.read_text(encoding="utf-8")  # a notebook that does not exist yet is linked in a comment
     there = {path.relative_to(ROOT).as_posix() for path in [*PAGES[1:], *NOTEBOOKS]}
     assert {name for name in there if f"]({name})" not in text} == set()
 
@@ -88,7 +88,7 @@ def test_readme_leads_to_every_page_and_notebook() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Return the anchors that GitHub gives a page's headings."""
     without_blocks = re.sub(r"^```.*?^```$", "", prose(path), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", without_blocks, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -117,7 +117,7 @@ def test_modules_and_files_that_are_named_exist(path: Path) -> None:
         for name in re.findall(r"\b(?:ssd_generation|tests\.lab)(?:\.\w+)+", span):
             try:
                 is_module = importlib.util.find_spec(as_imported_here(name)) is not None
-            except ModuleNotFoundError:  # of a package on the way
+            except ModuleNotFoundError:  # a parent package is missing
                 is_module = False
             if not is_module and not hasattr(ssd_generation, name.rpartition(".")[2]):
                 lost.append(name)
@@ -129,12 +129,12 @@ def test_modules_and_files_that_are_named_exist(path: Path) -> None:
 
 
 def as_imported_here(name: str) -> str:
-    """The folder of the tests is on the path, not the one above it."""
+    """Return the name under which a module is importable here: the tests' own folder is on the path, not its parent."""
     return name.removeprefix("tests.")
 
 
 def program(name: str) -> Any:
-    """The module that `python -m` runs."""
+    """Import the module that `python -m` runs."""
     spec = importlib.util.find_spec(as_imported_here(name))
     assert spec is not None, f"there is no {name}"
     within = "" if spec.submodule_search_locations is None else ".__main__"
@@ -148,7 +148,7 @@ def test_the_laboratory_says_what_each_module_is_for() -> None:
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, str]:
-    """By command or program, its help, once it was asked for."""
+    """Return a cache of help texts, by command or program."""
     return {}
 
 
@@ -204,9 +204,9 @@ def test_options_that_are_named_exist(path: Path, options_of: Callable[[str], st
 
 @each([path for path in PAGES if blocks(path.read_text(encoding="utf-8"), "python")])
 def test_python_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From top to bottom, with a tiny model of as many layers in the demo's place."""
+    """Run a page from top to bottom, with a tiny model of as many layers in place of the demo."""
     tokenizer = tiny_tokenizer()
-    # Groups of 32 weights, as in files of 4 bits.
+    # Groups of 32 weights, as in 4-bit files.
     model = tiny_model(vocab_size=len(tokenizer), num_hidden_layers=30, intermediate_size=64)
 
     def load_demo(*args: Any, **kwargs: Any) -> Any:

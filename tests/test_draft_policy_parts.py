@@ -1,4 +1,4 @@
-"""Parts of the cost-aware policy: prices, estimates, budget and plan, each by itself."""
+"""Parts of the cost-aware policy, each in isolation: prices, estimates, budget and plan."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LONGEST = 8
 
 
 def _prices(draft: float, passes: Sequence[float]) -> Prices:
-    """Prices of draft steps and of passes over 1, 2, 4, 8 … tokens."""
+    """Return prices of draft steps and of passes over 1, 2, 4, 8 … tokens."""
     verify = [(2**i, price) for i, price in enumerate(passes)]
     return Prices.of(Costs(plain_step=1.0, draft_step=draft, verify=verify), LONGEST)
 
@@ -101,7 +101,7 @@ def test_shrunk_means_are_probabilities_between_prior_and_observation(
     assert all(-1e-9 <= share <= 1.0 + 1e-9 for share in found)
     nothing = [0.0] * len(counts)
     assert shrunk(priors, nothing, nothing, expected, weight) == pytest.approx(priors)
-    # One more acceptance anywhere lowers no estimate.
+    # One more acceptance never lowers an estimate.
     more = shrunk(priors, [seen[0] + 1, *seen[1:]], [accepted[0] + 1, *accepted[1:]], expected, weight)
     assert all(after >= before - 1e-9 for before, after in zip(found, more, strict=True))
 
@@ -110,7 +110,7 @@ def test_failures_at_one_depth_lower_the_others() -> None:
     estimates = DepthEstimates([0.9, 0.8, 0.7])
     assert estimates.estimate() == pytest.approx([0.9, 0.8, 0.7])
     estimates.observe(drafted=1, kept=0)
-    # Twice the failures that the prior expects, of 8 observations that it is worth: so at the depths not reached, too.
+    # Twice the failures that the prior (worth 8 observations) expects; the depths not reached are scaled alike.
     assert estimates.estimate() == pytest.approx([16 * 0.8 / 17, 0.6, 0.4])
     assert estimates.seen[1:] == [0.0, 0.0]
 
@@ -187,7 +187,7 @@ def test_a_probe_waits_and_is_paid_for(balance: float, savings: float, price: fl
     account.savings, account.wait, account.waited = savings, wait, waited
     paid = account.pay_probe(price)
     assert paid == (waited >= wait and price - balance <= savings)
-    assert account.balance + account.savings == pytest.approx(balance + savings)  # none appears, none is lost
+    assert account.balance + account.savings == pytest.approx(balance + savings)  # the sum is conserved
     if paid:
         assert account.balance >= price - 1e-9 and account.savings >= 0.0 and account.waited == 0
     else:
@@ -238,7 +238,7 @@ def test_what_is_affordable_is_the_most_that_the_balance_pays(
         (3, 1, None, 1.0),
         (6, 4, None, 0.25),
         (0, 0, None, 1.0),
-        (6, 4, 3, 2 / 6),  # the slowest row is two tokens further than by a plain step
+        (6, 4, 3, 2 / 6),  # the slowest row is two tokens further than after a plain step
         (6, 4, 1, 0.0),
         (2, 4, 9, 1.0),  # never more than was accepted
         (0, 4, 3, 0.25),
@@ -282,7 +282,7 @@ def test_rows_of_a_round_are_booked_once_when_the_next_begins() -> None:
     assert budget.drafting.balance == 1.5
     budget.begin_row(pays=True)
     assert budget.drafting.balance == 1.5 + 0.5 - (prices.rounds[1] - 1.0)
-    # One of two rows copied two tokens, and the pass was wider for both; after a rejected draft nobody judged them.
+    # One of two rows copied two tokens, and the pass was wider for both; after a rejected draft they were not judged.
     assert budget.copying.balance == 0.5 - (prices.verify[4] - prices.verify[2]) and budget.copying.wait == 0
     assert budget.share == 0.95
     booked = budget.drafting.balance
@@ -295,7 +295,7 @@ def test_a_budget_goes_its_own_way_after_taking_over() -> None:
     cap = new.copying.cap
     old.drafting.book(1.0)
     new.begin_row(pays=True)
-    new.report(2, 0, 0, 0)  # of its own draft before: dropped
+    new.report(2, 0, 0, 0)  # about its own earlier draft: dropped
     new.take_over(old)
     new.settle(pays=True)
     assert new.drafting.balance == old.drafting.balance == 2.5 and new.copying.cap == cap != old.copying.cap
@@ -321,7 +321,7 @@ def test_the_best_length_is_that_of_the_best_rate(prices: Prices, acceptance: li
     rate = tokens[best] / prices.rounds[best]
     assert rate >= max(tokens[k] / prices.rounds[k] for k in range(longest + 1)) - 2e-9
     if all(tokens[k] <= prices.rounds[k] for k in range(1, longest + 1)):
-        assert best == 0  # what cannot pay is not drafted
+        assert best == 0  # no draft if none can be faster
 
 
 @given(some_prices, some_acceptance, st.lists(shares, min_size=LONGEST, max_size=LONGEST))
@@ -332,7 +332,7 @@ def test_more_acceptance_never_shortens_the_draft(
     worse_plan, better_plan = _plan(prices, acceptance), _plan(prices, better)
     assert better_plan.rate >= worse_plan.rate - 1e-9
     before, after = worse_plan.best, better_plan.best
-    if after < before:  # both are as good
+    if after < before:  # only if both are equally good
         by_length = [better_plan.tokens[k] / prices.rounds[k] for k in (before, after)]
         assert by_length[0] == pytest.approx(by_length[1], rel=1e-8)
 
@@ -345,7 +345,7 @@ def test_a_draft_is_never_longer_than_can_be_paid(
     length = draft_length(plan, prices.rounds, affordable, offer)
     assert 0 <= length <= affordable
     free = draft_length(plan, prices.rounds, affordable, 0.0)
-    assert length in (0, free)  # an offer takes its place, or does not matter
+    assert length in (0, free)  # an offer replaces the draft, or makes no difference
     assert draft_length(plan, prices.rounds, affordable, math.inf) == 0
     if affordable >= plan.best:
         assert free in (0, plan.best)
@@ -354,7 +354,7 @@ def test_a_draft_is_never_longer_than_can_be_paid(
     assert plan.pays == (plan.best > 0)
 
 
-# With an acceptance of 0 further tokens gain nothing: then no survival is enough, even if wider passes cost less.
+# At acceptance 0 further tokens gain nothing: then no survival suffices, even if wider passes cost less.
 @given(
     some_prices,
     st.lists(st.floats(0.01, 1.0), min_size=LONGEST, max_size=LONGEST),
@@ -370,7 +370,7 @@ def test_drafting_on_is_worth_something_above_the_threshold(
     assert len(limits) == LONGEST
     assume(abs(worth) > 1e-9)
     assert (worth > 0.0) == (survival > limits[depth])
-    # A surer draft is worth more, a better alternative less.
+    # A surer draft is worth more; against a better alternative it is worth less.
     assert worth_of_drafting(min(1.0, survival + 0.1), depth, acceptance, prices, rate) >= worth
     if min(b - a for a, b in zip(prices.verify[2:], prices.verify[3:], strict=False)) >= 0.0:
         assert worth_of_drafting(survival, depth, acceptance, prices, rate + 0.5) <= worth
@@ -392,7 +392,7 @@ def test_the_best_copy_has_the_most_value(
     ]
     assert 0 <= count <= longest
     assert value == max([0.0, *values]) and (count == 0 or values[count - 1] == value)
-    # The likelier it is to be reached, the longer.
+    # The more likely it is to be reached, the longer the copy.
     surer, worth = best_copy(gains, min(1.0, weight + 0.2), depth, longest, prices, rate)
     assert worth >= value and surer >= count
 
@@ -450,9 +450,9 @@ def test_paths_tell_rows_apart_by_their_order() -> None:
     assert (first.bins, third.bins, third.survival) == ([1], [3], 0.8)
     _drafted(first, 4, 0.5)
     assert first.survival == 0.45
-    unknown = paths.at(2, by_depth)  # nobody else continued
+    unknown = paths.at(2, by_depth)  # no other row continued
     assert (unknown.bins, unknown.survival) == ([], 0.5)
-    # Reported in their order; the last token need not have been asked about.
+    # Reported in order; the policy need not have been queried about the last token.
     assert [paths.report(drafted) for drafted in (3, 1, 2)] == [[1, 4], [2], [3]]
     assert paths.report(1) == ()
     paths.begin()
@@ -472,6 +472,6 @@ def test_the_survival_of_a_lone_row_is_that_of_its_path() -> None:
     _drafted(paths.at(1, by_depth), 8, 0.9)
     assert paths.survival(0, by_depth, acceptance) == 1.0
     assert paths.survival(1, by_depth, acceptance) == 0.9
-    assert paths.survival(2, by_depth, acceptance) == 0.45  # the second was not asked about
+    assert paths.survival(2, by_depth, acceptance) == 0.45  # the second token was not queried
     paths.at(1, by_depth)
-    assert paths.survival(2, by_depth, acceptance) == 0.25  # whose it is, is not known
+    assert paths.survival(2, by_depth, acceptance) == 0.25  # its row is unknown

@@ -1,4 +1,4 @@
-"""Draft-length policies: numbers in, a decision out."""
+"""Draft-length policies as functions from numbers to decisions."""
 
 import math
 import random
@@ -54,7 +54,7 @@ def test_confidence_stops_after_an_unsure_token() -> None:
     [
         (4, 2, False, 0.9 * 0.6 + 0.1 * 0.61),  # 0.5 < α: more careful
         (4, 4, False, 0.9 * 0.6 + 0.1 * 0.59),  # 1.0 ≥ α: bolder
-        (8, 8, True, 0.6),  # 1.0 ≥ α, and it drafted all it could: as it is
+        (8, 8, True, 0.6),  # 1.0 ≥ α, but it drafted all it could: unchanged
         (8, 2, True, 0.9 * 0.6 + 0.1 * 0.61),
     ],
 )
@@ -144,25 +144,25 @@ def test_confidence_learns_from_self_drafted_tokens_only() -> None:
 
 
 def _costs(draft: float, verify: Sequence[tuple[int, float]], unit: float = 0.03) -> Costs:
-    """From costs in plain steps."""
+    """Build costs given in plain steps."""
     return Costs(plain_step=unit, draft_step=draft * unit, verify=[(n, v * unit) for n, v in verify])
 
 
 V_FLAT = ((1, 1.0), (2, 1.05), (4, 1.1), (8, 1.2), (16, 1.4))
 V_STEEP = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 1.7), (16, 2.5))
-# As measured on a CPU: another kernel from n = 4 on.
+# As measured on a CPU that uses another kernel from n = 4 on.
 V_CLIFF = ((1, 1.0), (2, 1.1), (3, 1.12), (4, 1.79), (5, 1.83), (6, 1.9), (8, 2.3), (12, 2.5), (16, 3.3))
 FLAT = _costs(0.3, V_FLAT)
 
 
 def _rich(policy: CostAwarePolicy) -> CostAwarePolicy:
-    """A policy that can pay for any draft."""
+    """Give the policy enough balance for any draft."""
     policy.budget.drafting.balance = policy.budget.copying.balance = 1e9
     return policy
 
 
 def _verify(costs: Any, n: int) -> float:
-    """v(n) in plain steps, the slow way."""
+    """Compute v(n) in plain steps, the slow way."""
     points = [(m, seconds / costs.plain_step) for m, seconds in costs.verify]
     if points[0][0] > 1:
         points = [(1, 1.0), *points]
@@ -175,7 +175,7 @@ def _verify(costs: Any, n: int) -> float:
 
 
 def _value(costs: Any, acceptance: Sequence[float], k: int) -> tuple[float, float]:
-    """E and C of a fixed length."""
+    """Compute E and C of a fixed length."""
     tokens = 1.0 + sum(math.prod(acceptance[:j]) for j in range(1, k + 1))
     return tokens, k * costs.draft_step / costs.plain_step + _verify(costs, 1 + k) if k else 1.0
 
@@ -199,7 +199,7 @@ def test_the_length_has_the_most_tokens_per_second(costs: Costs, prior: list[flo
     rates = [tokens / cost for tokens, cost in (_value(costs, acceptance, k) for k in range(min(8, limit) + 1))]
     length = policy.draft_length(limit)
     assert 0 <= length <= min(8, limit)
-    # Also where the best length of all does not fit: few tokens are left then, and none come after them.
+    # Also if the overall best length does not fit: then few tokens are left, and none come after them.
     assert rates[length] == pytest.approx(max(rates), rel=1e-6)
 
 
@@ -214,7 +214,7 @@ def test_drafting_goes_on_if_any_number_of_further_tokens_is_worth_it(
     for above in range(1, depth):
         survival *= calibrated[confidence_bin(1.0)]
         if not policy.keep_drafting(above, 1.0):
-            survival = policy.plan.survival[above]  # of a row that goes on whatever it said, no more is known
+            survival = policy.plan.survival[above]  # of a row that continues regardless, nothing more is known
     goes_on = policy.keep_drafting(depth, probability)
     survival *= calibrated[confidence_bin(probability)]
     worth = [
@@ -232,23 +232,23 @@ def test_a_cliff_is_noticed() -> None:
         policy = CostAwarePolicy(cliff, prior=(prior,), use_confidence=False, exploration=0.0)
         _rich(policy).budget.drafting.wait = 10**9
         assert policy.draft_length(20) == best
-    # Up to the cliff however sure, not over it.
+    # Up to the cliff but not over it, however sure.
     policy = _rich(CostAwarePolicy(cliff, prior=(0.85,)))
     assert policy.draft_length(20) == 12
     assert policy.keep_drafting(1, 0.9)
     assert not policy.keep_drafting(2, 0.9)
-    # Never beyond the most that was asked for.
+    # Never beyond the requested maximum.
     assert not CostAwarePolicy(FLAT, max_length=1, prior=(0.99,)).keep_drafting(1, 1.0)
-    # A draft that is cheap and good enough is worth going beyond it, and then far.
+    # A draft that is cheap and good enough pays beyond the cliff, and then far beyond it.
     assert _rich(CostAwarePolicy(_costs(0.05, V_CLIFF), prior=(0.97,), use_confidence=False)).draft_length(20) > 8
 
 
 @pytest.mark.parametrize(
     ("verify", "expected"),
     [
-        (((1, 1.0), (3, 1.2)), [1.0, 1.1, 1.2, 1.3, 1.4]),  # on with the last slope
-        (((2, 1.2), (4, 1.4)), [1.0, 1.2, 1.3, 1.4, 1.5]),  # a plain step stands for n = 1
-        (((1, 1.1), (2, 1.5), (4, 1.3)), [1.1, 1.5, 1.4, 1.3, 1.3]),  # as measured, but never falling beyond
+        (((1, 1.0), (3, 1.2)), [1.0, 1.1, 1.2, 1.3, 1.4]),  # extrapolated with the last slope
+        (((2, 1.2), (4, 1.4)), [1.0, 1.2, 1.3, 1.4, 1.5]),  # a plain step replaces n = 1
+        (((1, 1.1), (2, 1.5), (4, 1.3)), [1.1, 1.5, 1.4, 1.3, 1.3]),  # as measured, but extrapolated without falling
         (((1, 1.1),), [1.1] * 5),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_token_is_judged_only_if_those_before_it_were_accepted() -> None:
     assert (depths.seen[:5], depths.accepted[:5]) == ([1.0, 1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.0])
     policy.update(2, 2, True)
     assert (depths.seen[1], depths.accepted[1]) == pytest.approx((1.98, 1.98))
-    assert (depths.seen[2], depths.accepted[2]) == pytest.approx((0.98, 0.0))  # grown older
+    assert (depths.seen[2], depths.accepted[2]) == pytest.approx((0.98, 0.0))  # discounted with age
 
 
 def test_depths_never_tried_are_taken_to_be_like_the_others() -> None:
@@ -328,7 +328,7 @@ def test_calibration_learns_what_the_drafts_confidence_is_worth() -> None:
     policy = _rich(CostAwarePolicy(FLAT))
     for _ in range(300):
         policy.draft_length(20)
-        policy.keep_drafting(1, 0.4)  # modest, and always right
+        policy.keep_drafting(1, 0.4)  # unsure, and always right
         policy.update(1, 1, False)
         policy.draft_length(20)
         policy.keep_drafting(1, 0.999)  # sure, and always wrong
@@ -344,7 +344,7 @@ def test_rows_of_a_batch_are_told_apart() -> None:
     assert [policy.keep_drafting(1, p) for p in (0.999, 0.01, 0.96)] == [True, False, True]
     assert policy.keep_drafting(2, 0.999)  # row 0
     policy.keep_drafting(2, 0.01)  # row 2
-    policy.update(3, 3, False)  # the last token was not asked about
+    policy.update(3, 3, False)  # the policy was not queried about the last token
     policy.update(1, 0, False)
     policy.update(2, 1, False)
     seen = list(zip(policy.confidence.seen, policy.confidence.accepted, strict=True))
@@ -364,7 +364,7 @@ def test_rows_of_a_batch_are_told_apart() -> None:
 
 def test_a_batch_gains_what_its_slowest_row_gains() -> None:
     def played(accepted: Callable[[int, int], int], rounds: int = 200, rows: int = 4) -> tuple[int, float]:
-        """Rounds in which anything was drafted, and what was gained by it, where a draft of a row comes so far."""
+        """Return the number of rounds that drafted and the total gain, given each row's accepted length."""
         policy = CostAwarePolicy(FLAT, use_confidence=False)
         lengths, drafts, price = [20] * rows, 0, 0.0
         for turn in range(rounds):
@@ -380,16 +380,16 @@ def test_a_batch_gains_what_its_slowest_row_gains() -> None:
 
     drafts, gained = played(lambda row, turn: 3)
     assert drafts == 200 and gained > 100
-    # Three rows gain all that they can, and wait for the fourth.
+    # Three rows accept everything, and wait for the fourth.
     drafts, gained = played(lambda row, turn: 3 if row else 0)
     assert drafts < 40 and gained > -8.0
-    # In turns: what each is ahead by is gained when the others have come as far.
+    # Alternating: a row's lead counts as gain once the others have caught up.
     drafts, gained = played(lambda row, turn: 12 if (row + turn) % 2 else 1)
     assert drafts == 200 and gained > 100
 
 
 def test_rows_share_what_a_pass_costs() -> None:
-    """One row of four finds a match now and then: the others wait for its pass."""
+    """Check a batch in which one row of four finds matches: the others wait for its wider pass."""
     match = Match(3, 2)
 
     def copies(rows: int, of_rows: int) -> tuple[CostAwarePolicy, int]:
@@ -401,13 +401,13 @@ def test_rows_share_what_a_pass_costs() -> None:
             for row in range(of_rows):
                 copied = policy.lookup_length(0, match, 20) if row < rows else 0
                 count += copied > 0
-                policy.update(0, copied, False, copied, match if copied else NO_MATCH)  # right as ever
+                policy.update(0, copied, False, copied, match if copied else NO_MATCH)  # always right
         return policy, count
 
     alone, of_one = copies(1, 1)
     policy, of_four = copies(1, 4)
     together, of_all = copies(4, 4)
-    # Each copy of three tokens gains three for a price of 0.9; shared among four, 0.75.
+    # Each copy of three tokens gains three for a price of 0.9; shared among four rows, 0.75.
     assert of_one == 200 and of_all == 800 and alone.budget.share == together.budget.share == pytest.approx(1.0)
     assert of_four < 20 and policy.budget.share < 0.7
     lost = policy.state()["lookup_balance"] - 0.5
@@ -415,7 +415,7 @@ def test_rows_share_what_a_pass_costs() -> None:
 
 
 # --- Cost-aware: simulations ----------------------------------------------------------------------
-# A world says of the drafted token at a position how likely it is accepted, and how sure the draft is of it.
+# A world gives the acceptance probability of the drafted token at a position, and the draft's confidence in it.
 World = Callable[[random.Random, int], tuple[float, float]]
 
 
@@ -424,7 +424,7 @@ def _always(acceptance: float, probability: float = 0.9) -> World:
 
 
 def _mixed(easy: float, hard: float, share: float) -> World:
-    """Easy and hard tokens, and a draft that feels which is which."""
+    """Return a world of easy and hard tokens, with a draft whose confidence distinguishes them."""
 
     def world(generator: random.Random, position: int) -> tuple[float, float]:
         if generator.random() < share:
@@ -437,7 +437,7 @@ def _mixed(easy: float, hard: float, share: float) -> World:
 def _simulate(
     policy: DraftPolicy, costs: Costs, world: World, calls: int, tokens: int = 48, seed: int = 0
 ) -> list[float]:
-    """Plain steps that each call took."""
+    """Return the time of each call in plain steps."""
     generator = random.Random(seed)
     draft_step = costs.draft_step / costs.plain_step
     times = []
@@ -490,7 +490,7 @@ def test_comes_near_the_best_fixed_length(
         policy = CostAwarePolicy(costs, use_confidence=use_confidence)
         times = _simulate(policy, costs, _always(acceptance), calls=8, tokens=480, seed=seed)
         rates.append(480 * len(times) / sum(times))
-    # Where drafting could gain little, not losing is all that is asked.
+    # If drafting could gain little, only the absence of a loss is required.
     assert sum(rates) / len(rates) >= (0.97 * best if best > 1.06 else 0.99)
 
 
@@ -517,7 +517,7 @@ def test_follows_a_change(before: float, after: float) -> None:
         for policy in (NoDraftPolicy(), *(FixedPolicy(k) for k in range(1, 13)))
     ]
     assert sum(times[:20]) <= min(sum(t[:20]) for t in fixed) / 0.94
-    assert sum(times[20:24]) <= 4 * 48 * 1.06  # at the change
+    assert sum(times[20:24]) <= 4 * 48 * 1.06  # right after the change
     assert sum(times[24:]) <= min(sum(t[24:]) for t in fixed) / 0.94
     assert sum(times) < 60 * 48
 
@@ -533,7 +533,7 @@ def test_no_outcome_whatever_makes_it_slower(data: st.DataObject) -> None:
     opening = policy.state()["balance"]
     assert 1.5 <= opening <= (4.0 if measured else 1.5)
     generator = random.Random(data.draw(st.integers(0, 1000)))
-    # Phases in which all is right, or nothing is.
+    # Phases that differ in acceptance, from nothing right to everything right.
     phases = data.draw(st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=1, max_size=6))
     matches = [NO_MATCH, *(Match(12, n) for n in range(1, 6))]
     lost = worst = 0.0
@@ -563,7 +563,7 @@ def test_no_outcome_whatever_makes_it_slower(data: st.DataObject) -> None:
 
 
 def test_what_cannot_be_paid_yet_is_worked_up_to() -> None:
-    # The best draft has ten tokens, and costs more than an account opens with; two tokens gain as well.
+    # The best draft has ten tokens and costs more than the opening balance; a draft of two tokens gains as well.
     costs = _costs(0.44, ((1, 1.0), (2, 1.55), (4, 1.65), (13, 2.0)))
     policy = CostAwarePolicy(costs, prior=(0.97,), use_confidence=False)
     lengths = []
@@ -579,7 +579,7 @@ def test_a_measured_prior_opens_with_more() -> None:
     costs = _costs(0.44, ((1, 1.0), (2, 1.55), (4, 1.65), (13, 2.0)))
     policy = CostAwarePolicy(costs, prior=(0.97,), use_confidence=False, prior_is_measured=True)
     assert policy.draft_length(20) == 7
-    # A draft that is never right has no best length, and opens like any other.
+    # A draft with too low an acceptance has no best length, so the account opens with the usual balance.
     assert CostAwarePolicy(costs, prior=(0.1,), prior_is_measured=True).state()["balance"] == 1.5
     drafting = DraftingConfig(acceptance=(0.97,))
     assert make_policy(drafting, costs).state()["balance"] == 4.0
@@ -608,16 +608,16 @@ def test_earlier_gains_pay_for_probes() -> None:
     assert policy.draft_length(20) == 1
     policy.update(1, 0, True)
     assert policy.state()["balance"] == pytest.approx(0.0)
-    assert policy.draft_length(20) == 0  # but not the next at once
+    assert policy.draft_length(20) == 0  # but not another one right away
     assert policy.budget.drafting.savings == pytest.approx(10.0 - 0.35, abs=0.02)
 
 
 def test_a_probe_is_long_where_that_costs_little_more() -> None:
-    # Whoever pays for n = 2 has n = 3 as well.
+    # On the stairs a pass over n = 3 costs no more than one over n = 2.
     stairs = _costs(0.05, ((1, 1.0), (2, 1.6), (3, 1.6), (4, 2.2)))
     for costs, expected in ((stairs, 2), (_costs(0.5, V_STEEP), 1)):
         policy = CostAwarePolicy(costs)
-        # All that it may lose is what a probe can be paid from.
+        # The balance is empty: only the savings can pay for a probe.
         policy.budget.drafting.balance, policy.budget.drafting.savings = 0.0, 10.0
         assert policy.draft_length(20) == expected
 
@@ -626,7 +626,7 @@ def test_a_probe_is_long_where_that_costs_little_more() -> None:
 
 
 def _look_up(policy: CostAwarePolicy, match: Match, accepted: int, rounds: int) -> list[int]:
-    """Lookup lengths of some rounds with the same match, of which at most `accepted` tokens are right."""
+    """Return the lookup lengths of some rounds with the same match, with at most `accepted` tokens right."""
     lengths = []
     for _ in range(rounds):
         assert policy.draft_length(30, match) == 0
@@ -640,7 +640,7 @@ def test_lookup_alone_learns_what_copies_are_worth() -> None:
     assert policy.needs_probability is False
     long = _look_up(policy, Match(12, 4), accepted=12, rounds=60)
     assert long[-1] == 12
-    # Another length of n-gram has its own estimate.
+    # Each n-gram length has its own estimate.
     short = _look_up(policy, Match(12, 1), accepted=0, rounds=400)
     assert sum(short[50:]) <= 0.05 * 350
     assert policy.lookup_length(0, Match(12, 4), 30) == 12
@@ -670,12 +670,12 @@ def test_lookup_and_self_draft_are_weighed() -> None:
         policy.draft_length(30)
         policy.update(2, 1, True)
     policy.draft_length(30)
-    # The more rounds have a good copy, the better the rate that a self-drafted token must not spoil.
+    # The more rounds have a good copy, the higher the rate that a self-drafted token must not lower.
     assert policy.state()["tokens_per_plain_step"] > 1.2 * CostAwarePolicy(FLAT).state()["tokens_per_plain_step"]
     assert policy.draft_length(30, Match(12, 4)) == 0
     assert policy.lookup_length(0, Match(12, 4), 29) == 12
     assert _rich(policy).draft_length(30, Match(12, 1)) > 0
-    # Behind a sure token a good match takes over from the draft; behind an unlikely one it is not worth its place.
+    # After a sure token a good match takes over from the draft; after an unlikely one it does not pay.
     policy.draft_length(30)
     assert not policy.keep_drafting(1, 0.999, Match(12, 4))
     assert policy.lookup_length(1, Match(12, 4), 28) == 12
@@ -733,11 +733,11 @@ def test_a_new_draft_takes_over_what_does_not_depend_on_it() -> None:
         return {key: value for key, value in state.items() if "lookup" in key or "balance" in key}
 
     assert of_lookup_and_accounts(new.state()) == of_lookup_and_accounts(old.state()) != of_lookup_and_accounts(before)
-    # Of its own draft it knows what it knew: nothing.
+    # It still knows nothing about its own draft.
     depths = [key for key in before if key.startswith("acceptance_")]
     assert depths and [new.state()[key] for key in depths] == [before[key] for key in depths]
     assert [old.state()[key] for key in depths] != [before[key] for key in depths]
-    # And it goes its own way.
+    # From then on it is independent of the old one.
     known = old.state()
     _simulate(new, FLAT, _mixed(0.98, 0.3, 0.7), calls=2)
     _look_up(new, Match(12, 4), accepted=0, rounds=5)

@@ -1,4 +1,4 @@
-"""The evaluation: who answers what, how answers are judged, going on after an interruption, and several processes."""
+"""The evaluation: methods and their answers, scoring, resumption after an interruption, and several processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run(model: Any, path: Path, task: Task = QUESTIONS, observe: Any = None, **c
 
 
 def without_times(summary: dict[str, Any]) -> dict[str, Any]:
-    """What a summary says about texts and answers."""
+    """Return the part of a summary about texts and answers."""
     return {
         "quality": summary["quality"],
         "texts": {name: entry.get("text", entry.get("draws")) for name, entry in summary["methods"].items()},
@@ -104,7 +104,7 @@ def test_all_methods_answer_all_questions(model: Any, tmp_path: Path) -> None:
     summary = run(model, tmp_path / "r")
     rows = [row for row in read_rows(tmp_path / "r") if row["kind"] == "call"]
     assert Counter(row["method"] for row in rows) == dict.fromkeys(METHODS, len(TEXTS))
-    assert [row["method"] for row in rows][:6] == [*METHODS, *METHODS[1:], METHODS[0]]  # they take turns
+    assert [row["method"] for row in rows][:6] == [*METHODS, *METHODS[1:], METHODS[0]]  # the methods are interleaved
     for row in rows:
         assert row["text"] == TOKENIZER.decode(row["token_ids"], skip_special_tokens=True)
     assert summary["complete"] and summary["failed_rows"] == [] and summary["code"] is None
@@ -124,7 +124,7 @@ def test_all_methods_answer_all_questions(model: Any, tmp_path: Path) -> None:
 
 
 def test_answers_end_where_the_model_ends_them(model: Any, tmp_path: Path) -> None:
-    # The token that it says most often becomes its end of sequence.
+    # The model's most frequent token becomes its end of sequence.
     summary = run(model, tmp_path / "free", new_tokens=12)
     said = Counter(t for row in read_rows(tmp_path / "free") if row["kind"] == "call" for t in row["token_ids"])
     model.generation_config.eos_token_id = end = said.most_common(1)[0][0]
@@ -194,7 +194,7 @@ def test_settings_that_make_no_sense(changes: dict[str, Any], message: str) -> N
 def test_what_the_model_adds_to_decoding_is_written_down(model: Any, tmp_path: Path) -> None:
     assert "generation_config" not in run(model, tmp_path / "none")["arguments"]
     model.generation_config.repetition_penalty = 1.3
-    model.generation_config.top_k = 7  # of sampling alone
+    model.generation_config.top_k = 7  # used for sampling alone
     summary = run(model, tmp_path / "r")
     assert summary["arguments"]["generation_config"] == {"repetition_penalty": 1.3}
     assert "generation config sets repetition_penalty 1.3." in (tmp_path / "r" / "summary.md").read_text()
@@ -316,14 +316,14 @@ def test_interrupted_ten_times_and_resumed(
             with (tmp_path / "parts" / "rows.jsonl").open("ab") as file:
                 file.write(b'{"kind": "call", "half a r')  # as a kill leaves it
             assert not json.loads((tmp_path / "parts" / "summary.json").read_text())["complete"]
-        else:  # it was done before it was interrupted ten times: begin anew
+        else:  # it finished before ten interruptions: start again
             shutil.rmtree(tmp_path / "parts")
     left = 10**6
     assert without_times(run(model, tmp_path / "parts", **changes)) == without_times(whole)
 
 
 class Some:
-    """One of several processes that run one after the other."""
+    """Mock of one of several processes that run one after the other."""
 
     def __init__(self, index: int, count: int, waiting: list[Callable[[], Any]]) -> None:
         self.process_index, self.num_processes = index, count
@@ -358,7 +358,7 @@ def test_processes_share_the_questions(model: Any, tmp_path: Path, changes: dict
     shared = run(model, tmp_path / "two", processes=Some(0, 2, [lambda: None, other]), **changes)
     assert without_times(shared) == without_times(whole)
     assert not (tmp_path / "two" / "parts").exists()
-    # Alone again, it finds nothing to do.
+    # A later single process finds nothing to do.
     assert without_times(run(model, tmp_path / "two", **changes)) == without_times(whole)
 
 
@@ -373,7 +373,7 @@ def test_rows_of_processes_that_were_killed_are_taken_over(
     (tmp_path / "r" / "rows.jsonl").write_text("".join(rows[:6]))
     (part / "rows.jsonl").write_text("".join(rows[5:]) + '{"half')
     shutil.copy(tmp_path / "r" / "config.json", part)
-    (tmp_path / "r" / "parts" / "notes").mkdir()  # of somebody, and in nobody's way
+    (tmp_path / "r" / "parts" / "notes").mkdir()  # a user's folder, which causes no conflict
     (tmp_path / "r" / "parts" / "notes" / "todo.txt").write_text("all of it")
     monkeypatch.setattr(Caller, "call", lambda *args: pytest.fail("called again"))
     assert without_times(run(model, tmp_path / "r")) == without_times(whole)
@@ -396,7 +396,7 @@ def test_parts_of_something_else_are_left_alone(model: Any, tmp_path: Path) -> N
         run(model, tmp_path / "r")
     assert other.read_text() == "M8 x 20"
     shutil.rmtree(parts)
-    # Another run's, a link, and a row that this one cannot have written.
+    # A part of another run, a link, and a row that this run cannot have written.
     (parts / "1").mkdir(parents=True)
     (parts / "1" / "config.json").write_text('{"task": "chat"}')
     with pytest.raises(ValueError, match="holds a run with other arguments"):
@@ -469,7 +469,7 @@ def problems(tmp_path: Path) -> str:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The model writes these answers, one after the other."""
+    """Make the model give these answers, one after the other."""
     answers: list[str] = []
     monkeypatch.setattr(Caller, "call", lambda *args: TimedCall([5, 6], 1.0, 0.1, None))
     monkeypatch.setattr(
@@ -505,7 +505,7 @@ def test_code_is_run_only_when_allowed(model: Any, tmp_path: Path, written: list
     monkeypatch.setattr(evaluation_module, "run_programs", count)
     monkeypatch.setattr(Caller, "call", lambda *args: pytest.fail("was asked again"))
     summary = run(model, tmp_path / "r", task, code=CodeExecution())
-    assert len(ran) == len(set(ran)) == 3  # equal programs once
+    assert len(ran) == len(set(ran)) == 3  # equal programs run once
     assert summary["code"]["outcomes"]["config"] == {"passed": 1, "failed": 1, "not Python": 1}
     assert summary["code"]["not_run"] == 0
     assert summary["quality"]["plain"]["pass@1"]["mean"] == pytest.approx(1 / 3)
@@ -514,7 +514,7 @@ def test_code_is_run_only_when_allowed(model: Any, tmp_path: Path, written: list
     assert "pass@1" in page and "1 not Python" in page
     run(model, tmp_path / "r", task, code=CodeExecution())
     assert len(ran) == 3
-    # With other limits the outcomes may be others.
+    # Other limits may give other outcomes.
     summary = run(model, tmp_path / "r", task, code=CodeExecution(sandbox.Limits(seconds=20.0)))
     assert len(ran) == 6 and summary["code"]["outcomes"]["config"] == {"passed": 1, "failed": 1, "not Python": 1}
 
@@ -607,7 +607,7 @@ def test_evaluate_and_report(ssd: Callable[..., Run], folder: str, tmp_path: Pat
     page = (tmp_path / "all" / "report.md").read_text()
     assert page.count("| plain-loop |") == 3 and "## second" in page
     assert set(ssd("report", "first", "third", "--json").json) == {"first", "third"}
-    # Its own report may be written anew, nobody else's.
+    # It may overwrite its own report, but no other file.
     assert ssd("report", "first", "-o", "all").status == 0
     for name in ("report.md", "report.png"):
         (tmp_path / "mine").mkdir(exist_ok=True)
@@ -700,7 +700,7 @@ def test_runs_are_told_apart_by_their_paths(tmp_path: Path) -> None:
 
 def test_two_processes_of_accelerate_give_the_same_summary(tmp_path: Path, ssd: Callable[..., Run]) -> None:
     pytest.importorskip("accelerate")
-    # transformers 5.18 spreads a vocabulary of an even size only.
+    # transformers 5.18 shards only a vocabulary of even size.
     folder = str(tmp_path / "even")
     tiny_model(vocab_size=2 * -(-len(TOKENIZER) // 2)).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
@@ -712,12 +712,12 @@ def test_two_processes_of_accelerate_give_the_same_summary(tmp_path: Path, ssd: 
         if not key.startswith("ACCELERATE_") and key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "PYTHONWARNINGS")
     } | {"OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    with socket.socket() as free:  # accelerate 1.2 takes no 0 for "any"
+    with socket.socket() as free:  # accelerate 1.2 does not accept 0 for "any"
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
     program = ["-m", "ssd_generation", *common, "-o"]
-    # The launcher's processes share the questions. What it sets is all that they need of it to compute together.
+    # The launcher's processes share the questions. Its variables are all they need to compute together.
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ways: dict[str, list[tuple[list[str], dict[str, str]]]] = {
         "two": [([*launch, *program, "two"], {})],
@@ -754,7 +754,7 @@ def test_two_processes_of_accelerate_give_the_same_summary(tmp_path: Path, ssd: 
             finally:
                 for process in started:
                     process.kill()
-        assert " ".join(said.split()).count("above 1 is faster") == 1  # one of them speaks
+        assert " ".join(said.split()).count("above 1 is faster") == 1  # only one process prints
     summaries = [without_times(json.loads((tmp_path / name / "summary.json").read_text())) for name in ("one", *ways)]
     assert {row["process"] for row in read_rows(tmp_path / "two") if row["kind"] == "call"} == {0, 1}
     assert summaries[1] == summaries[0]

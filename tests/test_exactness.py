@@ -1,4 +1,4 @@
-"""Passes whose bits do not depend on their width: the check that certifies them, and what decoding by them gives."""
+"""Batch-invariant passes: the check that certifies them, and the result of decoding with them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def model_of(family: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel
 
 
 def decode(model: Any, config: Any, ids: torch.Tensor | None = None, **options: Any) -> tuple[list[int], torch.Tensor]:
-    """Tokens, and the logits of every step."""
+    """Return the tokens, and the logits of every step."""
     ids = prompt(9) if ids is None else ids
     torch.manual_seed(4)
     asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
@@ -91,7 +91,7 @@ def assert_same_bits(model: Any, ways: list[str], **options: Any) -> None:
         assert own == tokens and torch.equal(bits, logits), way
 
 
-# --- bits
+# --- bitwise equality
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +112,7 @@ def test_across_a_sliding_window(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
     for length in (3, 4 * WINDOW):
         assert_same_bits(model, ["fixed 4", "lookup", "wide"], ids=prompt(length))
-    # And it is the model's own text: its window is what the passes see.
+    # It is also plain `generate`'s text: the passes see exactly the model's window.
     plain = even_model(family)
     ids = prompt(4 * WINDOW)
     text = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
@@ -128,7 +128,7 @@ def test_sampled_texts_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_without_it_a_plain_step_is_the_models_own(dtype: torch.dtype) -> None:
-    # To the last bit: nothing that is captured decides a token in half precision where nothing is drafted.
+    # Bitwise: without drafts no captured pass decides a token in half precision.
     numeric = dataclasses.replace(UNDRAFTED, exactness="numeric")
     for family in ("llama", "qwen2", "gpt2", "gemma2", "mistral"):
         model = model_of(family, dtype)
@@ -139,7 +139,7 @@ def test_without_it_a_plain_step_is_the_models_own(dtype: torch.dtype) -> None:
         assert model.last_speculation.exactness_reason == "it was asked for"
 
 
-# --- the check
+# --- certification
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +169,7 @@ def test_the_cost_of_exact_passes_is_a_ratio_of_times_and_is_stored(
             return super().target(*args)
 
     class Given(Stopwatch):
-        """Exact passes take half as long again as others, on a machine that gets slower with each."""
+        """Mock stopwatch: exact passes take 1.5 times as long as others, on a machine that gets slower with each."""
 
         def seconds(self) -> float:
             return (3.0 if ran[-1] is not None else 2.0) * (1 + len(ran) / 1000)
@@ -200,7 +200,7 @@ def test_a_certificate_that_cannot_be_is_not_read(stored: Any) -> None:
 
 
 def by_width(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """A kernel that adds up from the other end from five rows on."""
+    """Make a kernel that sums in another order from five rows on."""
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         if x.shape[-2] < 5:
@@ -213,7 +213,7 @@ def by_width(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
 
 
 def by_place(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """A kernel that rounds its last row otherwise."""
+    """Make a kernel that rounds its last row differently."""
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         y = functional.linear(x, weight, bias)
@@ -224,7 +224,7 @@ def by_place(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
 
 
 def by_neighbours(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """A kernel that scales by the largest entry of all rows and back."""
+    """Make a kernel that scales by the largest entry of all rows and back."""
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().amax() * 1.7
@@ -246,7 +246,7 @@ def test_a_kernel_that_looks_at_the_width_is_noticed(only_kernel: Any) -> None:
     only_kernel(by_width)
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
-    # Below five rows it is one kernel, from there on another: widths of one kind alone.
+    # One kernel runs below five rows and another from there on: only widths on one side agree.
     assert found.batch_invariance is not None
     assert len({width < 5 for width in found.batch_invariance.widths}) == 1
     assert_same_bits(model, ["fixed 1", "fixed 6", "lookup"])
@@ -265,7 +265,7 @@ def test_a_kernel_that_looks_at_other_rows_is_noticed(only_kernel: Any, kernel: 
 
 
 def test_sizes_that_vectors_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is left over of a tensor is computed by other instructions than the rest, where torch computes it.
+    # torch computes the remainder of a tensor by other instructions than its whole vectors.
     model = model_of("llama", torch.bfloat16, intermediate_size=48)
     if why_not() is None:
         assert_same_bits(model, ["fixed 6", "lookup"])
@@ -279,7 +279,7 @@ def test_sizes_that_vectors_do_not_divide_are_refused(monkeypatch: pytest.Monkey
 
 
 def test_attention_over_the_whole_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The attention of passes that need not be exact: all tokens in one call.
+    # Attention of passes that need not be exact: all tokens in one call.
     class Whole(CacheAttention):
         def attend(self, query: Any, key: Any, value: Any, layer: int, scaling: float) -> torch.Tensor:
             count, width = self.count, query.shape[2]
@@ -287,14 +287,14 @@ def test_attention_over_the_whole_pass_is_noticed(monkeypatch: pytest.MonkeyPatc
             return functional.pad(out, (0, 0, 0, 0, 0, width - count))
 
     monkeypatch.setattr(CapturedPasses, "_new_attention", lambda self: Whole())
-    for module in (exactness, passes):  # code made here attends by itself
+    for module in (exactness, passes):  # JIT-compiled kernels compute attention themselves
         monkeypatch.setattr(module, "why_not", lambda: "of the test")
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
     assert found.batch_invariance is None or len(found.batch_invariance.widths) < len(WIDTHS)
 
 
-# --- when it is the way to decode
+# --- when decoding is exact
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +329,7 @@ def test_what_is_free_is_not_measured(monkeypatch: pytest.MonkeyPatch, dtype: to
     monkeypatch.setattr(exactness, "_cost", lambda model: pytest.fail("measured"))
     for family in ("llama", "qwen2"):
         assert batch_invariance_of(model_of(family, dtype), None)[0] is not None
-    # Heads of keys and values of two sizes attend by torch's kernels, a token after the other.
+    # With key and value heads of different sizes torch's kernels attend, one token after the other.
     assert not exactness.is_free(model_of("deepseek_v3", dtype))
     for module in (exactness, passes):
         monkeypatch.setattr(module, "why_not", lambda: "of the test")

@@ -1,4 +1,4 @@
-"""`ssd export`: folders from which transformers drafts in whatever program loads them, and what may go wrong."""
+"""`ssd export`: folders from which transformers drafts in any program that loads them, and possible failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IDS = prompt(9).repeat(1, 2)
 
 @pytest.fixture(autouse=True)
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Code that comes with a model is not kept in the user's cache."""
+    """Keep the code that comes with a model out of the user's cache."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def drafted(model: Any) -> int:
     return 0 if model.last_speculation is None else model.last_speculation.drafted_tokens
 
 
-# --- what it drafts -------------------------------------------------------------------------------
+# --- drafting -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [[], ["--link"]], ids=["copy", "link"])
@@ -85,7 +85,7 @@ def test_an_exported_folder_drafts(ssd: Callable[..., Run], folder: str, config:
         assert torch.equal(model.generate(**call, **GREEDY), plain)
         assert drafted(model) > 0
         model.last_speculation = None
-    assert torch.equal(loaded("out", trust_remote_code=True).generate(IDS, **GREEDY), plain)  # by position
+    assert torch.equal(loaded("out", trust_remote_code=True).generate(IDS, **GREEDY), plain)  # positional argument
     assert SelfSpeculativeConfig.from_dict(model.generation_config.self_speculative).skip == CONFIG.skip
     assert stored_default(Path("out")) == CONFIG
 
@@ -134,12 +134,12 @@ def test_only_the_repository_drafts(ssd: Callable[..., Run], folder: str, config
     named: dict[str, Any] = {"custom_generate": str(Path("out").resolve()), "trust_remote_code": True}
     model = loaded(folder)
     plain = model.generate(IDS, **GREEDY)
-    for _ in range(2):  # the second time, the model is an enabled one
+    for _ in range(2):  # the second time, the model is already enabled
         assert torch.equal(model.generate(IDS, **GREEDY, **named), plain)
         assert drafted(model) > 0
         model.last_speculation = None
     assert torch.equal(model.generate(IDS, **GREEDY), plain)
-    assert drafted(model) == 0  # it was for those calls
+    assert drafted(model) == 0  # the argument applied to those calls only
     assert not hasattr(model.generation_config, "self_speculative_always")
     model.generate(IDS, **GREEDY, **named, prompt_lookup_num_tokens=3)
     assert drafted(model) == 0
@@ -178,7 +178,7 @@ def test_a_wrapper_around_generate_stays(ssd: Callable[..., Run], folder: str, c
     assert len(calls) == 2 and model.generate is counted
 
 
-# --- what it is made of ---------------------------------------------------------------------------
+# --- contents of the folder -----------------------------------------------------------------------
 
 
 def test_the_default_is_what_is_stored_with_the_model(ssd: Callable[..., Run], folder: str) -> None:
@@ -270,7 +270,7 @@ def test_a_hub_that_gives_nothing_is_refused(ssd: Callable[..., Run]) -> None:
     assert run.status == 2 and "the Hub did not give it" in run.err and not os.path.exists("out")
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_outputs_that_cannot_be_are_refused(ssd: Callable[..., Run], folder: str) -> None:

@@ -1,4 +1,4 @@
-"""The families of transformers as tiny models: what was lossless stays so, and the table says what was found."""
+"""The families of transformers as tiny models: lossless ones stay lossless, and the table shows the findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lab.families.sizes import LAYERS
 from lab.families.trial import COLUMNS, PICTURES, Row, try_family
 from ssd_generation import enable_self_speculative
 
-# Found lossless with transformers 5.23. A family leaves this list only with transformers.
+# Found lossless with transformers 5.23. A family leaves this list only when it leaves transformers.
 _LOSSLESS = """
 afmoe apertus arcee aria_text axk1 axk2 bart beam bert bert-generation big_bird bigbird_pegasus biogpt bitnet
 blenderbot blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
@@ -35,13 +35,13 @@ mpt mvp nanochat nemotron olmo olmo2 olmo3 olmoe opt pegasus persimmon phi phi3 
 qwen2_moe qwen3 qwen3_moe rembert roberta roberta-prelayernorm roc_bert roformer seed_oss smollm3 solar_open stablelm
 starcoder2 trocr vaultgemma whisper xglm xlm-roberta xlm-roberta-xl xmod youtu
 """
-# These keep recurrent states.
+# Families with recurrent states.
 _HYBRIDS = """
 bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe
 lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
 qwen4_exp_text recurrent_gemma zamba zamba2 zaya
 """
-# Image-text models, with a picture in the prompt; and those for which no shape of pixels is known, with text alone.
+# Image-text models, with a picture in the prompt; those whose pixel shape is unknown, with text alone.
 _WITH_A_PICTURE = """
 aria aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid
 ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma4 git glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling
@@ -101,7 +101,7 @@ def test_the_list_does_not_shrink() -> None:
     assert len(set(HYBRIDS)) == len(HYBRIDS) >= 28
     assert len(set(WITH_A_PICTURE)) == len(WITH_A_PICTURE) >= 56
     assert len(set(HYBRIDS_WITH_A_PICTURE)) == len(HYBRIDS_WITH_A_PICTURE) >= 9
-    # Those in both lists of transformers counted once.
+    # Families in both lists of transformers are counted once.
     assert len({*LOSSLESS, *WITH_A_PICTURE, *WITH_TEXT_ALONE}) >= 190
     assert len({*LOSSLESS, *HYBRIDS, *WITH_A_PICTURE, *WITH_TEXT_ALONE, *HYBRIDS_WITH_A_PICTURE}) >= 225
 
@@ -115,7 +115,7 @@ def test_hybrids_draft_for_themselves(family: str) -> None:
 
 
 def test_low_bits_draft_where_a_layer_was_never_filled() -> None:
-    # Without an image, mllama leaves its cross-attention out, and asks the cache whether it holds one.
+    # Without an image, mllama omits its cross-attention layers once it finds their cache empty.
     assert try_family("mllama", ["low bits"]).cells == {"low bits": "yes"}
 
 
@@ -141,7 +141,7 @@ def test_what_is_not_small_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.untried is not None and "not small" in row.untried and row.cells == {}
 
 
-# --- What is told ---------------------------------------------------------------------------------
+# --- The report -----------------------------------------------------------------------------------
 
 
 def test_a_refusal_is_told_by_its_reason() -> None:
@@ -160,7 +160,7 @@ def test_another_text_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_any_other_error_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(model: Any) -> Any:
-        # A ValueError, but none of the library's.
+        # A ValueError, but not one raised by the library.
         raise ValueError("no such thing")
 
     monkeypatch.setattr(trial, "enable_self_speculative", fail)
@@ -189,7 +189,7 @@ def test_the_page_counts_and_shows_everything() -> None:
     assert "another text (`WRONG`): 1; with a crash: 1." in text
     assert "| wrong | WrongForCausalLM | yes | yes | yes | yes | **WRONG** | yes |" in text
     assert "| broken | BrokenForCausalLM | yes | crashed (2) | yes | yes | yes | yes |" in text
-    # One note for both, under no class's name; what ends a table's cell is escaped.
+    # One note for both, without a class name; characters that end a table cell are escaped.
     assert "1. The model is a recurrent (stateful) model: it cannot. Families: another, llama." in text
     assert "KeyError: 'a\\|b'. Families: broken." in text
     assert "- huge (HugeForCausalLM): no tiny model can be built: 9 parameters.\n" in text
@@ -200,7 +200,7 @@ def test_a_wrong_text_ends_the_command_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("HF_HUB_OFFLINE", "SSD_GENERATION_CACHE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.setenv(name, "")  # restored afterwards
     monkeypatch.setattr(command, "try_families", lambda names: iter(rows()))
     with pytest.raises(SystemExit, match="1"):
         command.main(["--only", "llama", "-o", str(tmp_path / "models.md")])
@@ -218,7 +218,7 @@ def test_an_interrupted_command_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("HF_HUB_OFFLINE", "SSD_GENERATION_CACHE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.setenv(name, "")  # restored afterwards
     names = ["gpt2", "llama", "opt"]
     asked: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A model's own passes over few rows: linear layers by code made for the processor, and nothing of it left behind."""
+"""A model's own passes over few rows: linear layers by JIT-compiled kernels, which leave no trace on the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and columns of what torch's own linear function is given from now on."""
+    """Record the rows and columns of every input to torch's own linear function."""
     seen: list[tuple[int, int]] = []
     linear = nn.functional.linear
 
@@ -55,10 +55,10 @@ def test_a_batch(request_: Any, by_torch: list[tuple[int, int]]) -> None:
     model: Any = enable_self_speculative(tiny_model())
     batch = left_padded([21, 9, 16])
     plain = decoded(model, batch)
-    assert torch.equal(decoded(model, batch, request_), plain)  # and the model is checked
+    assert torch.equal(decoded(model, batch, request_), plain)  # also runs the model check
     by_torch.clear()
     assert torch.equal(decoded(model, batch, request_), plain)
-    head = 3  # the prompt's pass, of which the last tokens' logits are taken
+    head = 3  # rows of the LM head in the prompt's pass: the last tokens
     assert {rows for rows, _ in by_torch if rows <= MOST_ROWS and rows != 3 * 21} == {head}  # long drafts are wider
     assert len([rows for rows, _ in by_torch if rows == head]) == 1
     assert not any("forward" in vars(each) for each in model.modules())
@@ -161,11 +161,11 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp.down_proj.__class__ = type("Quantised", (Other,), {"__module__": "some.quantiser"})
     assert few_rows(model) is None
     compiled: Any = tiny_model()
-    compiled.model.layers[0]._compiled_call_impl = lambda *args, **kwargs: None  # what `layer.compile()` sets
+    compiled.model.layers[0]._compiled_call_impl = lambda *args, **kwargs: None  # as set by `layer.compile()`
     assert few_rows(compiled) is None
     compiled = tiny_model()
     compiled.forward = lambda *args, **kwargs: None
-    compiled.forward._torchdynamo_orig_callable = None  # as that of `torch.compile(forward)`
+    compiled.forward._torchdynamo_orig_callable = None  # as set by `torch.compile(forward)`
     assert few_rows(compiled) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert few_rows(tiny_model()) is None
@@ -195,7 +195,7 @@ def test_plains_very_text_in_half_precision(by_torch: list[tuple[int, int]]) -> 
     assert all(torch.equal(*pair) for pair in zip(plain.logits, same.logits, strict=True))
     assert by_torch.count((3, 32)) > 20
     by_torch.clear()
-    decoded(model, batch, NOTHING, **options)  # by kernels that round otherwise
+    decoded(model, batch, NOTHING, **options)  # with kernels that round differently
     assert by_torch.count((3, 32)) == 1
     assert EagerRunner(model, PassPlan(own_kernels=True)).few_rows() is None
 

@@ -1,7 +1,7 @@
-"""Weights that are not plain tensors on a real device: offloaded (more in test_offloaded.py), of a class of their own,
+"""Weights that are not plain tensors on a real device: offloaded (more in test_offloaded.py), of a tensor subclass,
 packed.
 
-They are decoded by the model's own forward, and never captured or cast. And what measurements are stored by.
+Such models decode by their own forward, and are never captured or cast. Also: the keys of stored measurements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ssd_generation.tuning.measuring import describe_model
 from test_models import write_gguf
 from tiny_models import prompt, tiny_model
 
-# Of offloaded weights, which transformers 5.18 takes for weights elsewhere.
+# A warning about offloaded weights, which transformers 5.18 takes for weights on another device.
 pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate")
 
 FIXED = DraftingConfig(policy="fixed", max_draft_length=3)
@@ -43,7 +43,7 @@ REQUESTS: dict[str, Any] = {
 
 
 class Packed(torch.Tensor):
-    """A weight of a class of its own, as torchao's: it knows how to be in a linear layer, and little else."""
+    """Weight of a tensor subclass like torchao's: it works in a linear layer, and in little else."""
 
     numbers: torch.Tensor
     scale: torch.Tensor
@@ -80,7 +80,7 @@ def packed(model: PreTrainedModel) -> PreTrainedModel:
 
 def dynamic(model: PreTrainedModel) -> PreTrainedModel:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.ao says that it is old
+        warnings.simplefilter("ignore")  # torch.ao's deprecation warning
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
 
 
@@ -97,7 +97,7 @@ def kinds(tmp_path: Path) -> dict[str, Callable[[], PreTrainedModel]]:
     }
 
 
-@pytest.mark.measures  # where costs are measured, devices and kinds of weights are looked at
+@pytest.mark.measures  # measuring costs inspects devices and kinds of weights
 @pytest.mark.parametrize("request_name", REQUESTS)
 @pytest.mark.parametrize("kind", ["cpu offload", "disk offload", "packed"])
 def test_text_of_plain(kinds: dict[str, Callable[[], PreTrainedModel]], kind: str, request_name: str) -> None:
@@ -115,7 +115,7 @@ def test_text_of_plain(kinds: dict[str, Callable[[], PreTrainedModel]], kind: st
 
 def test_activations_that_are_quantised_by_the_pass() -> None:
     model = enable_self_speculative(dynamic(wide()))
-    # One scale for all rows of a pass: each token is given its own.
+    # One scale for all rows of a pass would mix tokens, so linear layers run row by row, each with its own scale.
     assert least_needed(model) == EVERYTHING
     plain = model.generate(prompt(), max_new_tokens=32, do_sample=False)
     requests = {**REQUESTS, "int8": SelfSpeculativeConfig(precision="int8", drafting=FIXED)}
@@ -129,7 +129,7 @@ def test_activations_that_are_quantised_by_the_pass() -> None:
 def test_a_gguf_file_that_transformers_dequantised_is_copied(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf").eval()
-    # The loader stays behind; the weights are plain numbers.
+    # The loader remains on the model; the weights are plain numbers.
     model.hf_quantizer = getattr(model, "hf_quantizer", None) or object()
     check_precision(model)
     enable_self_speculative(model)
@@ -142,7 +142,7 @@ def test_a_gguf_file_that_transformers_dequantised_is_copied(tmp_path: Path) -> 
 
 
 class QuantLinear(nn.Module):
-    """A linear layer as GPTQ's: its weights are buffers of packed integers."""
+    """Linear layer like GPTQ's, whose weights are buffers of packed integers."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_packed_buffers_are_quantised_weights() -> None:
     model = wide()
     check_precision(model)
     model.model.layers[0].mlp.up_proj = QuantLinear(model.model.layers[0].mlp.up_proj)
-    check_precision(model)  # of all others
+    check_precision(model)  # all other layers can be copied
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
@@ -178,7 +178,7 @@ def test_copies_are_made_of_what_a_packed_layer_computes_with() -> None:
 
 
 class Halved(nn.Linear):
-    """Rounds to integers of 8 bits; `mixes` says by a scale of its own for each row, or by one for all."""
+    """Linear layer that rounds its input to 8-bit integers, with one scale per row or, if `mixes`, one for all rows."""
 
     mixes = False
 
@@ -189,7 +189,7 @@ class Halved(nn.Linear):
 
 
 class Alone(Halved):
-    """The same bits for a row, whatever is beside it."""
+    """Linear layer that gives a row the same bits whatever the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -197,7 +197,7 @@ class Alone(Halved):
 
 
 class Wider(Alone):
-    """Rounds in another order where there are several rows, as kernels do."""
+    """Linear layer that rounds differently if there are several rows, as kernels do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
@@ -220,7 +220,7 @@ def exchanged(kind: type[nn.Linear]) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("kind", "needed"),
     [
-        (Halved, (ATTENTION, EVERYTHING)),  # whichever this machine's kernels ask for
+        (Halved, (ATTENTION, EVERYTHING)),  # depends on this machine's kernels
         (Cast, (ATTENTION, EVERYTHING)),
         (Alone, (ATTENTION,)),
         (Wider, (EVERYTHING,)),
@@ -292,7 +292,7 @@ def test_where_token_ids_go() -> None:
     assert input_device(wide().to("meta")) == torch.device("cpu")
 
 
-# --- what measurements are stored by
+# --- keys of stored measurements
 
 
 def key(model: PreTrainedModel) -> str:
@@ -316,7 +316,7 @@ def test_measurements_are_told_apart(kinds: dict[str, Callable[[], PreTrainedMod
         keys["threads"] = key(base)
     finally:
         torch.set_num_threads(threads)
-    # Moved to the CPU or to the disk, weights are brought back by hooks of one kind.
+    # Weights offloaded to the CPU or to the disk are loaded by the same kind of hook.
     assert len(set(keys.values())) >= len(keys) - 1
     assert "transformers" in describe_model(base) and "torch" in describe_model(base)["machine"]
 
@@ -327,7 +327,7 @@ def test_adapters_are_told_apart() -> None:
     def with_adapter(name: str = "default") -> Any:
         config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what peft calls by old names
+            warnings.simplefilter("ignore")  # peft's uses of deprecated names
             return peft.get_peft_model(wide(), config, adapter_name=name)
 
     model = with_adapter()

@@ -1,4 +1,4 @@
-"""A child that is forked while another thread drafts finds every lock free and nothing of that thread's in place."""
+"""A child forked while another thread drafts finds every lock free and none of that thread's changes in place."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 
 def in_child(work: Callable[[], bool], seconds: float = 120.0) -> str:
-    """What became of a forked child: "True" or "False" as `work` said, an exception's name, or "hangs"."""
+    """Return the outcome of `work` in a forked child: "True" or "False", an exception's name, or "hangs"."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of threads and fork: that is what is tried here
+        warnings.simplefilter("ignore")  # Python warns about forking with threads, which is tested here
         read, write = os.pipe()
         pid = os.fork()
     if pid == 0:
@@ -52,7 +52,7 @@ def in_child(work: Callable[[], bool], seconds: float = 120.0) -> str:
 
 
 class Held:
-    """Another thread stays inside a context until this one is left."""
+    """Context manager during which another thread stays inside `context`."""
 
     def __init__(self, context: Any) -> None:
         self.entered, self.leave = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ def test_lock_is_free_in_the_child() -> None:
 
     with Held(lock):
         assert in_child(takes) == "True"
-    with lock:  # held by the thread that forks: it is there in the child, too
+    with lock:  # the forking thread holds it, and exists in the child too
         assert in_child(lambda: lock._lock._is_owned()) == "True"  # type: ignore[attr-defined]
 
 

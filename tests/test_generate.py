@@ -1,4 +1,4 @@
-"""What people pass to `generate` works with `self_speculative` as it does without."""
+"""Arguments of `generate` work with `self_speculative` as they do without."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tiny_models import left_padded, prompt, tiny_model
 SKIP = SkipConfig(attention=[1], mlp=[2])
 FIXED = DraftingConfig(policy="fixed", max_draft_length=5)
 CONFIG = SelfSpeculativeConfig(SKIP, FIXED)
-FREE = SelfSpeculativeConfig(SkipConfig(), FIXED)  # everything is accepted, so that stops fall inside blocks
+FREE = SelfSpeculativeConfig(SkipConfig(), FIXED)  # everything is accepted, so that texts end inside drafted blocks
 NEW = 20
 
 
@@ -61,7 +61,7 @@ def eager() -> PreTrainedModel:
 
 
 def both(model: Any, config: SelfSpeculativeConfig, inputs: dict[str, Any], **kwargs: Any) -> tuple[Any, Any]:
-    """Plain and self-speculative, from the same random state."""
+    """Return the plain and the self-speculative output, from the same random state."""
     options = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
     torch.manual_seed(0)
     plain = model.generate(**inputs, **options)
@@ -74,7 +74,7 @@ def both(model: Any, config: SelfSpeculativeConfig, inputs: dict[str, Any], **kw
 
 
 class Alternate(LogitsProcessor):
-    """Forbids even tokens at even lengths: depends on the length of the text."""
+    """Logits processor that forbids even tokens at even lengths: depends on the length of the text."""
 
     supports_speculation = True
 
@@ -85,7 +85,7 @@ class Alternate(LogitsProcessor):
 
 
 class ByRow(LogitsProcessor):
-    """Forbids another token in each row: depends on the number of the row."""
+    """Logits processor that forbids other tokens in each row: depends on the number of the row."""
 
     supports_speculation = True
 
@@ -98,7 +98,7 @@ class ByRow(LogitsProcessor):
 
 
 class AlternateInOrder(Alternate):
-    """The same, of which nothing is known."""
+    """The same processor, without a declaration that it supports speculation."""
 
     supports_speculation = False
 
@@ -134,7 +134,7 @@ NOT_FOR_DRAFTS = ("minimum length", "forced end", "prefix function", "custom in 
 
 @pytest.mark.parametrize("name", [n for n in PROCESSORS if n not in NOT_FOR_DRAFTS])
 def test_processors_act_on_the_draft_as_on_the_target(model: PreTrainedModel, name: str) -> None:
-    # With nothing left out, a draft that is processed alike is always right.
+    # With nothing skipped, a draft that is processed alike is always right.
     both(model, FREE, {"input_ids": prompt(9)}, **PROCESSORS[name])
     assert model.last_speculation.acceptance_rate == 1.0
 
@@ -144,7 +144,7 @@ def test_processors_act_on_the_draft_as_on_the_target(model: PreTrainedModel, na
 
 
 class StopAfter(StoppingCriteria):
-    """Ends each row at a length of its own, and notes what it was shown."""
+    """Stopping criterion that ends each row at a given length, and notes the texts it gets."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -185,7 +185,7 @@ def test_a_criterion_is_met_anywhere_inside_a_block(
 
 
 def test_a_cache_ends_where_the_text_does(model: PreTrainedModel) -> None:
-    # The stop is met in the middle of a block: what was verified behind it must not stay in the cache.
+    # The text ends in the middle of a block: tokens verified after the end must not stay in the cache.
     criteria = StoppingCriteriaList([StopAfter([13])])
     plain, ours = both(model, FREE, {"input_ids": prompt(9)}, stopping_criteria=criteria, return_dict_in_generate=True)
     assert plain[CACHE].get_seq_length() == ours[CACHE].get_seq_length() == 12
@@ -201,14 +201,14 @@ def test_maximum_lengths(model: PreTrainedModel) -> None:
     ):
         plain, ours = both(model, FREE, {"input_ids": prompt(9)}, **options)
         assert torch.equal(plain, ours)
-    # A criterion of the user's takes the place of the generation config's.
+    # The user's criterion replaces that of the generation config.
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=40)])
     plain, ours = both(model, FREE, {"input_ids": prompt(9, 2)}, stopping_criteria=criteria)
     assert torch.equal(plain, ours) and ours.shape == (2, 40)
 
 
 def test_maximum_time(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A quarter of a second goes by whenever the clock is read, however quick the machine is.
+    # A quarter of a second passes at every reading of the clock, however fast the machine is.
     clock = SimpleNamespace(time=itertools.count(0.0, 0.25).__next__)
     monkeypatch.setattr("transformers.generation.stopping_criteria.time", clock)
     out = model.generate(prompt(9), max_new_tokens=400, max_time=5.0, do_sample=False, self_speculative=CONFIG)
@@ -221,7 +221,7 @@ CHARACTERS = string.ascii_letters + string.digits + " ."
 
 
 def characters() -> PreTrainedTokenizerFast:
-    """A tokenizer for stop strings: each token is one character."""
+    """Make a tokenizer for stop strings: each token is one character."""
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(CHARACTERS)}, []))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -338,7 +338,7 @@ def test_statistics_are_in_the_output_and_on_the_model(model: PreTrainedModel) -
     assert statistics.acceptance_by_depth and 0 <= statistics.acceptance_rate <= 1
     assert 0 < statistics.draft_seconds < statistics.total_seconds and statistics.verify_seconds > 0
     assert statistics.draft_seconds + statistics.verify_seconds + statistics.prompt_seconds <= statistics.total_seconds
-    # Origins: rebuilt from the draft's own words they give the same text.
+    # One origin per new token; the first token is the target's.
     assert len(statistics.token_sources[0]) == NEW and statistics.token_sources[0][0] == "target"
     model.generate(prompt(9), max_new_tokens=3, do_sample=False)
     assert model.last_speculation is statistics, "a plain call leaves the last statistics alone"
@@ -361,7 +361,7 @@ def test_a_prompt_in_chunks(model: PreTrainedModel) -> None:
 
 
 def test_only_the_new_tokens_of_a_conversation(model: PreTrainedModel) -> None:
-    # The cache holds the conversation, the mask covers it, and `input_ids` brings the new turn alone.
+    # The cache holds the conversation, the mask covers it, and `input_ids` holds the new turn alone.
     texts = []
     for request in (None, CONFIG):
         cache = DynamicCache(config=model.config)
@@ -405,7 +405,7 @@ def test_a_generation_config_object(model: PreTrainedModel) -> None:
     reason="older transformers feed phi3 one token without a cache there, and their own text falls apart",
 )
 def test_rope_that_changes_once() -> None:
-    # phi3 changes its rotary embedding, and drops its cache, where the text gets longer than it was trained on.
+    # phi3 changes its rotary embedding, and drops its cache, once the text is longer than its training length.
     factors = [1.0, 1.5]
     for rows in (1, 2):
         model = enable_self_speculative(
@@ -484,7 +484,7 @@ def test_enabling_changes_the_class_and_nothing_else() -> None:
     original, names = type(model), set(dir(model))
     plain = model.generate(prompt(9), max_new_tokens=NEW, do_sample=False)
     assert enable_self_speculative(model) is model
-    enable_self_speculative(model)  # twice is once
+    enable_self_speculative(model)  # enabling twice has no further effect
     assert type(model) is not original and isinstance(model, original)
     assert (type(model).__name__, type(model).__module__) == (original.__name__, original.__module__)
     assert torch.equal(plain, model.generate(prompt(9), max_new_tokens=NEW, do_sample=False))
@@ -505,7 +505,7 @@ def test_an_enabled_model_can_be_pickled_and_copied() -> None:
 
 
 def test_the_off_path_is_transformers_own(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing of the library runs in a plain call but the two lines that see that it is one.
+    # In a plain call no code of the library runs except the two lines that recognise it.
     from ssd_generation.decoding.loop import DecodingLoop
     from ssd_generation.drafting.self_drafter import SelfDrafter
     from ssd_generation.forward.forward import Forward
@@ -529,7 +529,7 @@ def test_peers_still_do_what_transformers_does(model: PreTrainedModel) -> None:
     for peer in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}):
         assert torch.equal(plain, model.generate(prompt(9), max_new_tokens=NEW, do_sample=False, **peer)), peer
     assert model.last_speculation is None
-    # And an enabled model may be somebody else's assistant.
+    # An enabled model may also be another model's assistant.
     other = tiny_model(seed=3)
     wanted = other.generate(prompt(9), max_new_tokens=NEW, do_sample=False)
     assert torch.equal(wanted, other.generate(prompt(9), max_new_tokens=NEW, do_sample=False, assistant_model=model))
@@ -605,7 +605,7 @@ def test_threads_generating_on_one_model(model: PreTrainedModel) -> None:
 
 
 class Asks(LogitsProcessor):
-    """Runs the model from inside `generate`: it must see the whole model, in the draft too."""
+    """Logits processor that runs the model inside `generate`: it must see the target model, in the draft too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -666,4 +666,4 @@ def test_what_a_policy_learnt_is_carried_where_asked(model: PreTrainedModel, car
         texts.append(model.generate(prompt(9), max_new_tokens=NEW, do_sample=True, self_speculative=config))
         thresholds.append(model.last_speculation.policy_state["threshold"])
     assert (thresholds[0] == thresholds[1]) == (carry is False)
-    assert torch.equal(*texts)  # it hangs on its seed alone
+    assert torch.equal(*texts)  # the text depends on the seed alone

@@ -1,4 +1,4 @@
-"""Corners in which a loop that drafts, accepts blocks and rolls back could part from plain decoding unnoticed."""
+"""Corner cases in which a loop of drafting, acceptance and rollback could diverge from plain decoding unnoticed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def greedily(model: Any, ids: torch.Tensor, new: int = 20, **options: Any) -> An
 
 
 class _NoRepeats(TopKLogitsWarper):
-    """Derived from a processor that looks at the scores alone, but looks at the text."""
+    """Logits processor that depends on the text, derived from one that depends on the scores alone."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.scatter(1, input_ids, -float("inf"))
@@ -66,7 +66,7 @@ def test_a_cache_holds_what_plain_decoding_computed_behind_the_end_of_a_row(
         mask = torch.ones_like(ids)
         if padded:
             mask[0, :4], mask[2, :6] = 0, 0
-        # A token that one row says early.
+        # A token that one row generates early.
         end = int(greedily(model, ids, attention_mask=mask)[seed % 3, 10 + 3 + seed])
         caches = []
         texts = []
@@ -110,7 +110,7 @@ class _StopsError(Exception):
 
 
 class _Stops:
-    """A streamer that cancels, the usual way."""
+    """Streamer that cancels the call in the usual way, by raising an error."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -129,7 +129,7 @@ class _Stops:
 def test_a_cancelled_call_leaves_a_cache_to_go_on_from(calls: int) -> None:
     model, ids = enabled(), prompt(10)
     expected = greedily(model, ids, calls - 1 + 8)
-    everything = SelfSpeculativeConfig(drafting=FIXED)  # accepts all that it drafts
+    everything = SelfSpeculativeConfig(drafting=FIXED)  # all its drafts are accepted
     for config in (None, SKIPPING, LOOKING_UP, everything):
         cache, streamer = DynamicCache(config=model.config), _Stops(calls)
         with pytest.raises(_StopsError):
@@ -162,7 +162,7 @@ def test_a_constraint_is_not_asked_what_follows_an_impossible_token(config: Self
     assert torch.equal(plain, greedily(model, ids, 8, prefix_allowed_tokens_fn=allowed, self_speculative=config))
 
     def allowed_by_row(row: int, text: torch.Tensor) -> list[int]:
-        # Rows draft, accept and end at their own speed.
+        # Rows draft, accept and end independently of one another.
         said = text[10:].tolist()
         return sorted({path[len(said)] for path in paths[row:] if path[: len(said)] == said and said != path})
 
@@ -171,7 +171,7 @@ def test_a_constraint_is_not_asked_what_follows_an_impossible_token(config: Self
         plain = greedily(model, batch, 8, prefix_allowed_tokens_fn=allowed_by_row)
         own = greedily(model, batch, 8, prefix_allowed_tokens_fn=allowed_by_row, self_speculative=config)
         assert torch.equal(plain, own)
-    with pytest.raises(ValueError, match="unsatisfiable"):  # as plain decoding
+    with pytest.raises(ValueError, match="unsatisfiable"):  # the error of plain decoding
         greedily(model, batch, 9, prefix_allowed_tokens_fn=allowed_by_row, self_speculative=config)
 
 
@@ -204,7 +204,7 @@ def test_what_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyP
         greedily(model, ids, self_speculative="auto")
 
 
-@pytest.mark.filterwarnings("ignore")  # peft's own
+@pytest.mark.filterwarnings("ignore")  # peft's own warnings
 def test_prompt_learning_is_refused() -> None:
     peft = pytest.importorskip("peft")
     tuned = peft.get_peft_model(
@@ -241,7 +241,7 @@ def test_an_exception_while_drafting_lets_the_cache_go() -> None:
             raise _FailsError
         return scores
 
-    greedily(model, ids, self_speculative=SKIPPING)  # passes are recorded
+    greedily(model, ids, self_speculative=SKIPPING)  # captures the passes
     cache = DynamicCache(config=model.config)
     with pytest.raises(_FailsError):
         greedily(
@@ -259,7 +259,7 @@ def test_an_exception_while_drafting_lets_the_cache_go() -> None:
 
 
 def test_a_call_that_fails_at_its_beginning_leaves_the_cache_as_it_was() -> None:
-    model = enabled().to(torch.float64)  # no low-bit copies of these
+    model = enabled().to(torch.float64)  # these weights have no low-bit copies
     cache = DynamicCache(config=model.config)
     before = [type(layer) for layer in cache.layers]
     with pytest.raises(ValueError, match="float64"):

@@ -1,4 +1,4 @@
-"""Programs that call a model for their user: pipelines, LangChain, smolagents; the same text, and drafted."""
+"""Programs that call a model for their user (pipelines, LangChain, smolagents): the same text, and drafted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_langchain_invokes_and_streams() -> None:
     texts: list[list[str]] = []
     for pipe in (plain, drafting):
         calls = Recorded(pipe.model)
-        # What a chain passes on in a call, as LangChain's own pages do.
+        # Arguments that a chain passes to each call, as on LangChain's own pages.
         llm = langchain.HuggingFacePipeline(pipeline=pipe, pipeline_kwargs={"max_new_tokens": 24, "do_sample": False})
         texts.append([llm.invoke("The sky is"), "".join(llm.stream("The sky is")), *llm.batch(["One", "Two, three"])])
     assert texts[0] == texts[1] and all(texts[0])

@@ -56,7 +56,7 @@ def test_json_by_a_schema(models: Any, asked: dict[str, Any], library: str, way:
 
 
 def letters(tokenizer: Any) -> Callable[[int, torch.Tensor], list[int]]:
-    """Only tokens of letters and spaces, as a function of transformers' interface."""
+    """Return a function for `prefix_allowed_tokens_fn` that allows only tokens of ASCII letters."""
     allowed = [n for token, n in tokenizer.get_vocab().items() if token.isascii() and token.isalpha()]
     return lambda row, ids: allowed
 
@@ -83,7 +83,7 @@ def test_constraints_of_transformers(models: Any, constraint: str, rows: int) ->
 
 
 def test_forced_words_end_as_in_transformers(models: Any) -> None:
-    """They are code of the Hub today, which takes the call over: without it the error is transformers' own."""
+    """Check the error: forced words are Hub code today, which takes over the call; without it transformers raises."""
     plain, drafting, tokenizer = models
     said = []
     for model in (plain, drafting):
@@ -105,7 +105,7 @@ def test_beams_are_decoded_plainly(models: Any) -> None:
 
 
 def test_calls_are_recorded() -> None:
-    """What the other tests of such programs rely on."""
+    """Check the recorder that the other integration tests rely on."""
     plain, drafting, tokenizer = plain_and_drafting()
     for model in (plain, drafting):
         calls = Recorded(model)

@@ -1,4 +1,4 @@
-"""Evaluation harnesses: lm-eval by a model and by the name of a folder, lighteval; the same answers, and drafted."""
+"""Evaluation harnesses (lm-eval by a model and by a folder's name, lighteval): the same answers, and drafted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ QUESTIONS = {
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A folder with a task of lm-eval."""
+    """Make a folder with a task of lm-eval."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     lines = [json.dumps({"question": question, "answer": answer}) for question, answer in QUESTIONS.items()]
@@ -107,7 +107,7 @@ def test_lm_eval_with_an_exported_folder(tasks: Path, tmp_path: Path) -> None:
 
 
 def lighteval_docs() -> list[Any]:
-    """Questions as lighteval's requests."""
+    """Return the questions as lighteval's requests."""
     from lighteval.tasks.requests import Doc, SamplingMethod
 
     return [

@@ -1,4 +1,4 @@
-"""Each block of docs/integrations.md and docs/training.md runs, and what is said of it is so."""
+"""Each block of docs/integrations.md and docs/training.md runs, and the text about it is true."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "integrations.md"
 
 
 def doors() -> dict[str, tuple[str, str]]:
-    """By heading: its block, and the verdict that the table has for it."""
+    """Return, by heading, its block and the table's verdict on it."""
     if not PAGE.exists():
         return {}
     text = PAGE.read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def needed(code: str) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each call of an enabled model came to."""
+    """Record the `last_speculation` of each call of an enabled model."""
     found: list[Any] = []
     for name in ("generate", "init_continuous_batching"):
         call = getattr(SelfSpeculativeMixin, name)
@@ -70,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the blocks take for granted."""
+    """Provide the names and files that the blocks assume."""
     monkeypatch.chdir(tmp_path)
     folder = save_tiny(tmp_path / "tiny")
     _, model, tokenizer = plain_and_drafting()
@@ -111,7 +111,7 @@ def test_a_door(door: str, names: dict[str, Any], calls: list[Any]) -> None:
 
 
 def test_training() -> None:
-    """The blocks of the other page are those of this one."""
+    """Check that the block of docs/training.md is the one of docs/integrations.md."""
     (code,) = blocks((ROOT / "docs" / "training.md").read_text(encoding="utf-8"), "py")
     assert code == DOORS["TRL"][0]
 

@@ -1,4 +1,4 @@
-"""TRL's trainers, on the path that they generate by unless they are told otherwise: the same texts, and drafted."""
+"""TRL's trainers, with their default way of generating: same texts, and drafted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def by_online_dpo(model: Any, tokenizer: Any, folder: Path, **more: Any) -> Any:
 
 
 def trained(build: Any, folder: Path, **more: Any) -> tuple[Recorded, Recorded]:
-    """The calls of a plain model and of one that drafts, and weights that ended the same."""
+    """Return the calls of a plain and of a drafting model, after checking that both end with the same weights."""
     plain, drafting, tokenizer = plain_and_drafting()
     before = plain.model.layers[0].mlp.down_proj.weight.detach().clone()
     found = []
@@ -81,7 +81,7 @@ def test_the_same_completions_and_the_same_weights(build: Any, more: dict[str, A
 
 
 def test_online_dpo_generates_without_a_cache_with_gradient_checkpointing(tmp_path: Path) -> None:
-    """TRL's own default, whether or not there is room in memory."""
+    """Check TRL's own default, whether or not memory is short."""
     plain, drafted = trained(by_online_dpo, tmp_path, max_steps=1)
     assert plain.texts == drafted.texts
     assert all("use_cache=False" in str(refusal) for refusal in drafted.refusals)
@@ -103,10 +103,10 @@ def test_copies_are_made_once_and_follow_an_update_at_most_once(
 
     monkeypatch.setattr(LowBitCopies, "__init__", counted)
     monkeypatch.setattr(LowBitCopy, "rewrite", counted_too)
-    # Updates that int8 does not show.
+    # Updates too small to change int8 copies.
     trained(by_grpo, tmp_path, learning_rate=1e-6)
     assert (len(made), len(rewritten)) == (1, 0)
-    # Such as it does show: four updates, with three generations behind one.
+    # Updates that change them: four, three of which are followed by a generation.
     made.clear()
     plain, drafted = trained(by_grpo, tmp_path, learning_rate=1e-3, max_steps=4)
     assert plain.texts == drafted.texts
@@ -115,6 +115,6 @@ def test_copies_are_made_once_and_follow_an_update_at_most_once(
 
 
 def test_autocast_is_decoded_plainly(tmp_path: Path) -> None:
-    """GRPO's own default on a GPU: passes under autocast round differently when they are over several tokens."""
+    """Check GRPO's own default on a GPU: under autocast, passes over several tokens round differently."""
     plain, drafted = trained(by_grpo, tmp_path, bf16=True)
     assert plain.texts == drafted.texts

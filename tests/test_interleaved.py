@@ -1,4 +1,4 @@
-"""Methods timed in turns: the order of the calls, the clock, and ratios round by round."""
+"""Interleaved timing of methods: the order of the calls, the clock, and ratios round by round."""
 
 from __future__ import annotations
 

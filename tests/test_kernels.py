@@ -34,13 +34,13 @@ def layers(seed: int = 0) -> list[kernels.Layer]:
     return [
         (torch.randn(512, 256, generator=generator), None),
         (torch.randn(256, 512, generator=generator), torch.randn(256, generator=generator)),
-        (torch.randn(16, 16, generator=generator), None),  # too small to be measured
+        (torch.randn(16, 16, generator=generator), None),  # too small to measure
     ]
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """The seconds that each of torch's kernels takes for a row, by a clock that nothing else moves."""
+    """Return the seconds per row of each of torch's kernels, by a mock clock that only they advance."""
     takes = {"linear": 4.0, "onednn": 3.0, "onednn-turned": 1.0, "mkl-turned": 2.0}
     now = 0.0
 
@@ -69,7 +69,7 @@ def name_of(kernel: Linear | None) -> str:
     return "linear" if kernel is None else kernel.__name__
 
 
-# --- what they compute ----------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 13, 16, 33])
@@ -118,7 +118,7 @@ def test_generation_is_plain_decoding_whatever_the_kernel(name: str, monkeypatch
     assert name == "linear" or {1, 5} <= used
 
 
-# --- which one is taken ---------------------------------------------------------------------------
+# --- choice of the kernel -------------------------------------------------------------------------
 
 
 def test_the_fastest_is_taken(clock: dict[str, float]) -> None:
@@ -127,7 +127,7 @@ def test_the_fastest_is_taken(clock: dict[str, float]) -> None:
     assert [name_of(kernel_of(*layer)) for layer in made[:2]] == ["onednn-turned"] * 2
     assert name_of(kernel_of(*made[2])) == name_of(linear_of_few_rows(*made[2], 5)), "a small one goes by the rule"
     clock["linear"] = 0.5
-    kernel_of = fastest_kernels(tiny_model(), made, 9)  # other rows are another measurement
+    kernel_of = fastest_kernels(tiny_model(), made, 9)  # another number of rows is measured separately
     assert [kernel_of(*layer) for layer in made[:2]] == [None, None]
 
 
@@ -145,7 +145,7 @@ def test_the_choice_is_kept(clock: dict[str, float], cache: Path) -> None:
     (file,) = cache.iterdir()
     content = json.loads(file.read_text())
     assert content["result"] == dict.fromkeys(SHAPES, "onednn-turned") and content["described"]["rows"] == 8
-    clock["linear"] = 0.1  # would be the choice now
+    clock["linear"] = 0.1  # would be chosen now
     for rows in (5, 6, 7, 8):
         assert name_of(fastest_kernels(tiny_model(), made, rows)(*made[0])) == "onednn-turned"
     assert len(list(cache.iterdir())) == 1
@@ -179,7 +179,7 @@ def test_the_rule(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch, inte
     monkeypatch.setattr(kernels, "is_intel", lambda: intel)
     weight = torch.randn(8, 8)
     assert [name_of(linear_of_few_rows(weight, None, rows)) for rows in (1, 2, 3, 4)] == usual
-    # Passes that are longer than what is measured go by it, too.
+    # The rule also decides for passes that are longer than those measured.
     assert name_of(fastest_kernels(tiny_model(), layers(), 33)(*layers()[0])) == "onednn"
 
 

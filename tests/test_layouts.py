@@ -1,4 +1,4 @@
-"""Weights that are not laid out row by row: by columns, with gaps, a part of something larger."""
+"""Weights that are not laid out row by row: by columns, with gaps, parts of a larger tensor."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_copies_are_those_of_the_same_weights_row_by_row(
     usual = torch.randn(64, 96).to(dtype)
     weight = LAYOUTS[layout](usual)
     assert not weight.is_contiguous()
-    for chosen in ({}, {"why_not": lambda: "not here"}):  # by code made here, and by ATen's
+    for chosen in ({}, {"why_not": lambda: "not here"}):  # by JIT-compiled kernels, and by ATen's
         with monkeypatch.context() as patch:
             for attribute, value in chosen.items():
                 patch.setattr(low_bit, attribute, value)
@@ -86,7 +86,7 @@ def test_copies_are_those_of_the_same_weights_row_by_row(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_for_integer_products(layout: str) -> None:
-    """As they are packed where the processor has AVX-512 VNNI, whatever this one has."""
+    """Check the packing for processors with AVX-512 VNNI, whatever this one has."""
     weight = torch.randn(32, 64)
     packed, scales = low_bit._to_int8([LAYOUTS[layout](weight)], packed=True)
     usual, same = low_bit._to_int8([weight])

@@ -1,6 +1,6 @@
-"""llama.cpp as a peer: its process, what ends it, the rows of a run, and what is refused.
+"""llama.cpp as a peer: its process and the process's end, the rows of a run, and refusals.
 
-Most tests put a module in the place of xllamacpp, whose server does as the GGUF file says that it is given.
+Most tests replace xllamacpp by a module whose server follows instructions in the given GGUF file.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def model_of(*args: Any, **told: Any) -> PeerModel:
-    """A file that says what happens, see `FAKE`."""
+    """Make a model from a file of instructions for `FAKE`."""
     return PeerModel("llama.cpp", gguf_file(*args, **told))
 
 
@@ -113,7 +113,7 @@ def test_a_call(peer: LlamaCpp, tmp_path: Path, children: list[Child]) -> None:
     call = peer.call(model, IDS, 4)
     assert call.token_ids == TOKENS and call.speculation is None and call.assisted is None
     assert call.prompt_seconds == pytest.approx(1e-6 * torch.get_num_threads()) and call.seconds > call.prompt_seconds
-    # One process for a file, which stays; another one for another file.
+    # Each file has one process, which is reused.
     peer.call(model, IDS, 2)
     assert len(children) == 1
     peer.call(model_of(tmp_path, "other.gguf"), IDS, 2)
@@ -127,7 +127,7 @@ def test_memory_is_the_file_and_what_is_beyond(peer: LlamaCpp, tmp_path: Path) -
     model = model_of(tmp_path)
     memory = peer.memory(model)
     assert memory["persistent_bytes"] == os.path.getsize(model.path)
-    # A Python that has not even loaded PyTorch.
+    # A Python process that has not loaded PyTorch.
     assert 1e6 < memory["peak_bytes"] < 1e8
 
 
@@ -200,7 +200,7 @@ def test_a_run(tmp_path: Path, children: list[Child]) -> None:
     assert entry["drafting"] is None and entry["assisted"] is None and entry["engine_efficiency"] is None
     assert entry["decode_ratio"]["geometric_mean"] > 0
     assert entry["memory"]["persistent_bytes"] == os.path.getsize(peers[NAME].path)
-    # Where its texts part from plain decoding's, the model says how nearly.
+    # Where its texts diverge from plain decoding's, the model gives the logit margin.
     assert len(entry["text"]["differences"]) + entry["text"]["identical"] == 3
     assert all(parted["logit_margin"] is not None for parted in entry["text"]["differences"])
     for row in rows_of(tmp_path / "r", NAME):
@@ -210,7 +210,7 @@ def test_a_run(tmp_path: Path, children: list[Child]) -> None:
     assert not any(line.startswith(f"| {NAME}") for line in page.partition("Where the time goes")[2].splitlines())
     (session,) = json.loads((tmp_path / "r" / "environment.json").read_text())["sessions"]
     assert session["versions"]["xllamacpp"] == "1.2.3"
-    # All is there: the process is not started again.
+    # All rows exist: the process is not started again.
     assert run(tmp_path / "r", peers, memory=True)["methods"][NAME] == entry and len(children) == 1
 
 
@@ -267,14 +267,14 @@ def test_command(ssd: Callable[..., Run], fake: None, folder: str, prompts: str,
     run = ssd(*common, "-o", "r")
     assert run.status == 0, run.err
     assert all(len(line) <= 80 for line in run.out.splitlines()) and "…" not in run.out
-    # In either table, with the rest of the name below, and where its texts part.
+    # In both tables, with the rest of the name on the next line, and where its texts diverge.
     assert sum(line.startswith("llama.cpp-a-model-") for line in run.out.splitlines()) == 3
     assert f"llama.cpp-{name} differs from plain decoding in" in " ".join(run.out.split())
     assert "xllamacpp 1.2.3" in " ".join(run.out.split())
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert summary["methods"][f"llama.cpp-{name}"]["calls"] == 3
     assert json.loads((tmp_path / "r" / "config.json").read_text())["gguf"] == [describe_model(file)]
-    # A run goes on by the same file only.
+    # A run is resumed with the same file only.
     gguf_file(tmp_path, f"{name}.gguf", gives=8)
     run = ssd(*common, "-o", "r")
     assert run.status == 2 and "holds a run with other arguments (gguf: " in run.err
@@ -349,7 +349,7 @@ def test_long_names_take_several_lines(name: str, lines: list[str]) -> None:
     assert _name_lines(name) == lines
 
 
-# --- the real one ---------------------------------------------------------------------------------
+# --- the real library -----------------------------------------------------------------------------
 
 
 def test_llama_cpp_itself(peer: LlamaCpp, tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_llama_cpp_itself(peer: LlamaCpp, tmp_path: Path) -> None:
     plain = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 12:].tolist()
     call = peer.call(model_of_file, ids, 12)
     assert call.token_ids == plain and 0 < call.prompt_seconds < call.seconds
-    # Nothing is left of one prompt when the next one comes.
+    # No state of one prompt remains for the next one.
     assert peer.call(model_of_file, ids, 12).token_ids == plain
     with pytest.raises(RuntimeError, match="invalid tokens"):
         peer.call(model_of_file, torch.tensor([[1, 10**6]]), 4)
@@ -376,7 +376,7 @@ def write_gguf(gguf: Any, model: Any, vocabulary: list[str], file: str, half: bo
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
     kind = gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32
-    writer.add_file_type(kind)  # OpenVINO asks for it
+    writer.add_file_type(kind)  # OpenVINO requires it
     writer.add_context_length(512)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -21,7 +21,7 @@ def _reference(text: list[int], max_ngram: int, min_ngram: int, max_tokens: int)
     return [], 0
 
 
-# Few different tokens, so that n-grams repeat.
+# Few distinct tokens, so that n-grams repeat.
 texts = st.integers(1, 5).flatmap(lambda most: st.lists(st.integers(0, most), max_size=40))
 
 

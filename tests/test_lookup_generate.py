@@ -1,4 +1,4 @@
-"""Prompt lookup in `generate`: the text stays the target's, and what was copied is counted."""
+"""Prompt lookup in `generate`: the text stays the target's, and copied tokens are counted."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _MODELS: dict[str, PreTrainedModel] = {}
 
 
 def enabled(family: str = "llama") -> Any:
-    """The family's model, made once for this file: no test changes it."""
+    """Return the family's model, made once for this file: no test changes it."""
     if family not in _MODELS:
         _MODELS[family] = enable_self_speculative(tiny_model(family))
     return _MODELS[family]
 
 
 class Cycle(LogitsProcessor):
-    """Makes text that repeats and now and then does not: each row in cycles of 3 to 5 tokens of its own, with slips."""
+    """Logits processor for mostly repetitive text: each row in its own cycles of 3 to 5 tokens, with slips."""
 
     supports_speculation = True
 
@@ -56,7 +56,7 @@ class Cycle(LogitsProcessor):
 
 
 def repetitive(rows: int = 1, length: int = 18, ragged: bool = False) -> dict[str, torch.Tensor]:
-    """Prompts that say the same again and again, each its own; padded at the left where they are ragged."""
+    """Return prompts that each repeat a few tokens; padded at the left if `ragged`."""
     ids = torch.stack([prompt(5, seed=row + 2)[0].repeat(length)[:length] for row in range(rows)])
     mask = torch.ones_like(ids)
     if ragged:
@@ -112,7 +112,7 @@ def test_options(config: SelfSpeculativeConfig, rows: int, options: dict[str, An
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_without_processors(rows: int) -> None:
-    # Untouched, the text has few repetitions: what is looked up is mostly wrong.
+    # Without the processor the text has few repetitions: looked-up tokens are mostly wrong.
     for family in ("llama", "gemma2"):
         plain, ours = both(enabled(family), LOOKUP, repetitive(rows), max_new_tokens=40)
         assert torch.equal(plain, ours)
@@ -144,14 +144,14 @@ def test_any_lookup(
     assert torch.equal(plain, ours)
 
 
-# --- ends inside what was looked up
+# --- ends inside looked-up tokens
 # --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [LOOKUP, BOTH])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_end_of_sequence_that_was_looked_up(config: SelfSpeculativeConfig, rows: int) -> None:
-    # The prompt holds the token that ends the text; lookup copies it, and nothing behind it.
+    # The prompt holds the token that ends the text; lookup copies it, and nothing after it.
     model = enabled()
     inputs = repetitive(rows)
     ended, looked = set(), 0
@@ -178,7 +178,7 @@ def test_nothing_is_copied_behind_an_end_of_sequence(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(SelfDrafter, "propose", watched)
     model = enabled()
     eos = int(repetitive()["input_ids"][0, 1])
-    # Never said, since it is forbidden, but looked up all the same.
+    # Forbidden and so never generated, but looked up all the same.
     for config in (LOOKUP, BOTH):
         drafts.clear()
         model.generate(
@@ -230,12 +230,12 @@ def test_stop_strings_inside_what_was_looked_up() -> None:
     assert len(stopped) > 2 and looked > 3
 
 
-# --- what is drafted
+# --- drafts
 # --------------------------------------------------------------------------------------------------
 
 
 class Chained(DraftPolicy):
-    """Drafts two itself and appends three that are looked up, whatever it costs."""
+    """Policy that drafts two tokens and appends three looked-up ones, whatever the cost."""
 
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
         return min(2, limit)
@@ -259,7 +259,7 @@ def test_lookup_behind_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -
                 continue
             own, length = draft.self_lengths[row], draft.lengths[row]
             tokens = draft.tokens[row].tolist()
-            # What stands behind the model's own tokens is what its text and they go on with.
+            # After the self-drafted tokens comes the continuation that lookup finds for the text and them.
             found, ngram = index.find(tokens[:own])
             assert tokens[own:length] == found[: length - own]
             assert draft.matches[row] == Match(len(found), ngram)
@@ -283,7 +283,7 @@ def test_lookup_behind_self_drafts(monkeypatch: pytest.MonkeyPatch, rows: int) -
 
 
 def test_a_text_that_repeats_is_copied_whole() -> None:
-    # The model's own text until it repeats: from there on every round is a full one.
+    # Once the text repeats itself, every round is a full one.
     class Repeat(LogitsProcessor):
         supports_speculation = True
 
@@ -297,7 +297,7 @@ def test_a_text_that_repeats_is_copied_whole() -> None:
     plain, ours = both(model, config, repetitive(), logits_processor=LogitsProcessorList([Repeat()]), max_new_tokens=33)
     assert torch.equal(plain, ours)
     statistics = model.last_speculation
-    # One token by the prompt's pass, then seven copied and one of the target's in each of four rounds.
+    # One token from the prompt's pass, then seven copied and one of the target's in each of four rounds.
     assert (statistics.rounds, statistics.target_passes, statistics.draft_passes) == (4, 5, 0)
     assert statistics.looked_up_tokens == statistics.accepted_looked_up_tokens == 28
     assert statistics.self_drafted_tokens == 0 and statistics.acceptance_rate == 1.0
@@ -310,7 +310,7 @@ def test_lookup_alone_runs_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise AssertionError("skip mode was entered")
 
-    # With the policy "cost"; the others draft themselves where lookup has nothing to offer.
+    # With the policy "cost"; the others self-draft where lookup finds no match.
     monkeypatch.setattr(skip_mode.SkipMode, "__enter__", fail)
     model = enabled()
     config = SelfSpeculativeConfig(lookup=True)
@@ -338,7 +338,7 @@ def test_a_row_that_is_far_ahead_does_not_draft(monkeypatch: pytest.MonkeyPatch)
     model: Any = enable_self_speculative(tiny_model())
     ids = torch.cat((prompt(4).repeat(1, 6), prompt(24)))
     options = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    # One row says the same over and over, the other never the same.
+    # One row repeats itself over and over, the other never does.
     once = torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(0)) + 3
 
     class Says(LogitsProcessor):

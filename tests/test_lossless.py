@@ -1,4 +1,4 @@
-"""The promise: greedy text is the target's own, token for token, whatever is skipped and however the call is made."""
+"""The promise: greedy text is the target's own, token for token, for every skip set and every kind of call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tiny_models import FAMILIES, LAYERS, WINDOW, left_padded, prompt, tiny_mode
 
 SKIPS = [
     SkipConfig(attention=[1], mlp=[2]),
-    SkipConfig(attention=[0, 1, 2], mlp=[0, 3]),  # layer 0 is where transformers reads the length of the cache
+    SkipConfig(attention=[0, 1, 2], mlp=[0, 3]),  # transformers reads the cache's length from layer 0
     SkipConfig(attention=[1, 3], mlp=[1, 3]),  # whole layers
     SkipConfig(attention=[1, 3]),  # gemma2, gemma3, gpt_oss: all full-attention layers
-    SkipConfig(attention=[0, 2]),  # and all sliding ones
+    SkipConfig(attention=[0, 2]),  # all their sliding layers
 ]
 NEW = 16
 FIXED = DraftingConfig(policy="fixed", max_draft_length=4)
@@ -31,7 +31,7 @@ _MODELS: dict[str, PreTrainedModel] = {}
 
 
 def enabled(family: str) -> PreTrainedModel:
-    """The family's model, made once for this file: no test changes it."""
+    """Return the family's model, made once for this file: no test changes it."""
     if family not in _MODELS:
         _MODELS[family] = enable_self_speculative(tiny_model(family))
     return _MODELS[family]
@@ -50,7 +50,7 @@ def test_every_family_gives_the_targets_text(family: str) -> None:
     long = WINDOW * 3 + 2  # longer than a sliding window
     layouts: list[dict[str, Any]] = [{"input_ids": prompt(long)}, left_padded([5, long, 11])]
     expected = [generate(model, None, inputs) for inputs in layouts]
-    # Each skip set, both layouts and both policies with every family; the families share out what goes with what.
+    # Each skip set, both layouts and both policies with every family; their combinations are spread over the families.
     turn = FAMILIES.index(family)
     for number, skip in enumerate(SKIPS):
         padded = (number + turn) % 2
@@ -62,7 +62,7 @@ def test_every_family_gives_the_targets_text(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_single_row_run_as_it_is_gives_the_targets_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Where passes are recorded, the test above plays them back.
+    # The test above runs captured passes where a family has them.
     monkeypatch.setattr(passes, "why_not_captured", lambda model, **_: "a test says so")
     model = enabled(family)
     inputs = {"input_ids": prompt(WINDOW * 3 + 2)}
@@ -79,7 +79,7 @@ def test_a_single_row_run_as_it_is_gives_the_targets_text(family: str, monkeypat
 def test_an_empty_skip_set_is_always_accepted(family: str) -> None:
     model = enabled(family)
     config = SelfSpeculativeConfig(SkipConfig(), DraftingConfig(policy="fixed", max_draft_length=3))
-    # Long enough for the cache's spare room to run out in the middle of a draft.
+    # Long enough to exhaust the cache's spare room in the middle of a draft.
     generate(model, config, {"input_ids": prompt(WINDOW * 2 + 3)}, max_new_tokens=61)
     statistics = model.last_speculation
     assert statistics.acceptance_rate == 1.0
@@ -89,7 +89,7 @@ def test_an_empty_skip_set_is_always_accepted(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_continued_cache_gives_the_targets_text(family: str) -> None:
-    # Two turns of a conversation: the second reuses the cache of the first, whichever way the first was generated.
+    # Two turns of a conversation: the second reuses the cache of the first, whether drafted or plain.
     model = enabled(family)
     config = SelfSpeculativeConfig(SKIPS[1], FIXED)
     for rows in (1, 2):
@@ -101,7 +101,7 @@ def test_a_continued_cache_gives_the_targets_text(family: str) -> None:
         assert [type(layer) for layer in got[CACHE].layers] == [type(layer) for layer in expected[CACHE].layers]
         second = torch.cat((got.sequences, prompt(4, rows, seed=5)), dim=1)
         wanted = generate(model, None, {"input_ids": second}, **{CACHE: expected[CACHE]}, max_new_tokens=8)
-        # Drafted behind a drafted turn, and plain behind one: with either number of rows, in half of the families.
+        # A drafted or a plain turn after a drafted one: each with either number of rows, in half of the families.
         again = (None, config)[(rows + FAMILIES.index(family)) % 2]
         text = generate(model, again, {"input_ids": second}, **{CACHE: got[CACHE]}, max_new_tokens=8)
         assert torch.equal(text, wanted), (rows, again)
@@ -117,7 +117,7 @@ def test_a_returned_cache_holds_what_plain_decoding_leaves(family: str) -> None:
     for ours, theirs in zip(got[CACHE].layers, expected[CACHE].layers, strict=True):
         assert ours.get_seq_length() == theirs.get_seq_length()
         mask = real[:, -theirs.keys.shape[2] :]
-        # The left padding's own keys and values are never looked at.
+        # The keys and values of the left padding are never read.
         for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
             torch.testing.assert_close(a.transpose(1, 2)[mask], b.transpose(1, 2)[mask], rtol=1e-4, atol=1e-4)
 
@@ -143,7 +143,7 @@ def test_rows_run_at_their_own_speed() -> None:
     model = enabled("llama")
     generate(model, SelfSpeculativeConfig(SKIPS[0], FIXED), {"input_ids": prompt(10, 4)})
     rounds = model.last_speculation.round_accepted
-    # Row by row the accepted numbers differ, and yet the batch needs fewer passes than there are tokens.
+    # The rows' accepted numbers differ, and yet the batch needs fewer passes than tokens.
     assert len({tuple(row) for row in rounds}) == 4
     assert any(len({row[i] for row in rounds if i < len(row)}) > 1 for i in range(4))
     assert model.last_speculation.target_passes < NEW
@@ -178,8 +178,7 @@ def test_any_skip_set_and_draft_length(
 
 
 def test_drafting_leaves_the_targets_cache_alone() -> None:
-    # The draft reads the prefix in place; the target's keys and values are the same tensors with the same numbers after
-    # it.
+    # The draft reads the prefix in place; the target's keys and values stay the same tensors with the same numbers.
     model = enabled("gemma2")
     from ssd_generation.drafting.self_drafter import SelfDrafter
 
@@ -203,7 +202,7 @@ def test_drafting_leaves_the_targets_cache_alone() -> None:
 
 
 def test_the_prefix_is_not_copied_to_draft() -> None:
-    # What a drafting pass attends to lies in the very storage of the target's keys.
+    # A drafting pass attends to keys in the very storage of the target's keys.
     model = enabled("llama")
     from ssd_generation.cache import buffered_layers as cache
 
@@ -226,7 +225,7 @@ def test_the_prefix_is_not_copied_to_draft() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache._DraftLayer, "update", watched)
         patch.setattr(CacheAttention, "begin", watched_playback)
-        for inputs in ({"input_ids": prompt(20)}, left_padded([5, 20])):  # played back, and run as it is
+        for inputs in ({"input_ids": prompt(20)}, left_padded([5, 20])):  # captured, and run eagerly
             storages.clear()
             generate(model, SelfSpeculativeConfig(SKIPS[0], FIXED), inputs, max_new_tokens=40)
             assert len(storages) > 20 and all(storages)
@@ -237,7 +236,7 @@ def test_the_number_of_passes_is_what_the_statistics_say() -> None:
     passes = []
     handle = model.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[1]))
     try:
-        for _ in range(2):  # before the first one, the model is tried
+        for _ in range(2):  # the model check precedes the first one
             passes.clear()
             generate(model, SelfSpeculativeConfig(SKIPS[0], FIXED), {"input_ids": prompt(20)}, max_new_tokens=40)
     finally:

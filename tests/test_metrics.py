@@ -42,7 +42,7 @@ def test_pass_at_k_of_nonsense(samples: int, correct: int, k: int) -> None:
 
 def test_the_metric_answers_as_evaluate_metrics_do() -> None:
     rouge = load_rouge()
-    types = (*ROUGE_TYPES, "rougeLsum")  # what the hub's answers with, unless asked otherwise
+    types = (*ROUGE_TYPES, "rougeLsum")  # the defaults of the Hub's metric
     scorer = rouge_scorer.RougeScorer(list(types))
     each = [scorer.score(wanted, said) for wanted, said in zip(WANTED, SAID, strict=True)]
     rows = rouge.compute(predictions=SAID, references=WANTED, use_aggregator=False)

@@ -1,4 +1,4 @@
-"""The check of the model itself: what it must notice, what it must not mind, and that texts are right in any case."""
+"""The model check: what it must detect, what it must tolerate, and that texts are right in any case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DRAFTS = {
     "lookup": SelfSpeculativeConfig(lookup=True),
     "int8": SelfSpeculativeConfig(precision="int8", drafting=FIXED),
 }
-# Text that repeats itself, so that lookup has something to offer.
+# Text that repeats itself, so that lookup finds matches.
 SINGLE = {"input_ids": prompt(7).repeat(1, 2)}
 RAGGED = left_padded([12, 7, 10])
 GREEDY = {"do_sample": False}
@@ -66,7 +66,7 @@ def test_positions_counted_from_the_cache(number: int) -> None:
         assert torch.equal(plain, drafted)
         statistics = model.last_speculation
         assert statistics.drafted_tokens > 0 and statistics.refusal is None
-        for accepted in statistics.round_accepted[1:]:  # in step
+        for accepted in statistics.round_accepted[1:]:  # lockstep
             assert accepted == statistics.round_accepted[0][: len(accepted)]
     assert checked(model, is_batch=True).uneven_refusal is not None
 
@@ -74,7 +74,7 @@ def test_positions_counted_from_the_cache(number: int) -> None:
 @pytest.mark.parametrize("number", range(len(NOT_SEVERAL_AT_ONCE)), ids=list(NOT_SEVERAL_AT_ONCE))
 def test_not_several_at_once(number: int) -> None:
     model = enable_self_speculative(odd_model(list(NOT_SEVERAL_AT_ONCE.values())[number]))
-    # Longer than the windows.
+    # Texts longer than the windows.
     single = model.generate(**SINGLE, **GREEDY, max_new_tokens=90)
     ragged = model.generate(**RAGGED, **GREEDY, max_new_tokens=24)
     for place, draft in enumerate(DRAFTS.values()):
@@ -141,16 +141,16 @@ def test_rows_in_step_end_at_different_places() -> None:
 
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=FAMILIES)
 def test_families_that_draft(number: int) -> None:
-    # Every family in every type and in both layouts, and every type in both layouts.
+    # Every family in every dtype and in both layouts, and every dtype in both layouts.
     for place, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         assert checked(tiny_model(FAMILIES[number]).to(dtype), (number + place) % 2 == 1) == ModelCheck()
 
 
-# --- faults put in on purpose
+# --- injected faults
 
 
 class ByWidth(nn.Module):
-    """Looks at the number of tokens in its pass."""
+    """Layer that depends on the number of tokens in its pass."""
 
     def __init__(self, inner: nn.Module, least: int = 2) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class ByWidth(nn.Module):
 
 
 class OfWholePass(ByWidth):
-    """Scales by the greatest activation of the whole pass, as dynamic quantisation does."""
+    """Layer that scales by the greatest activation of the whole pass, as dynamic quantisation does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) / x.abs().max()  # type: ignore[no-any-return]
@@ -174,7 +174,7 @@ class CountsCalls(ByWidth):
 
 
 class LooksAhead(ByWidth):
-    """Sees the tokens behind its own, as attention without a causal mask does."""
+    """Layer that sees the tokens after its own, as attention without a causal mask does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) + 0.3 * x.mean(dim=1, keepdim=True)  # type: ignore[no-any-return]
@@ -187,7 +187,7 @@ def test_layers_that_depend_on_the_pass_are_noticed(fault: type[ByWidth], is_bat
     model = tiny_model()
     model.model.layers[place].mlp = fault(model.model.layers[place].mlp)
     assert checked(model, is_batch).refusal is not None
-    # And in half precision, where rounding is in the way. As in a call, a batch is tried if a single text may draft.
+    # Also in half precision, despite rounding. As in a call, a batch is checked if a single text may draft.
     for dtype in (torch.bfloat16, torch.float16):
         model = tiny_model().to(dtype)
         model.model.layers[place].mlp = fault(model.model.layers[place].mlp)
@@ -211,7 +211,7 @@ def test_layers_that_ignore_positions_are_noticed(monkeypatch: pytest.MonkeyPatc
     original = modeling_llama.LlamaModel.forward
 
     def forward(self: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs)  # counted from the length of the cache, then
+        return original(self, *args, **kwargs)  # positions then follow from the cache's length
 
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
     model = tiny_model()
@@ -237,7 +237,7 @@ def test_passes_that_fail_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_first, config in zip((True, False, False), DRAFTS.values(), strict=True):
         with pytest.warns(UserWarning, match="one token at a time") if is_first else warnings.catch_warnings():
             assert_text_of_plain(model, config, SINGLE)
-    # "auto" measures nothing that cannot be.
+    # "auto" measures nothing that is impossible.
     plain = model.generate(**SINGLE, max_new_tokens=9, do_sample=False)
     assert torch.equal(plain, model.generate(**SINGLE, max_new_tokens=9, do_sample=False, self_speculative="auto"))
 
@@ -296,11 +296,11 @@ def test_once_per_model_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     for inputs in (SINGLE, SINGLE, RAGGED, SINGLE, RAGGED):
         model.generate(**inputs, max_new_tokens=4, do_sample=False, self_speculative=DRAFTS["skip"])
     assert calls == [False, True]
-    # Another process finds it on the disk; so does another model of the same make.
+    # Another process finds it on the disk; so does another model of the same architecture.
     twin = enable_self_speculative(tiny_model(seed=3, rms_norm_eps=7e-6))
     twin.generate(**RAGGED, max_new_tokens=4, do_sample=False, self_speculative=DRAFTS["skip"])
     assert calls == [False, True]
-    # Other weights' types are another model.
+    # Weights of another dtype make another model.
     model.to(torch.bfloat16).generate(**SINGLE, max_new_tokens=4, do_sample=False, self_speculative=DRAFTS["skip"])
     assert calls == [False, True, False]
 
@@ -369,7 +369,7 @@ def test_another_version_of_the_check_tries_a_model_anew(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("depends_on_width", "refused"), [(False, False), (True, True)])
 def test_a_single_row_may_be_rounded_otherwise(depends_on_width: bool, refused: bool) -> None:
-    """As torch does it in bfloat16 on processors without instructions for that."""
+    """Check rounding as torch's in bfloat16 on processors without instructions for that dtype."""
     model = tiny_model().to(torch.bfloat16)
     text = _forced_text(model, 1)
     moved = 4 * float(_moved_by_rounding(model, text).median())
@@ -379,7 +379,7 @@ def test_a_single_row_may_be_rounded_otherwise(depends_on_width: bool, refused: 
     single = [step + noise * torch.randn((1, VOCAB), generator=generator) for step in wide]
 
     def decode(tried: Any, is_drafted: bool, lockstep: bool) -> Any:
-        if not is_drafted:  # a text beside itself is as wide as one alone
+        if not is_drafted:  # copies of a text get the logits of the text alone
             count = len(tried.tokens)
             return types.SimpleNamespace(logits=[step.repeat(count, 1) for step in single])
         is_single = not tried.is_drafted

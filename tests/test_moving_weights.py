@@ -1,4 +1,4 @@
-"""Weights that are updated a little at a time: what is known of them stays, low-bit copies follow where it pays."""
+"""Weights updated in small steps: what was measured and learnt stays, and low-bit copies follow where it pays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def texts(model: Any, config: Any, **options: Any) -> tuple[torch.Tensor, torch.
 
 
 def update(model: Any, share: float) -> None:
-    """Move all weights as an optimizer does, by a share of their size."""
+    """Move all weights, as an optimizer does, by a share of their root mean square."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(share * parameter.square().mean().sqrt() * torch.randn_like(parameter))
@@ -51,7 +51,7 @@ def copies_in_use(model: Any, config: SelfSpeculativeConfig = INT8) -> LowBitCop
 
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each copy whose weights are quantised."""
+    """Record the number of layers of each copy that is quantised."""
     calls: list[int] = []
     quantise = LowBitCopy._quantised
 
@@ -90,7 +90,7 @@ def test_copies_are_quantised_once_for_an_update_and_in_place(model: PreTrainedM
     assert copies.passes is passes, "captured again"
     assert state_of(model).get(CapturedPart).captured_targets == targets, "captured again"
     assert weights == [copy.weight.data_ptr() for copy, _ in copies.by_module.values()]
-    # They are what copies made of these weights would be.
+    # They equal new copies of these weights.
     new = LowBitCopies(model, INT8.skip, PrecisionConfig("int8", head="int8", group_size=64))
     for module in copies.modules:
         for one, other in zip(copies.by_module[id(module)][0].tensors().values(), _tensors(new, module), strict=True):
@@ -115,7 +115,7 @@ def test_other_weights_get_other_copies(model: PreTrainedModel, quantised: list[
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_optimizers_that_torch_does_not_count(model: PreTrainedModel, quantised: list[int], fused: bool) -> None:
-    """Fused ones leave the version of a weight as it was."""
+    """Check that drift is noticed with fused optimizers too, which do not change a weight's version."""
     texts(model, INT8)
     copies, made = copies_in_use(model), len(quantised)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
@@ -162,7 +162,7 @@ def test_short_calls_do_not_quantise_until_they_have_missed_as_much(
     follow_weights(model, config, 11)
     assert copies.is_current(model)
     update(model, 0.02)
-    follow_weights(model, config, None)  # as long as may be
+    follow_weights(model, config, None)  # an unknown length counts as long
     assert copies.is_current(model)
 
 
@@ -170,7 +170,7 @@ def test_what_was_learnt_and_chosen_stays_while_weights_move(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
-    # What was measured on a busy machine is not stored, and measured again.
+    # Measurements from a busy machine would not be stored, but repeated.
     monkeypatch.setattr(automatic, "was_noisy", lambda model: False)
     chosen = []
     choose = automatic._choose

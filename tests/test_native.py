@@ -1,4 +1,4 @@
-"""Kernels made for the processor: what they compute, to the last bit, and what happens where none can be made."""
+"""JIT-compiled kernels: their results, to the last bit, and the fallback where none can be compiled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def threads() -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what is computed
+# results
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -93,7 +93,7 @@ def test_a_row_gives_the_same_bits_whatever_else_is_in_the_pass(
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_threads_change_no_bit(dtype: torch.dtype, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_SHARE", 1)  # as many threads as there are, for a small layer
+    monkeypatch.setattr(linear, "_SHARE", 1)  # all threads, even for a small layer
     weight, bias = random_layer(131, 96, dtype)
     layer, x = made(weight, bias), torch.randn(9, 96).to(dtype)
     found = []
@@ -105,7 +105,7 @@ def test_threads_change_no_bit(dtype: torch.dtype, threads: None, monkeypatch: p
 
 @pytest.fixture
 def shorter_vectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Makes this a processor with AVX2 alone, from now on."""
+    """Yield a function that makes this a processor with AVX2 alone from its call on."""
 
     def shorten() -> None:
         monkeypatch.setattr(compiler, "_cpu", lambda: "haswell")
@@ -134,7 +134,7 @@ def test_a_processor_with_shorter_vectors_gives_the_same_bits(
 @pytest.mark.parametrize("activation", [torch.float32, torch.bfloat16], ids=str)
 def test_shorter_vectors_add_up_the_same_integers(activation: torch.dtype, shorter_vectors: Callable[[], None]) -> None:
     stored, scales = linear.pack_int4(torch.randn(48, 320), 64)
-    stored[:16] = 255  # the greatest digits: sums of 16 bits are as full as they get
+    stored[:16] = 255  # the largest digits, which bring the 16-bit sums to their maximum
     x = torch.randn(7, 320).to(activation)
     x[2] = 3.0
     x[3] = -3.0
@@ -148,7 +148,7 @@ def test_shorter_vectors_add_up_the_same_integers(activation: torch.dtype, short
     assert torch.equal(result(), wide)
 
 
-@pytest.mark.parametrize("columns", [9000, 90000])  # of eight rows that fit on the stack as float32, and of none
+@pytest.mark.parametrize("columns", [9000, 90000])  # eight rows fit on the stack as float32; not even one does
 def test_rows_that_do_not_fit_on_the_stack_take_turns(columns: int) -> None:
     weight, bias = random_layer(3, columns, torch.bfloat16)
     layer, x = made(weight, bias), torch.randn(17, columns).bfloat16()
@@ -239,12 +239,12 @@ def test_a_bias_of_another_kind() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# where none can be made
+# fallback where none can be compiled
 
 
 @pytest.fixture
 def forgetful() -> Any:
-    """What was found out about this machine is found out anew."""
+    """Clear the caches of what was found out about this machine, before and after a test."""
     functions: list[Any] = [compiler.why_not, pool.openmp_library]
     for function in functions:
         function.cache_clear()
@@ -300,7 +300,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often the text of a module is asked for by a new process."""
+    """Count how often a new process requests the text of a module."""
     count = 0
 
     def text() -> str:
@@ -350,7 +350,7 @@ def test_code_of_another_processor_is_not_used(store: Path, monkeypatch: pytest.
 
 
 def as_multiplied(x: torch.Tensor) -> torch.Tensor:
-    """x as products of integers know it: multiples of 1 / 127 of the greatest of each 32."""
+    """Return x as integer products read it: multiples of 1 / 127 of the largest of every 32 values."""
     parts = x.float().view(-1, 32)
     scale = (parts.abs().amax(1, keepdim=True) / 127).double()
     return ((parts * (127 / parts.abs().amax(1, keepdim=True))).round().double() * scale).view_as(x)
@@ -391,7 +391,7 @@ def test_low_bit_layers(
         true = as_multiplied(x) @ meant.t() + bias.double()
         assert float((true - x.double() @ meant.t() - bias.double()).norm() / true.norm()) < 0.01
     elif products:
-        # Offsets, 8 steps further up, are multiplied by the sums of x itself.
+        # Offsets, raised by 8 steps, are multiplied by the sums of x itself.
         offsets = (scales.view(torch.int32) << 16).view(torch.float32).double() + 8 * scales.double()
         offsets = offsets.transpose(1, 2).reshape(48, -1).repeat_interleave(group, 1)
         true = as_multiplied(x) @ (meant - offsets).t() + x.double() @ offsets.t() + bias.double()
@@ -420,7 +420,7 @@ def test_int4_weights_are_within_half_a_step(seed: int, scale: float, shift: flo
     scales = scales[0].t()
     offset, steps = w.amin(2).abs(), (w.amax(2) - w.amin(2)) / 15
     assert torch.allclose(scales, steps, rtol=2**-6, atol=float(scale * 2**-7))
-    # The offset is rounded to bfloat16, and the scale with its lower half is another than was meant: by 2⁻⁷.
+    # The offset is rounded to bfloat16; the scale shares its word with the offset and differs by up to 2⁻⁷.
     bound = scales / 2 * 1.001 + offset * 2**-8 + 15 * scales * 2**-7
     assert bool(((found - w).abs() <= bound[..., None]).all())
 
@@ -432,7 +432,7 @@ def test_weights_that_are_all_the_same() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what stands between the layers
+# operations between linear layers
 
 
 def llama_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -446,7 +446,7 @@ def llama_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def near(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """In half precision the same but for a rounding of what was rounded already; in float32 to its precision."""
+    """Assert equality up to one double rounding in half precision, and to float32's own precision otherwise."""
     assert got.dtype is expected.dtype and got.shape == expected.shape
     eps = torch.finfo(expected.dtype).eps
     torch.testing.assert_close(got, expected, rtol=2 * eps if eps > 1e-4 else 1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Attention by code made here, lists of kernels, and passes of which these are made."""
+"""Attention by JIT-compiled code, kernel lists, and the passes built from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def threads() -> Any:
 
 
 class Layer:
-    """What `CacheAttention` looks at."""
+    """The attributes of a cache layer that `CacheAttention` reads."""
 
     def __init__(self, slots: int, size: int, dtype: torch.dtype, window: int | None = None) -> None:
         generator = torch.Generator().manual_seed(slots)
@@ -56,7 +56,7 @@ class Layer:
 def attended(
     query: torch.Tensor, layer: Layer, at: int, scale: float = 0.3, count: int | None = None, shift: int = 0
 ) -> torch.Tensor:
-    """Of queries `(1, n, H, D)` at slots from `at` on."""
+    """Return the attention of queries `(1, n, H, D)` at slots from `at` on."""
     _, rows, heads, size = query.shape
     attention = CacheAttention()
     attention.begin([layer], at - shift, rows if count is None else count)
@@ -78,7 +78,7 @@ def attended(
 
 
 def true_attention(query: torch.Tensor, layer: Layer, at: int, scale: float = 0.3) -> torch.Tensor:
-    """The same in float64."""
+    """Return the same attention, computed in float64."""
     rows, end = query.shape[1], at + query.shape[1]
     keys, values = (
         buffer[:, :, :end].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
@@ -155,7 +155,7 @@ def test_a_token_sees_nothing_behind_itself() -> None:
     layer.value_buffer[:, :, 23:] = float("inf")
     got = attended(query, layer, 20)
     assert torch.equal(got[:, :3], clean[:, :3]) and bool(got[:, 3:].isnan().all())
-    # Rows that only fill the pass up are computed for nobody.
+    # Padding rows of the pass are not computed.
     filled = attended(query, layer, 20, count=2)
     assert torch.equal(filled[:, :2], clean[:, :2]) and filled[:, 2:].unique().tolist() == [0]
 
@@ -167,7 +167,7 @@ def test_scores_of_any_size(factor: float) -> None:
     got, expected = attended(query, layer, 290), true_attention(query, layer, 290)
     assert torch.allclose(got.double(), expected, atol=1e-5)
     layer.key_buffer[:, :, :] = -float("inf")
-    assert bool(attended(query, layer, 290).isnan().all())  # as torch gives it
+    assert bool(attended(query, layer, 290).isnan().all())  # as in torch
     assert bool(true_attention(query, layer, 290).isnan().all())
 
 
@@ -178,7 +178,7 @@ def test_what_is_appended_lies_in_its_slots(threads: None) -> None:
     before = layer.key_buffer.clone(), layer.value_buffer.clone()
     attention = CacheAttention()
     attention.begin([None, layer], at, 2)
-    # Rows of keys side by side with those of values, as one product gives them.
+    # Keys and values side by side in each row, as one merged product returns them.
     both = torch.randn(1, rows, 2 * KV_HEADS * size).bfloat16()
     block = Block((1, rows, 2 * KV_HEADS * size), 0)
     ways = [2 * KV_HEADS * size, size]
@@ -198,7 +198,7 @@ def test_what_is_appended_lies_in_its_slots(threads: None) -> None:
 
 
 def sums(sizes: list[int], terms: list[tuple[int, int]]) -> tuple[KernelList, list[torch.Tensor], list[Any]]:
-    """A list of sums of inputs, two of each size, and of results before; its inputs; what some of them are."""
+    """Return a list that adds inputs (two per size) and earlier results, its inputs, and some expected results."""
     inputs = [torch.randn(size) for size in sizes for _ in range(2)]
     blocks = [Block((size,), at) for at, size in enumerate(size for size in sizes for _ in range(2))]
     steps, results = [], list(inputs)
@@ -250,7 +250,7 @@ def test_threads_meet_only_where_they_must() -> None:
     made = make_list(steps, [both], 1, 1, torch.float32)
     assert [made._records[at][1] & 1 for at in range(3)] == [0, 1, 0]
     assert made.bytes == 2 * 64 * 4
-    # What takes the place of another waits until that one has been read.
+    # A result that reuses another's memory waits until that one has been read.
     chain = [add(given, given, one), add(one, one, other), add(other, other, both)]
     made = make_list(chain, [both], 1, 1, torch.float32)
     assert [made._records[at][1] & 1 for at in range(3)] == [1, 1, 0]
@@ -264,7 +264,7 @@ def test_some_of_the_kernels_alone() -> None:
     got = last(None, *inputs)
     assert torch.equal((got if len(expected) == 1 else got[-1]), expected[-1])
     whole = made(None, *inputs)
-    assert torch.equal(whole if len(expected) == 1 else whole[-1], expected[-1])  # which is as it was
+    assert torch.equal(whole if len(expected) == 1 else whole[-1], expected[-1])  # unchanged
 
 
 def test_other_types_and_strides_are_taken() -> None:
@@ -296,7 +296,7 @@ def test_the_layers_of_common_families_are_one_call(family: str, length: int) ->
 
 
 class OneByOne(RowAttention):
-    """Attends by the same code as a list does, called from Python."""
+    """Attention by the same kernels as in a list, called one by one from Python."""
 
     __slots__ = ()
 
@@ -341,7 +341,7 @@ def test_lists_change_no_bit(family: str, dtype: torch.dtype, monkeypatch: pytes
             model(prompt(9), **{CACHE: cache})
             add_buffers(cache)
             parts = []
-            for at, count in ((9, 3), (12, 1), (13, 2)):  # the last one is filled up
+            for at, count in ((9, 3), (12, 1), (13, 2)):  # the last one is padded
                 positions = torch.arange(at, at + count)[None]
                 parts.append(found.run(cache, prompt(count, seed=at), positions, width=3 if count > 1 else 1))
             assert cache.get_seq_length() == 15
@@ -352,7 +352,7 @@ def test_lists_change_no_bit(family: str, dtype: torch.dtype, monkeypatch: pytes
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_reads_the_memory_that_it_was_captured_with(family: str) -> None:
-    # Another thread may replace a weight while a pass reads it: its memory must live until the pass is dropped.
+    # Another thread may replace a weight while a pass reads it: its memory must outlive the pass.
     model = enable_self_speculative(even_model(family))
     found = captured_target(model, BatchInvariance("native", WIDTHS))
     if found is None or found.program(3) is None:
@@ -372,7 +372,7 @@ def test_a_pass_reads_the_memory_that_it_was_captured_with(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "phi3"])
 def test_drafts_of_a_wider_cache(family: str) -> None:
-    # Activations are bfloat16, the cache is float32; mixtral's experts keep what they are, and are not mixed with it.
+    # Activations are bfloat16, the cache is float32; mixtral's experts stay in float32 and must not be mixed with them.
     model = enable_self_speculative(tiny_model(family))
     config = SelfSpeculativeConfig(precision="int8", drafting=DraftingConfig(policy="fixed", max_draft_length=3))
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}

@@ -1,4 +1,4 @@
-"""Lookup in the texts of earlier calls."""
+"""Prompt lookup in the texts of earlier calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebooks: what is kept of their last run is fit to be read, and each still runs from top to bottom."""
+"""The notebooks: their stored outputs are fit to be read, and each still runs from top to bottom."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 
-# What makes a notebook long; a notebook reads what it knows of these.
+# Settings that make a notebook short; each notebook reads those it knows.
 SMALL = {
     "SSD_NOTEBOOK_LIMIT": "1",
     "SSD_NOTEBOOK_REPEATS": "1",
@@ -25,10 +25,10 @@ SMALL = {
     "SSD_NOTEBOOK_TRIALS": "4",
 }
 
-# Those that a reader runs first do it here with the real model, as it comes; the others with a tiny one.
+# The notebooks that a reader runs first run with the real model, unchanged; the others run with a tiny one.
 REAL = ("quickstart", "how_it_works")
 
-# A folder of the machine that it ran on.
+# A path on the machine where the notebook ran.
 PLACE = re.compile(r"/(?:root|home|work|Users|tmp)/|[A-Z]:\\")
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
@@ -40,19 +40,19 @@ def cells(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def outputs(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each output, behind the first line of its cell."""
+    """Yield each output, with the first line of its cell."""
     for cell in cells(path, "code"):
         for output in cell["outputs"]:
             yield "".join(cell["source"]).partition("\n")[0], output
 
 
 def texts(output: dict[str, Any]) -> str:
-    """All that a reader may be shown of an output, pictures left out."""
+    """Return all text that a reader may see of an output, without pictures."""
     parts = [output.get("text", ""), *(v for k, v in output.get("data", {}).items() if not k.startswith("image/"))]
     return "\n".join("".join(part) if isinstance(part, list) else str(part) for part in parts)
 
 
-# --- What is kept of the last run -----------------------------------------------------------------
+# --- Stored outputs of the last run ---------------------------------------------------------------
 
 
 @each
@@ -90,7 +90,7 @@ def test_prose_is_english_under_one_title(path: Path) -> None:
     assert prose[0].startswith("# ")
     without_code = re.sub(r"```.*?```", "", "\n".join(prose), flags=re.DOTALL)
     assert len(re.findall(r"^# ", without_code, flags=re.MULTILINE)) == 1
-    # Greek letters stand in formulas; emoji are "other symbols".
+    # Greek letters are used in formulas; emoji are "other symbols".
     strange = {
         character
         for character in without_code
@@ -114,7 +114,7 @@ def test_follows_the_format(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random model whose tokenizer has a chat template, and room for an article in characters."""
+    """Return the folder of a random model with a chat template, and room for an article of one-character tokens."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model(vocab_size=len(vocabulary()), max_position_embeddings=8192).save_pretrained(folder)
     tokenizer = tiny_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>")
@@ -135,8 +135,8 @@ def test_runs_with_small_values(
     for name in ("SSD_NOTEBOOK_MODEL", "SSD_NOTEBOOK_ASSISTANT"):
         monkeypatch.setenv(name, "demo" if path.stem in REAL else str(tiny))
     monkeypatch.setenv("SSD_GENERATION_CACHE", str(real_model_folder))
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own draws into the notebook
-    # The kernel's history and settings, in no one's home.
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own backend draws into the notebook
+    # History and settings of the kernel stay out of the user's home directory.
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     folder = tmp_path / "folder"

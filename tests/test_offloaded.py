@@ -1,4 +1,4 @@
-"""Models whose weights accelerate brings into memory for each pass: drafts that have all of their own in memory."""
+"""Models whose weights accelerate loads for each pass: their drafts have all weights in memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def wide(family: str = "llama", **changes: Any) -> PreTrainedModel:
 
 
 def tied(family: str = "llama") -> PreTrainedModel:
-    """A model whose drafts are often right: its texts repeat themselves."""
+    """Return a model whose drafts are often right, since its texts repeat themselves."""
     model = wide(family, tie_word_embeddings=True)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -67,7 +67,7 @@ def on_disk(folder: Path, model: PreTrainedModel | None = None, **options: Any) 
 
 
 class Loads:
-    """Counts the tensors that are read for offloaded weights."""
+    """Count and names of the tensors read for offloaded weights."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -140,7 +140,7 @@ def test_ways_to_offload(tmp_path: Path, kind: str) -> None:
     assert torch.equal(plain, drafted)
     assert model.last_speculation.drafted_tokens > 0
     assert all(p.device.type == "cpu" for p in draft_of(model).model.parameters())
-    assert (tmp_path / FOLDER).exists() is (kind != "cpu")  # what is in memory cannot be known again
+    assert (tmp_path / FOLDER).exists() is (kind != "cpu")  # weights in memory cannot be recognised by a later process
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2 has biases
@@ -156,7 +156,7 @@ def test_the_draft_is_that_of_the_model_in_memory(tmp_path: Path, skip: SkipConf
     assert drafted[0] == drafted[1] and drafted[0][1] > NEW // 2
     copies = next(iter(state_of(draft_of(model).model).get(CopiesPart).low_bit_drafts.values()))
     assert copies.passes is not None and copies.passes.refusal is None and copies.passes.program(1) is not None
-    # Through the modules' own code it is the same draft, but for the embedding's rounding.
+    # By the modules' own code the draft is the same but for the rounding of the embedding.
     ids = prompt(6)
     logits = []
     for one in (in_memory, drafting_model(model, config)):
@@ -165,7 +165,7 @@ def test_the_draft_is_that_of_the_model_in_memory(tmp_path: Path, skip: SkipConf
     assert (logits[0] - logits[1]).norm() < 0.05 * logits[0].norm()
 
 
-# --- what is read
+# --- reads of offloaded weights
 
 
 @_OF_TODAY
@@ -195,8 +195,8 @@ def test_drafts_read_no_offloaded_weight(tmp_path: Path, loads: Loads, monkeypat
         ids = prompt(6, rows).repeat(1, 2)
         before = loads.count
         model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, self_speculative=INT4)
-        # The pass over the prompt, and one for each round.
-        # A cost that was measured while the machine was busy is measured again: that reads weights, too.
+        # One pass over the prompt, and one for each round.
+        # A cost measured while the machine was busy is measured again, which reads weights, too.
         assert loads.count - before >= streamed * model.last_speculation.target_passes
     assert len(counts) > 40 and set(counts) == {0}
 
@@ -204,11 +204,11 @@ def test_drafts_read_no_offloaded_weight(tmp_path: Path, loads: Loads, monkeypat
 @pytest.mark.measures
 def test_choosing_takes_no_pass(tmp_path: Path, loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded, "SMALL", 100)
-    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "measured"))  # nothing of what other tests measured
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "measured"))  # without other tests' measurements
     model = on_disk(tmp_path)
     passes: list[int] = []
     monkeypatch.setattr(type(model.model), "forward", noted(type(model.model).forward, model.model, passes))
-    small = loads.count  # to enable: norms
+    small = loads.count  # the norms, read when drafting was enabled
     assert small == sum(p.numel() <= 100 for p in model.parameters())
     model.generate(prompt(6), max_new_tokens=3, do_sample=False, self_speculative=INT4)
     assert len(passes) == model.last_speculation.target_passes
@@ -244,10 +244,10 @@ def test_the_price_of_a_streamed_pass_is_seen(tmp_path: Path, monkeypatch: pytes
         now += 0.001
         return now
 
-    # Reading a weight takes 20 ms, and what lies between two looks at the clock one.
+    # Reading a weight takes 20 ms; anything else between two readings of the clock takes 1 ms.
     monkeypatch.setattr(time, "perf_counter", clock)
 
-    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "measured"))  # nothing of what other tests measured
+    monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "measured"))  # without other tests' measurements
     model = on_disk(tmp_path)
     monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", slow)
     choice = automatic_choice(model, prompt(6), draft_memory=100.0)
@@ -255,12 +255,12 @@ def test_the_price_of_a_streamed_pass_is_seen(tmp_path: Path, monkeypatch: pytes
     assert choice.precision == "int4" and not config.adapt and config.costs is not None
     assert config.costs.draft_step < 0.1 * config.costs.plain_step
     assert config.drafting.max_draft_length == 64
-    # The costs alone: what this model's drafts come to is another matter.
+    # The costs alone, whatever the acceptance rate of this model's drafts is.
     policy = make_policy(config.drafting, config.costs)
     assert policy.draft_length(100) >= 16
 
 
-# --- kept copies
+# --- stored copies
 
 
 def test_copies_are_read_by_the_next(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_copies_are_read_by_the_next(tmp_path: Path) -> None:
 
 
 def on_disk_again(folder: Path) -> PreTrainedModel:
-    """The model with the weights that are in a folder, as another process would find them."""
+    """Return the model with the weights offloaded to a folder, as another process would load it."""
 
     model = wide()
     assert OffloadedWeightsLoader(save_folder=str(folder)).index
@@ -314,7 +314,7 @@ def test_weights_that_changed_are_copied_again(tmp_path: Path) -> None:
     plain, drafted = texts(model)
     assert torch.equal(plain, drafted)
     assert draft_of(model) is not before and draft_of(model).made == 1
-    # Of the old ones nothing is left.
+    # No old copy is left.
     assert len(list((tmp_path / FOLDER).iterdir())) == draft_of(model).made + draft_of(model).read + 1
 
 
@@ -400,7 +400,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         plain, drafted = texts(model)
     assert len(given) == 1
     assert torch.equal(plain, drafted) and model.last_speculation.drafted_tokens > 0
-    texts(model)  # says nothing
+    texts(model)  # without a warning
 
 
 def test_a_folder_that_disappears(tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def test_copies_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(UserWarning, match="by prompt lookup alone: no low-bit copies fit"):
         plain, drafted = texts(model, "auto")
     assert torch.equal(plain, drafted) and draft_of(model) is None
-    texts(model, "auto")  # says nothing
+    texts(model, "auto")  # without a warning
     with pytest.raises(ValueError, match=r"draft_memory=0\.01` allows no more"):
         model.generate(prompt(), self_speculative=INT4, draft_memory=0.01)
     monkeypatch.setattr(resident, "available_bytes", lambda: None)
@@ -469,7 +469,7 @@ def test_other_precisions_replace_the_copies(tmp_path: Path) -> None:
     whole = copy_bytes(model)
     partly = SelfSpeculativeConfig(precision=PrecisionConfig(mlp={1: "int8"}), drafting=INT4.drafting)
     assert torch.equal(plain, texts(model, partly)[1])
-    # Whatever has no copy is in memory as it is.
+    # A weight without a low-bit copy is in memory unchanged.
     assert copy_bytes(model) > 2 * whole
     assert torch.equal(plain, texts(model)[1])
     assert copy_bytes(model) == whole and draft_of(model).made == 0

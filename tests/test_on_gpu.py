@@ -1,7 +1,7 @@
-"""What a CUDA device shows, where there is one: texts, drafts, bits and what the host waits for, of tiny models.
+"""Tests on a CUDA device, where there is one: texts, drafts, bits and host waits of tiny models.
 
-`python -m pytest tests/test_on_gpu.py` on a machine with a GPU. test_pretended_gpu.py has the same, and what may go
-wrong, on a device that is none.
+`python -m pytest tests/test_on_gpu.py` on a machine with a GPU. test_pretended_gpu.py has the same tests, and tests of
+failures, on a mock GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are recorded at once, and compiled only where a test says so."""
+    """Capture passes at once, and compile them only where a test says so."""
     monkeypatch.setattr(CudaGraphs, "seconds", 0.0)
     monkeypatch.setattr(CudaGraphs, "compiles", False)
 
@@ -61,7 +61,7 @@ def model_here(
 
 
 def texts(model: Any, request: Any, **options: Any) -> tuple[list[Any], list[Any]]:
-    """Plain, and self-speculative, both on the device."""
+    """Return plain `generate`'s text and the self-speculative one, both made on the device."""
     options = {"inputs": prompt(9).to(HERE), "new": 60, **options}
     plain = plain_text(model, **options)
     drafted = plain_text(model, self_speculative=request(plain) if callable(request) else request, **options)
@@ -69,7 +69,7 @@ def texts(model: Any, request: Any, **options: Any) -> tuple[list[Any], list[Any
 
 
 def about(model: Any) -> str:
-    """What a failure is explained by."""
+    """Return the explanation of a failure."""
     last = model.last_speculation
     return f"{last.replayed_passes} of {last.target_passes} passes replayed, {last.replay_refusal}, {last.exactness}"
 
@@ -93,7 +93,7 @@ def test_the_text_is_plain_generates_of_every_family(family: str) -> None:
     for request in (NOTHING, REQUESTS["guesses"], OWN):
         plain, drafted = texts(model, request)
         assert plain == drafted, about(model)
-        # In float32 torch has no grouped product of experts' matrices: what stands in reads how many tokens each has.
+        # In float32 torch has no grouped matrix product for experts; its fallback reads each expert's token count.
         stays_eager = family in NOT_REPLAYED or family in ("mixtral", "qwen3_moe")
         assert (model.last_speculation.replayed_passes == 0) == stays_eager, about(model)
     plain, drafted = texts(model, NOTHING, **OPTIONS["sampled"])
@@ -186,7 +186,7 @@ def test_what_is_called_bitwise_is(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("how", ["greedy", "sampled", "repeats"])
 @pytest.mark.parametrize("drafts", ["nothing", "lookup", "own"])
 def test_the_host_waits_once_a_round(drafts: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own word for it: a warning for each wait that an operation causes."""
+    """Count torch's own warnings, one for each operation that makes the host wait."""
     model = model_here()
     for _ in range(2):
         texts(model, REQUESTS[drafts], **OPTIONS[how])
@@ -245,7 +245,7 @@ def test_compiled_operations_give_the_text(fuses: str, monkeypatch: pytest.Monke
 
 def test_operations_are_compiled_beside_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaGraphs, "compiles", True)
-    monkeypatch.setattr(CudaGraphs, "seconds", 1e-9)  # times of passes are taken
+    monkeypatch.setattr(CudaGraphs, "seconds", 1e-9)  # passes are timed
     monkeypatch.setattr(graph_passes, "_FUSING_AFTER", 1e-6)
     model = model_here()
     for _ in range(3):
@@ -262,7 +262,7 @@ def test_operations_are_compiled_beside_decoding(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_goes_with_the_model() -> None:
-    texts(model_here(), OWN)  # what libraries keep for good
+    texts(model_here(), OWN)  # allocations that libraries never release
     gc.collect()
     before = torch.cuda.memory_allocated(HERE)
     model = model_here()

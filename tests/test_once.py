@@ -1,4 +1,4 @@
-"""Looks at a model that a call takes once (support/once.py)."""
+"""Memoised queries about a model, made once per call (support/once.py)."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_a_call_looks_at_its_model_few_times(request_: Any, monkeypatch: pytest.
         looks.append("")
         return has_states(model)
 
-    # Which is asked whenever a model is looked at.
+    # `has_states` is called whenever the model is examined.
     monkeypatch.setattr("ssd_generation.forward.captured.conditions.has_states", counted)
     model.generate(prompt(9), self_speculative=request_, **options)
     assert 1 <= len(looks) <= 4
-    # And sees at once what has changed between calls.
+    # A change between calls is seen at once.
     model.lm_head.register_forward_hook(lambda *_: None)
     looks.clear()
     plain = model.generate(prompt(9), **options)

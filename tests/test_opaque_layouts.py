@@ -1,5 +1,5 @@
-"""Models whose layers have parts beside attention and MLP, which are left out with these or stay in the draft; and such
-as cannot be skipped in."""
+"""Models whose layers have other parts than attention and MLP, which are skipped with these or stay in the draft; and
+models in which nothing can be skipped."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ REQUESTS: dict[str, Any] = {
 
 
 def opaque_model(family: str = "granitemoeshared") -> PreTrainedModel:
-    if family == "gated":  # a part of nobody's family
+    if family == "gated":  # a part that no known family has
         model = tiny_model()
         for layer in model.model.layers:
             layer.gate = nn.Linear(32, 32)
@@ -105,8 +105,8 @@ def test_every_draft_gives_plain_text(family: str, request_: str) -> None:
     assert is_self_speculative(model)
     request = REQUESTS[request_]
     if "skip" in request_ and family == "twice":
-        request = dataclasses.replace(request, skip=SkipConfig(attention=[1]))  # see below
-    if "skip" in request_ and 1 in layout_of(model).shares_kv:  # as transformers 5.18 has gemma3n
+        request = dataclasses.replace(request, skip=SkipConfig(attention=[1]))  # its MLP, run twice, cannot be skipped
+    if "skip" in request_ and 1 in layout_of(model).shares_kv:  # gemma3n in transformers 5.18
         request = dataclasses.replace(request, skip=SkipConfig(attention=[5], mlp=[5]))
     for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9}):
         texts = []
@@ -116,7 +116,7 @@ def test_every_draft_gives_plain_text(family: str, request_: str) -> None:
         assert torch.equal(*texts)
     assert model.last_speculation.refusal is None
     if request_.startswith("int8"):
-        assert model.last_speculation.acceptance_rate > 0.2  # by chance: 1 of 64
+        assert model.last_speculation.acceptance_rate > 0.2  # chance level: 1 of 64
 
 
 @pytest.mark.parametrize("family", ["gemma4", "granitemoeshared"])
@@ -185,7 +185,7 @@ def test_copies_are_made_of_all_linear_layers_by_the_default() -> None:
     model = opaque_model("twice")
     whole = sum(isinstance(module, nn.Linear) for module in model.model.modules())
     places = [place.name for place in _places(model, SkipConfig(), PrecisionConfig.named("int8"))[0]]
-    assert len(set(places)) == len(places) == whole + 1  # and the head
+    assert len(set(places)) == len(places) == whole + 1  # including the head
     by_name = PrecisionConfig(attention={0: "int8"})
     assert len(_places(model, SkipConfig(), by_name)[0]) == 4
     skipped = [place.name for place in _places(model, SkipConfig(attention=[1]), PrecisionConfig.named("int8"))[0]]
@@ -217,7 +217,7 @@ def test_a_layer_of_two_attentions_counts_as_two() -> None:
     model: Any = enable_self_speculative(tf.AutoModelForCausalLM.from_config(config).eval())
     layout = layout_of(model)
     assert [layer.module for layer in layout.layers] == [module for module in model.model.layers for _ in range(2)]
-    # The experts run beside the first of the two MLPs.
+    # The experts run alongside the first of the two MLPs.
     assert [layer.mlp and layer.mlp.name for layer in layout.layers] == ["mlps + mlp", "mlps"] * 2
     ids = prompt(9)
     for skip in (SkipConfig(attention=[1, 2]), SkipConfig(mlp=[0, 3]), SkipConfig(attention=[0, 1, 2], mlp=[1, 2])):
@@ -226,7 +226,7 @@ def test_a_layer_of_two_attentions_counts_as_two() -> None:
             model.generate(ids, **_OPTIONS, do_sample=False, **extra) for extra in ({}, {"self_speculative": draft})
         )
         assert torch.equal(plain, drafted)
-    # What is left out adds nothing: the other attention of the layer is there still.
+    # A skipped part adds nothing, and the other attention of the layer still runs.
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         with draft_mode(model, SkipConfig(attention=[1], mlp=[0])):
@@ -261,7 +261,7 @@ def test_inspect_says_what_works(
 
 
 class _Telling(nn.Module):
-    """An MLP that tells a part behind it something else than its output."""
+    """An MLP that passes a later part a second value besides its output."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI as a peer: its processes, with a prefix cache and without, the rows of a run, and what is refused.
+"""OpenVINO GenAI as a peer: its processes, with and without a prefix cache, the rows of a run, and refusals.
 
-Most tests put modules in the place of openvino and openvino_genai, which do as the folder says that they are given.
-What all peers have in common is tested with llama.cpp.
+Most tests replace openvino and openvino_genai by mock modules whose behaviour the given folder specifies. The code that
+all peers share is tested with llama.cpp.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def peer() -> Iterator[OpenVino]:
 
 
 def exported(folder: Path, name: str = "tiny", **told: Any) -> str:
-    """A folder that says what happens, see `FAKE_GENAI`."""
+    """Return a model folder that specifies the mock's behaviour (see `FAKE_GENAI`)."""
     made = folder / name
     made.mkdir()
     (made / "openvino_model.xml").write_text(json.dumps(told))
@@ -109,11 +109,11 @@ def test_a_call_and_one_that_finds_its_prompt_in_the_cache(
     call = peer.call(models[NAME], IDS, 4)
     assert call.token_ids == TOKENS and call.speculation is None and call.assisted is None
     assert call.prompt_seconds == pytest.approx(1e-6 * torch.get_num_threads()) and call.seconds > call.prompt_seconds
-    # The prompt is new to each call, whether it came before or not.
+    # Without a prefix cache the prompt is read in every call, repeated or not.
     assert peer.call(models[NAME], IDS, 4).prompt_seconds == call.prompt_seconds
-    # It is in the cache at each call, at the first too.
+    # With one, it is in the cache at every call, the first included.
     assert [peer.call(models[CACHED], ids, 4).prompt_seconds for ids in (IDS, IDS + 1, IDS)] == [0, 0, 0]
-    # Either has a process of its own.
+    # Each of the two has its own process.
     assert len(children) == 2
 
 
@@ -207,7 +207,7 @@ def test_command(ssd: Callable[..., Run], fake: None, folder: str, prompts: str,
     assert [summary["methods"][name]["calls"] for name in (NAME, CACHED)] == [3, 3]
     config = json.loads((tmp_path / "r" / "config.json").read_text())
     assert config["openvino"] == [describe_model(path)] and config["gguf"] is None
-    # A run goes on by the same files only.
+    # A run can only continue with the same files.
     (Path(path) / "openvino_model.bin").write_bytes(b"others")
     done = ssd(*common, "-o", "r")
     assert done.status == 2 and "holds a run with other arguments (openvino: " in done.err
@@ -251,7 +251,7 @@ def test_openvino_itself(peer: OpenVino, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     bytes_ = list(bytes_to_unicode().values())
     vocabulary = ["<unk>", "<s>", "</s>", *bytes_, *(f"t{character}" for character in bytes_[:61])]
-    # It reads float16 and low bits, no float32.
+    # OpenVINO reads float16 and low-bit weights, but no float32.
     model = tiny_model(vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64).half().float()
     file = str(tmp_path / "tiny.gguf")
     write_gguf(gguf, model, vocabulary, file, half=True)

@@ -1,4 +1,4 @@
-"""Dataclasses as groups of options: what Typer sees of them, and what a command gets."""
+"""Dataclasses as groups of options: the parameters Typer sees, and the values a command receives."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fields_are_options_and_come_back_as_the_group(run: Runner) -> None:
 
 
 def test_a_parameter_that_may_be_none_stays_an_argument(run: Runner) -> None:
-    # In Python 3.10 `typing.get_type_hints` makes an Optional of its type, in which Typer finds no argument.
+    # In Python 3.10 `typing.get_type_hints` wraps its type in Optional, in which Typer finds no argument.
     got: list[Any] = []
 
     @with_option_groups
@@ -98,7 +98,7 @@ def test_options_stand_under_the_heading_of_their_group() -> None:
     }
     assert panels == {"folder": "Where", "name": "Elsewhere", "task": None}
     assert parameters["task"].default is inspect.Parameter.empty and parameters["tries"].default == 1
-    # The field's own note is left as it was: groups are shared.
+    # The field's own annotation is unchanged, since groups are shared.
     hints = inspect.get_annotations(Place, eval_str=True)
     assert hints["folder"].__metadata__[0].rich_help_panel is None
 

@@ -1,4 +1,4 @@
-"""Kernels as an ARM processor (NEON) runs them, in an emulator: the same bits as here, whatever this processor is."""
+"""Kernels run on an emulated ARM processor (NEON): the same bits as on this processor, whichever it is."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ unicorn = pytest.importorskip("unicorn", reason="the emulator is not installed")
 _PAGE = 1 << 16
 _CODE, _DATA, _STACK, _END = 0x400000, 0x10000000, 0x70000000, 0x7F0000
 _LOW_BITS = {278: 0, 284: 1, 285: 2, 286: 3, 299: 4, 277: 0}
-"""Relocations that put the lower 12 bits of an address into an instruction: by which power of two they are divided."""
+"""Relocations that write an address's lower 12 bits into an instruction, each with log2 of the divisor it applies."""
 
 
 @functools.cache
 def _arm_code(text: str, unrolls: bool) -> bytes:
-    """A module's object code (ELF) for a processor that has what all ARM processors of 64 bits have."""
+    """Return a module's object code (ELF) for the baseline of all 64-bit ARM processors."""
     import llvmlite.binding as llvm
 
     llvm.initialize_all_targets()
@@ -43,13 +43,13 @@ def _arm_code(text: str, unrolls: bool) -> bytes:
 
 
 def _linked(code: bytes) -> tuple[dict[int, bytearray], int]:
-    """Sections at their addresses, and the address of `run`."""
+    """Return the sections by address, and the address of `run`."""
     offset, size, count, names_at = struct.unpack_from("<Q", code, 40)[0], *struct.unpack_from("<HHH", code, 58)
     headers = [struct.unpack_from("<IIQQQQIIQQ", code, offset + i * size) for i in range(count)]
     contents = [bytearray(code[h[4] : h[4] + h[5]]) if h[1] != 8 else bytearray(h[5]) for h in headers]
     places, place = {}, _CODE
     for index, header in enumerate(headers):
-        if header[2] & 2:  # is in memory
+        if header[2] & 2:  # loaded into memory
             place = -(-place // 64) * 64
             places[index] = place
             place += header[5]
@@ -83,9 +83,9 @@ def _relocate(section: bytearray, where: int, kind: int, value: int, place: int)
         struct.pack_into("<i", section, where, value - place)
         return
     (word,) = struct.unpack_from("<I", section, where)
-    if kind in (282, 283):  # a jump, a call
+    if kind in (282, 283):  # a jump or a call
         word |= (value - place) >> 2 & 0x3FFFFFF
-    elif kind == 275:  # a page
+    elif kind == 275:  # a page address
         pages = (value >> 12) - (place >> 12)
         word |= (pages & 3) << 29 | (pages >> 2 & 0x7FFFF) << 5
     else:
@@ -106,7 +106,7 @@ def on_arm(
     x: torch.Tensor,
     unrolls: bool = False,
 ) -> torch.Tensor:
-    """`NativeLinear` by a module's kernel, in two parts: x `(rows, K)` ↦ `(rows, N)`; shape: N and K."""
+    """Run a module's `NativeLinear` kernel in two parts: x `(rows, K)` ↦ `(rows, N)`; `shape` is N and K."""
     sections, entry = _linked(_arm_code(text, unrolls))
     processor = unicorn.Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
     registers = unicorn.arm64_const
@@ -132,7 +132,7 @@ def on_arm(
         for name, value in zip(("X0", "X1", "X2", "X3", "LR"), (record, table, part, 2, _END), strict=True):
             processor.reg_write(getattr(registers, f"UC_ARM64_REG_{name}"), value)
         processor.reg_write(registers.UC_ARM64_REG_SP, _STACK + 63 * _PAGE)
-        processor.reg_write(registers.UC_ARM64_REG_CPACR_EL1, 3 << 20)  # vectors are allowed
+        processor.reg_write(registers.UC_ARM64_REG_CPACR_EL1, 3 << 20)  # enable vector instructions
         processor.emu_start(entry, _END)
     found = bytearray(processor.mem_read(addresses[4], y.nbytes))
     return torch.frombuffer(found, dtype=torch.uint8).view(x.dtype).view(y.shape).clone()

@@ -1,4 +1,4 @@
-"""Caches of somebody else's class: what they do besides is theirs, so plain decoding gives them each token."""
+"""Caches of foreign classes: their side effects are unknown, so plain decoding passes them every token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAFTS = {
 
 
 class Fading(DynamicCache):  # type: ignore[misc]
-    """Forgets a little of each value, and counts."""
+    """A cache that scales each value by 0.9 and counts its updates."""
 
     calls = 0
 
@@ -32,7 +32,7 @@ class Fading(DynamicCache):  # type: ignore[misc]
 
 
 class EvictingLayer(DynamicLayer):  # type: ignore[misc]
-    """Holds the first two slots and the last six."""
+    """A layer that retains the first two slots and the last six."""
 
     keys: Any
     values: Any

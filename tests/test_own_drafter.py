@@ -1,4 +1,4 @@
-"""A drafter of somebody else's making, by what is public: `Drafter`, `Draft`, `generate(self_speculative=drafter)`."""
+"""A user's own drafter by the public interface: `Drafter`, `Draft`, `generate(self_speculative=drafter)`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0}
 
 
 class RepeatLastLine(Drafter):
-    """Drafts the last line once more: what stood between the last two line breaks."""
+    """A drafter that repeats the last line, that is, the text between the last two line breaks."""
 
     def __init__(self, line_break: int, longest: int = 8) -> None:
         self.line_break, self.longest = line_break, longest
@@ -44,7 +44,7 @@ class RepeatLastLine(Drafter):
 
 
 class Foresees(Drafter):
-    """Drafts what the model will say, and every `wrong`th time something else."""
+    """A drafter that knows the model's text, with a wrong token in every `wrong`th draft."""
 
     def __init__(self, said: torch.Tensor, wrong: int = 3) -> None:
         self.said, self.wrong, self.rounds = said.tolist(), wrong, 0
@@ -81,7 +81,7 @@ def test_the_text_is_the_models(family: str, inputs: dict[str, Any]) -> None:
 
 def test_what_it_learns_is_in_the_statistics() -> None:
     model = enable_self_speculative(tiny_model())
-    options = {"do_sample": False, "suppress_tokens": list(range(6, 64))}  # few words, so that lines come again
+    options = {"do_sample": False, "suppress_tokens": list(range(6, 64))}  # few tokens, so that lines recur
     drafter = RepeatLastLine(3)
     for _ in range(2):
         plain_and_drafted(model, {"input_ids": prompt(9, vocab=6)}, drafter, **options)
@@ -91,7 +91,7 @@ def test_what_it_learns_is_in_the_statistics() -> None:
 
 
 def test_sampled_tokens_are_the_models_own() -> None:
-    # A drafted token is kept where the target draws it too: the text is that of the seed.
+    # A drafted token is accepted where the target draws it, too: the text is that of the seed.
     model = enable_self_speculative(tiny_model(vocab_size=5))
 
     class Always3(Drafter):

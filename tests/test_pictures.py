@@ -1,4 +1,4 @@
-"""Image-text models: with a picture in the prompt, text is plain `generate`'s, and the picture is looked at once."""
+"""Image-text models: with a picture in the prompt, the text is plain `generate`'s, and the picture is encoded once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ssd_generation.support.versions import CACHE
 FAMILIES = ["gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "idefics3", "smolvlm"]
 WITH_AXES = ["qwen2_5_vl", "qwen3_vl"]
 ACROSS = "mllama"
-"""Looks at pictures by attention across, whose cache layers hold no text."""
+"""Family that reads pictures by cross-attention, whose cache layers hold no text."""
 
 OLDER = Version(transformers.__version__) < Version("5.23")
 
@@ -61,7 +61,7 @@ def enabled(family: str) -> Any:
     model = enable_self_speculative(model_of(family))
     for module in model.modules():
         if hasattr(module, "rope_deltas"):
-            module.rope_deltas = None  # what an earlier test has left
+            module.rope_deltas = None  # left by an earlier test
     return model
 
 
@@ -122,7 +122,7 @@ def test_auto(known_costs: Any) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_half_precision(family: str) -> None:
-    # Text is not held against plain's: kernels round otherwise. What is drafted must not change it.
+    # The text is not compared with plain `generate`'s, since kernels round differently. Drafts must not change it.
     model = enable_self_speculative(build(family, "image-text").to(torch.bfloat16))
     inputs = with_picture(family)
     inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
@@ -135,11 +135,11 @@ def test_half_precision(family: str) -> None:
 
 
 def two_turns(model: Any, family: str, first: Any, second: Any) -> list[torch.Tensor]:
-    """The texts of two turns, the first of them about a picture, by whatever each turn drafts with."""
+    """Return the texts of two turns, the first about a picture, each drafted as its request says."""
     output = model.generate(**with_picture(family), **OPTIONS, return_dict_in_generate=True, self_speculative=first)
     ids = torch.cat((output.sequences, torch.tensor([[9, 31, 8, 44]])), dim=1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: output[CACHE]}
-    if family == ACROSS:  # transformers wants the mask of the whole text
+    if family == ACROSS:  # transformers requires the mask of the whole text
         mask = with_picture(family)["cross_attention_mask"]
         inputs["cross_attention_mask"] = torch.cat((mask, mask[:, -1:].expand(-1, 24, -1, -1)), dim=1)
     return [output.sequences, model.generate(**inputs, **OPTIONS, self_speculative=second)]
@@ -157,7 +157,7 @@ def test_a_second_turn_behind_a_picture(family: str) -> None:
 
 @pytest.mark.parametrize("family", WITH_AXES)
 def test_the_check_of_a_model_leaves_where_text_goes_on_behind_a_picture(family: str) -> None:
-    # The first self-speculative call of a model is the one that checks it: here behind a picture of a plain call's.
+    # A model is checked in its first self-speculative call: here one that continues a plain call about a picture.
     plain = two_turns(build(family, "image-text"), family, None, None)
     model = enable_self_speculative(build(family, "image-text"))
     for expected, text in zip(plain, two_turns(model, family, None, CONFIGS["lookup"]), strict=True):
@@ -168,7 +168,7 @@ def test_the_check_of_a_model_leaves_where_text_goes_on_behind_a_picture(family:
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, counts: Callable[[Any, Any], bool]) -> list[Any]:
-    """Calls of a class's method that count, while a test runs."""
+    """Record the calls of a class's method for which `counts` holds, while a test runs."""
     calls: list[Any] = []
     original = getattr(kind, method)
 
@@ -203,7 +203,7 @@ def test_passes_behind_a_picture_are_captured(family: str, monkeypatch: pytest.M
     played.clear()
     same_text(model, with_picture(family), CONFIGS["low bits"])
     statistics = model.last_speculation
-    # All but the prompt's; those of drafts but for the first round, where the model's own pass was to be held against.
+    # All passes but the prompt's; all draft passes but the first round's, which were compared with the model's own.
     assert sum(not passes.is_draft for passes in played) == statistics.target_passes - 1
     assert sum(passes.is_draft for passes in played) >= statistics.draft_passes - 4
 
@@ -214,7 +214,7 @@ def test_passes_with_exact_bits_behind_a_picture() -> None:
     for family in ("qwen2_5_vl", "llava"):
         model = enabled(family)
         with warnings.catch_warnings():
-            # With heads so small, torch takes a part of cos by other instructions on processors with AVX2 alone.
+            # With such small heads, torch computes part of cos by other instructions on processors with AVX2 alone.
             warnings.filterwarnings("ignore", message=".* cannot decode exactly to the bit here: cos may round")
             same_text(model, with_picture(family), config)
         is_even = "cos may round" not in str(model.last_speculation.exactness_reason)
@@ -225,14 +225,14 @@ def test_a_captured_pass_that_computes_something_else_is_not_used(monkeypatch: p
     model = enabled("qwen2_5_vl")
     model.generate(**with_picture("qwen2_5_vl"), **OPTIONS, self_speculative=CONFIGS["lookup"])
 
-    # As if the model made more of the first axis than the captured pass does.
+    # As if the model used the first axis differently from the captured pass.
     def tilted(self: Any) -> torch.Tensor:
         return self.positions[-1] + 3  # type: ignore[no-any-return]
 
     monkeypatch.setattr(forward_module.Context, "flat_positions", property(tilted))
     played = counting(monkeypatch, CapturedPasses, "run", lambda self, result: result is not None)
     same_text(model, with_picture("qwen2_5_vl"), CONFIGS["lookup"])
-    assert len(played) == 1  # tried once, and found out
+    assert len(played) == 1  # tried once, and found to differ
 
 
 # --- What is found, and what is refused -----------------------------------------------------------

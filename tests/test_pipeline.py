@@ -1,5 +1,5 @@
-"""`pipeline("text-generation")` with `self_speculative`: prompts, chats, batches, streamers, at call and at
-construction."""
+"""`pipeline("text-generation")` with `self_speculative`, set per call or at construction: prompts, chats, batches,
+streamers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How passes are run: one plan for each call (tuning/plan_passes.py)."""
+"""Planning of passes: one plan for each call (tuning/plan_passes.py)."""
 
 from __future__ import annotations
 

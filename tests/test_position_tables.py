@@ -1,4 +1,4 @@
-"""Tables of positions: texts are as long as plain's, and nothing of the library's own goes beyond the last row."""
+"""Position tables: texts are as long as plain `generate`'s, and the library reads no position after the last row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 40
 FIXED = DraftingConfig(policy="fixed", max_draft_length=5)
 REQUESTS: dict[str, Any] = {
     "skip": SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[2]), FIXED),
-    "nothing left out": SelfSpeculativeConfig(SkipConfig(), FIXED),  # all is accepted: drafts reach as far as they may
+    "nothing left out": SelfSpeculativeConfig(SkipConfig(), FIXED),  # all drafts are accepted, so they reach the limit
     "lookup": SelfSpeculativeConfig(lookup=True),
     "auto": "auto",
 }
@@ -77,7 +77,7 @@ def of_rows(family: str, rows: int = ROWS) -> Any:
 
 
 class Written:
-    """A streamer that keeps what it was given."""
+    """A streamer that stores the tokens it receives."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -109,7 +109,7 @@ def test_text_up_to_the_last_row(family: str) -> None:
     model = of_rows(family)
     for name, request in REQUESTS.items():
         for inputs in ({"input_ids": prompt(7).repeat(1, 2)}, {"input_ids": prompt(14, rows=2)}):
-            # The last token has no position of its own yet.
+            # The last token has not been read, so it needs no position.
             options = {**inputs, "max_new_tokens": ROWS - 14 + 1, "do_sample": False}
             plain = model.generate(**options)
             assert plain.shape[1] == ROWS + 1
@@ -135,7 +135,7 @@ def test_beyond_it_the_error_is_plains(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gptj", "mpt"])
 def test_ragged_batches(family: str) -> None:
-    """Rows that are ahead wait where the table ends: they are in the passes of the others."""
+    """Rows in the lead wait at the end of the table, since the passes of the others include them."""
     model = of_rows(family)
     for lengths in ([12, 7, 10], [5, 12]):
         options = {**left_padded(lengths), "max_new_tokens": ROWS - 12 + 1, "do_sample": False}

@@ -1,4 +1,4 @@
-"""Low-bit copies: how near they are to the weights, which layers get them, and that the text stays the target's."""
+"""Low-bit copies: their error, the layers that get them, and the text, which stays the target's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ INT8, INT4 = PrecisionConfig.named("int8"), PrecisionConfig(default="int4", head
 
 
 def wide(family: str = "llama", **overrides: Any) -> PreTrainedModel:
-    """A tiny model whose matrices the kernels take."""
+    """Return a tiny model whose matrices the kernels accept."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     return enable_self_speculative(tiny_model(family, **{**sizes, **overrides}))
 
@@ -60,7 +60,7 @@ def texts(model: Any, config: SelfSpeculativeConfig, inputs: dict[str, Any] | No
 
 
 def dequantised(copy: LowBitCopy) -> torch.Tensor:
-    """The weight that a copy stands for, `(N, K)`: what it does to the unit vectors."""
+    """Return the weight `(N, K)` that a copy represents, by applying it to the unit vectors."""
     size = copy.weight.shape[1] if copy.precision == "int8" else copy.scales.shape[0] * copy.group_size
     return copy.whole(torch.eye(size)).float().T
 
@@ -91,10 +91,10 @@ def test_int8_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
     q, scales = precision._to_int8([weight])
     assert q.dtype == torch.int8 and scales.dtype == torch.bfloat16 and q.abs().max() <= 127
     scale = scales.float()[:, None]
-    # Where the scale was rounded down, the largest weights are cut off at 127 steps.
+    # Where the scale was rounded down, the largest weights are clipped to 127 steps.
     cut = weight.abs() * BFLOAT16
     assert bool(((q.float() * scale - weight).abs() <= scale / 2 * 1.001 + cut).all())
-    # One scale per row, as small as may be.
+    # One scale per row, as small as possible.
     torch.testing.assert_close(scale.squeeze(1), (weight.abs().amax(1) / 127).clamp(min=1e-12), rtol=BFLOAT16, atol=0)
 
 
@@ -108,7 +108,7 @@ def test_int4_is_within_half_a_step(case: tuple[torch.Tensor, int]) -> None:
     scale, offset = (packed[..., i].float().T[:, :, None] for i in (0, 1))
     w = weight.view(rows, groups, group)
     error = ((q.view_as(w) - 8) * scale + offset - w).abs()
-    # Both are rounded to bfloat16: the offset, and eight steps of the scale.
+    # The offset and eight steps of the scale are both rounded to bfloat16.
     slack = (offset.abs() + 8 * scale) * BFLOAT16
     assert bool((error <= scale / 2 * 1.001 + 2 * slack + 1e-9).all())
     steps = (w.amax(2) - w.amin(2)) / 15
@@ -156,7 +156,7 @@ def test_the_kernels_compute_what_the_copy_says(
         got = copy.whole(given_x)
         assert got.dtype == torch.bfloat16 and got.shape == (*given_x.shape[:-1], 48)
         torch.testing.assert_close(got.float().view(rows, 48), expected, rtol=0.02, atol=0.3)
-    # And that is near the layer itself.
+    # The result is close to the layer's own.
     difference = (expected - functional.linear(x.float(), weight.float(), bias.float())).std()
     assert difference < {"int8": 0.02, "int4": 0.2}[name] * expected.std()
 
@@ -175,7 +175,7 @@ def test_layers_together_equal_single_ones(name: str) -> None:
         assert torch.equal(part, single.whole(x))
         assert torch.equal(together.one(x, index), part)
     assert together._last == (None, None), "the last one must let the input go"
-    # Another input, of the same shape, in the middle of a turn.
+    # Another input of the same shape, between two layers of a group.
     assert torch.equal(together.one(x, 0), parts[0])
     assert torch.equal(together.one(2 * x, 1), singles[1].whole(2 * x))
     bias = 2 * 64
@@ -185,7 +185,7 @@ def test_layers_together_equal_single_ones(name: str) -> None:
 REFUSED = [
     ("int8", 64, (17, 64), None),
     ("int8", 64, (16, 16), None),
-    # These give wrong numbers, or kill the process.
+    # With the next two shapes the kernel would return wrong numbers or crash the process.
     ("int8", 64, (16, 24), "24 input channels are no multiple of 16"),
     ("int8", 64, (16, 33), "33 input channels are no multiple of 16"),
     ("int4", 32, (16, 96), None),
@@ -245,7 +245,7 @@ def test_exceptions_and_skipping() -> None:
 
 
 def test_layers_that_the_kernels_refuse_stay_and_are_reported() -> None:
-    # Hidden size 32, MLP 48: with groups of 64 nothing fits int4; the down projection's 48 inputs do not fit 32 either.
+    # Hidden size 32, MLP 48: no layer fits int4 groups of 64, and the down projection's 48 inputs do not fit 32 either.
     model = enable_self_speculative(tiny_model("llama", num_hidden_layers=2))
     for group, count in ((64, 14), (32, 2)):
         config = PrecisionConfig(default="int4", group_size=group)
@@ -255,7 +255,7 @@ def test_layers_that_the_kernels_refuse_stay_and_are_reported() -> None:
         assert copies.left[-1].startswith("model.layers.1.mlp.down_proj (its 48 input channels")
         plain, ours = texts(model, SelfSpeculativeConfig(drafting=FIXED, precision=config))
         assert torch.equal(plain, ours)
-        # Nothing at all that fits: the draft is the model.
+        # Where no layer fits, the draft is the target model.
         assert count < 14 or model.last_speculation.acceptance_rate == 1.0
     odd = enable_self_speculative(tiny_model("llama", num_hidden_layers=2, intermediate_size=40))
     copies = LowBitCopies(odd, SkipConfig(), INT8)
@@ -275,7 +275,7 @@ def test_other_kinds_of_layers_are_reported(family: str, what: str) -> None:
 
 
 def test_one_that_does_not_fit_is_not_taken_along() -> None:
-    # 24 rows of the key do not fit int4, and must not spoil the query's 48.
+    # The key's 24 rows do not fit int4, and must not keep the query's 48 from being copied.
     parent = nn.Module()
     parent.q_proj, parent.k_proj, parent.v_proj = (nn.Linear(32, rows, bias=False) for rows in (48, 24, 48))
     places = [precision._Place(f"a.{name}", module, "int4") for name, module in parent.named_children()]
@@ -287,14 +287,14 @@ def test_one_that_does_not_fit_is_not_taken_along() -> None:
     assert [len(group) for group in precision._groups([places[0], *places[2:]], 32)] == [1, 1]  # not neighbours
 
 
-# --- what cannot be
+# --- refusals
 # --------------------------------------------------------------------------------------------------
 
 
 def test_targets_that_cannot_be_copied() -> None:
     model = wide()
     model.hf_quantizer = SimpleNamespace(is_compileable=False)
-    check_precision(model)  # the weights decide, not who loaded them
+    check_precision(model)  # the weights decide, not the quantiser that loaded them
     model.to("meta")
     with pytest.raises(
         ValueError, match=r"Weights of LlamaForCausalLM are offloaded.*load the model without offloading"
@@ -325,7 +325,7 @@ def test_the_estimate_is_what_the_copies_take(family: str, config: PrecisionConf
 
 
 def test_the_shares_of_the_weights() -> None:
-    # A wide model, so that scales and biases weigh little.
+    # A wide model, in which scales and biases are a small share.
     model = tiny_model("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=512)
     in_layers = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
     skip = SkipConfig()
@@ -351,11 +351,11 @@ def test_copies_are_made_once_and_shared(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         texts(model, config)
         assert len(made) == 2 * 4 + 1
-    # Another skip set and other draft lengths want the same copies, and fewer.
+    # Another skip set and other draft lengths need a subset of the same copies.
     texts(model, SelfSpeculativeConfig(SkipConfig(mlp=[1]), DraftingConfig(policy="fixed"), precision=INT8))
     assert len(made) == 2 * 4 + 1
     size = copy_bytes(model)
-    # Another precision of some layers: only those are made.
+    # With another precision for some layers, only theirs are made.
     texts(model, SelfSpeculativeConfig(precision=PrecisionConfig("int8", head="int8", mlp={0: "int4"}, group_size=32)))
     assert len(made) == 2 * 4 + 1 + 2 * 4 + 1 or copy_bytes(model) > size
 
@@ -381,7 +381,7 @@ def test_copies_are_freed() -> None:
     known = copies_for(model)
     drop_copies(model)
     assert alive(known) == 0
-    # And they come back when they are wanted again.
+    # They are made again when needed.
     plain, ours = texts(model, config)
     assert torch.equal(plain, ours) and copy_bytes(model) > 0
     known = copies_for(model)
@@ -435,14 +435,14 @@ def test_recorded_drafts_and_those_run_as_they_are_say_the_same(family: str, con
     scale = float(exact.std())
     played = played.float()
     assert float((played - run).abs().max()) < 0.2 * scale
-    # Low bits show, and are not far off.
+    # The error of low bits is visible, and small.
     error = float((run - exact).std()) / scale
     assert 1e-4 < error < 0.6
     assert float((played - run).std()) < 0.05 * scale
 
 
 def test_a_draft_that_cannot_be_played_back_is_run_as_it_is() -> None:
-    # gpt2's own matrices are no linear layers, and do not multiply the bfloat16 of a draft with a low-bit head.
+    # gpt2's matrices are no linear layers; in float32 they cannot multiply the bfloat16 of a draft with a low-bit head.
     model = enable_self_speculative(tiny_model("gpt2", num_hidden_layers=2))
     config = SelfSpeculativeConfig(drafting=FIXED, precision=INT8)
     plain, ours = texts(model, config)
@@ -469,7 +469,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     for rows in (1, 2):
         options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "input_ids": prompt(9, rows)}
         model.generate(**options, self_speculative=SelfSpeculativeConfig(drafting=FIXED, precision=INT8))
-        # In half precision texts may part where two tokens are equally likely; the draft must be of use all the same.
+        # In half precision texts may diverge where two tokens are equally likely; drafts must be accepted all the same.
         assert model.last_speculation.acceptance_rate > 0.5
 
 

@@ -1,4 +1,4 @@
-"""Keys and values that stay from call to call: the same texts, sooner, and nothing of what was other."""
+"""Keys and values reused between calls: the same texts, sooner, and no reuse after anything has changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def states_of(tokens: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of two layers; what a token gives hangs on all before it."""
+    """Return keys and values of two layers; those of a token depend on all tokens before it."""
     sums = torch.tensor(tokens, dtype=torch.float32).cumsum(0)
     made = sums[None, None, :, None].expand(1, 2, len(tokens), 3).contiguous()
     return [(made, made + 1), (made + 2, made + 3)]
@@ -135,7 +135,7 @@ def reused(model: Any) -> int:
 
 
 def conversation(model: Any, drafts: Any, turns: int = 5, **options: Any) -> tuple[list[Any], list[int]]:
-    """The texts of a conversation, and what was reused in each turn."""
+    """Return the texts of a conversation, and the number of tokens reused in each turn."""
     ids, found, counts = prompt(60), [], []
     for turn in range(turns):
         ids = generate(model, ids, drafts, **options)
@@ -195,7 +195,7 @@ def test_what_is_reused_is_said() -> None:
     about = model.last_speculation
     assert about.reused_tokens >= 60 and about.to_dict()["reused_tokens"] == about.reused_tokens
     assert about.exactness == "numeric" and "earlier call" in str(about.exactness_reason)
-    # The same prompt again: its last token is read for its logits.
+    # With the same prompt again, only its last token is read, for its logits.
     generate(model, prompt(60))
     assert reused(model) == 59
     generate(model, prompt(20))
@@ -254,7 +254,7 @@ def test_what_is_neither_read_nor_left() -> None:
         for _ in range(2):
             model.generate(**asked)
         assert kept.bytes == 0, options
-    other = model_of(family="gemma2")  # whose passes are not captured
+    other = model_of(family="gemma2")  # its passes are not captured
     for _ in range(2):
         generate(other, ids)
         assert reused(other) == 0

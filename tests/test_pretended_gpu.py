@@ -1,4 +1,4 @@
-"""Runs on_pretended_gpu.py in a process of its own: a device, once registered with torch, cannot be taken out again."""
+"""The mock GPU's tests (on_pretended_gpu.py) in a separate process: torch cannot unregister a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits processors see the calls of plain decoding, and no others, unless they are known not to notice."""
+"""Logits processors get exactly the calls of plain decoding, unless they are known to be pure functions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model() -> PreTrainedModel:
 
 
 class Seeing(LogitsProcessor):
-    """Notes what it is shown, in the order of events of a call."""
+    """A processor that records its arguments, in the order of events of a call."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] = []
@@ -69,7 +69,7 @@ def only(scores: torch.Tensor, token: int) -> torch.Tensor:
 
 
 class Budget(Seeing):
-    """Ends the text after so many calls."""
+    """A processor that ends the text after a number of calls."""
 
     left = 20
 
@@ -79,7 +79,7 @@ class Budget(Seeing):
 
 
 class Script(Seeing):
-    """Takes a token from a list at every other call."""
+    """A processor that forces a token from a list at every other call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Script(Seeing):
 
 
 class ByLastToken(Seeing):
-    """Goes on by the last token alone, as an automaton does."""
+    """A processor that advances its state by the last token alone, like an automaton."""
 
     state = 1
 
@@ -102,7 +102,7 @@ class ByLastToken(Seeing):
 
 
 class Matcher(Seeing):
-    """A grammar of pairs: after an even token comes a greater one; knows nothing of a token that is none of these."""
+    """A grammar of pairs: an even token is followed by a greater one. Fails on a token that it does not allow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Matcher(Seeing):
 
 
 class AcrossRows(Seeing):
-    """Keeps rows from taking the token that the row above ended with, or would take now."""
+    """A processor that forbids each row the last token of the row above, and that row's most likely next one."""
 
     def change(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for row in range(1, len(scores)):
@@ -136,7 +136,7 @@ class AcrossRows(Seeing):
 
 
 class OfType(Seeing):
-    """Gives scores of another type."""
+    """A processor that returns scores of another type."""
 
     dtype = torch.float64
 
@@ -153,7 +153,7 @@ class InHalf(OfType):
 
 
 class Draws(Seeing):
-    """Draws from torch's own generator: in greedy decoding that is nobody's business."""
+    """A processor that draws from torch's own generator, which is allowed in greedy decoding."""
 
     def change(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores + torch.randn(scores.shape).to(scores)
@@ -192,7 +192,7 @@ class Asks(StoppingCriteria):
 
 
 def decoded(model: PreTrainedModel, processor: Seeing, rows: int, request: Any, **options: Any) -> Any:
-    """A text of plain decoding, or a drafted one, with all that was seen on the way."""
+    """Return the text of plain or drafted decoding, and the generator's state; the processor records the events."""
     inputs: dict[str, Any] = {"input_ids": prompt(9, rows)}
     if rows > 1:
         mask = torch.ones_like(inputs["input_ids"])
@@ -236,7 +236,7 @@ def test_text_and_calls_are_those_of_plain_decoding(
     one, other = PROCESSORS[name](), PROCESSORS[name]()
     try:
         expected, state = decoded(model, one, rows, None, **how)
-    except RuntimeError as error:  # torch cannot draw by scores of this type here, and says so
+    except RuntimeError as error:  # torch cannot draw from scores of this type here
         with pytest.raises(RuntimeError, match=str(error)[:20]):
             decoded(model, other, rows, DRAFTS[draft], **how)
         return
@@ -248,14 +248,14 @@ def test_text_and_calls_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("name", ["counts", "pops", "last token", "across rows"])
 def test_they_change_the_text(model: PreTrainedModel, name: str) -> None:
-    """Else what is tested above would be nothing."""
+    """The test above is meaningful only if processors change the text."""
     expected, _ = decoded(model, Seeing(), 3, None, do_sample=False)
     got, _ = decoded(model, PROCESSORS[name](), 3, None, do_sample=False)
     assert not torch.equal(expected, got)
 
 
 class Right(Drafter):
-    """Drafts the very text that follows."""
+    """A drafter that knows the text."""
 
     def __init__(self, text: list[int]) -> None:
         self.text = text
@@ -312,7 +312,7 @@ def test_classifier_free_guidance(model: PreTrainedModel, rows: int, draft: str,
     assert not torch.equal(expected, without), "the guidance changes nothing"
 
 
-# --- which are known not to notice ---
+# --- processors known to be pure functions ---
 
 
 class Declared(LogitsProcessor):
@@ -368,7 +368,7 @@ def test_which_may_be_asked_of_any_place(processor: LogitsProcessor, pure: bool)
 
 
 def test_the_declared_serve_the_draft_as_well(model: PreTrainedModel) -> None:
-    whole = SelfSpeculativeConfig(SkipConfig(), FIXED)  # nothing left out: a draft that is processed alike is right
+    whole = SelfSpeculativeConfig(SkipConfig(), FIXED)  # nothing is skipped: drafts are right if processed alike
     for declared, rate in ((OtherwiseAlike(), 1.0), (Overrides(), None)):
         options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
         options["logits_processor"] = LogitsProcessorList([declared])

@@ -1,4 +1,4 @@
-"""The progress bar of work that is done once."""
+"""The progress bar of one-time work."""
 
 from __future__ import annotations
 

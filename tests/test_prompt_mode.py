@@ -19,7 +19,7 @@ from tiny_models import prompt, tiny_model
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Another processor, where all matrices are large; the rows of each linear layer that the kernel has run."""
+    """Mock a processor of another maker, on which all matrices are large; return the rows of each kernel call."""
     seen: list[int] = []
     original = linear_of_few_rows
 
@@ -66,7 +66,7 @@ def test_generation_uses_it_for_the_tokens_that_are_new(elsewhere: list[int], mo
         return original(model, rows)
 
     config = SelfSpeculativeConfig(SkipConfig(mlp=[1]), DraftingConfig(policy="fixed", max_draft_length=3))
-    for is_batch in (False, True):  # the check of the model has prompts of its own
+    for is_batch in (False, True):  # the model's check reads its own prompts
         model._check(is_batch)
     monkeypatch.setattr("ssd_generation.decoding.prompt.prompt_mode", mode)
     batch = torch.cat((prompt(9), prompt(9, seed=2)))
@@ -92,7 +92,7 @@ def test_drafts_are_judged_by_it(elsewhere: list[int], monkeypatch: pytest.Monke
     assert elsewhere.count(39) == len([m for m in model.modules() if type(m) is nn.Linear]) - 1, "all but the head"
     elsewhere.clear()
     judged = judge(model, config, text, 4)
-    # What drafts from a copy has a kernel of its own.
+    # Drafts from low-bit copies use the copies' own kernel.
     assert bool(elsewhere) == (precision is None)
     assert not any("forward" in module.__dict__ for module in model.modules())
     monkeypatch.setattr(prompts, "is_intel", lambda: True)

@@ -1,4 +1,4 @@
-"""Prompts that are read by the kernels that decode: the same bits in whatever parts, and only where that is faster."""
+"""Prompts read by the kernels of decoding: the same bits however a prompt is split, and only where that is faster."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model_of(family: str, dtype: torch.dtype, **changes: Any) -> Any:
 
 
 def read(model: PreTrainedModel, ids: torch.Tensor, ends: list[int]) -> tuple[torch.Tensor, DynamicCache]:
-    """Logits of the last token, and the cache, of a text that is read in parts."""
+    """Read a text in parts that end at `ends`; return the last token's logits and the cache."""
     cache = DynamicCache(config=model.config)
     add_buffers(cache)
     passes = prompt_passes(model, INVARIANT)
@@ -78,7 +78,7 @@ def test_a_prompt_has_the_same_bits_in_whatever_parts(family: str, dtype: torch.
         others, parts = read(model, ids, ends)
         assert torch.equal(others, logits), ends
         assert all(map(torch.equal, states_of(parts), states_of(cache))), ends
-    # It is what the model computes.
+    # The result is the model's own.
     own = DynamicCache(config=model.config)
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=True, **{CACHE: own}).logits[:, -1:]
@@ -89,7 +89,7 @@ def test_a_prompt_has_the_same_bits_in_whatever_parts(family: str, dtype: torch.
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_prompt_has_the_bits_of_decoding(family: str, dtype: torch.dtype, always_faster: None) -> None:
-    """What is decoded behind a short prompt is what a prompt of all of it gives."""
+    """A text decoded from a short prompt equals the one decoded from a prompt that includes its beginning."""
     model = model_of(family, dtype)
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "output_logits": True}
     options |= {"return_dict_in_generate": True}
@@ -126,7 +126,7 @@ def test_texts_in_float32_are_plain_generates(drafts: Any, sampled: bool, always
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that prompts had which these passes have read."""
+    """Return a list of the lengths of the prompts read by these passes."""
     found: list[int] = []
     original = Forward.read_prompt
 
@@ -151,7 +151,7 @@ def test_which_prompts_they_read(always_faster: None, reads: list[int]) -> None:
     assert reads == [40]
     generate(model, ids[:, :1])
     assert reads == [40, 1]
-    # Behind a cache of the user's own, what is new.
+    # After a user's own cache, only the new tokens are read.
     cache: Any = generate(model, ids, return_dict_in_generate=True)[CACHE]
     held = cache.get_seq_length()
     generate(model, torch.cat((ids, prompt(30)), dim=1), **{CACHE: cache})

@@ -33,9 +33,9 @@ def test_built_in_set_has_six_prompts_of_each_kind() -> None:
     assert min(counts.values()) >= 6
     assert len({prompt.id for prompt in prompts}) == len({prompt.text for prompt in prompts}) == len(prompts)
     for prompt in prompts:
-        if prompt.category in ("summarisation", "questions"):  # with a passage to copy from
+        if prompt.category in ("summarisation", "questions"):  # prompts with a passage to copy from
             assert 120 <= len(prompt.text.split()) <= 290, prompt.id
-        if prompt.category == "writing":  # with next to nothing to copy from
+        if prompt.category == "writing":  # prompts with next to nothing to copy from
             assert len(prompt.text.split()) < 40, prompt.id
 
 

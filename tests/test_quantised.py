@@ -1,6 +1,6 @@
 """Quantised models and adapters in every form of `lab.targets`, as tiny models: the same text, however drafted.
 
-What needs a library that is not installed is left out.
+Forms that need a library that is not installed are skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ssd_generation.tuning.automatic import DRAFT_MEMORY_OF_QUANTISED, usual_bud
 from test_models import write_gguf
 from tiny_models import prompt, tiny_model
 
-# The quantisers' own, and peft's.
+# Warnings of the quantisers and of peft.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -74,7 +74,7 @@ def by_name(name: str) -> Target:
 def test_copies_agree_with_the_quantised_model(name: str, bits: int, folder: str) -> None:
     pytest.importorskip(by_name(name).needs[0])
     model = enable_self_speculative(by_name(name).make(folder))
-    # What counts is what is stored, not what a tensor's class says of itself.
+    # The stored bytes count, not the size that a tensor's class reports.
     linear = 4 * (4 * 64 * 64 + 3 * 64 * 128)
     plain = sum(p.numel() * 4 for n, p in model.named_parameters() if "proj" not in n)
     assert linear * bits / 8 <= weight_bytes(model) - plain < 1.3 * linear * bits / 8
@@ -85,7 +85,7 @@ def test_copies_agree_with_the_quantised_model(name: str, bits: int, folder: str
     model.generate(prompt(), max_new_tokens=40, eos_token_id=None, do_sample=False, self_speculative=config)
     statistics = model.last_speculation
     assert statistics.accepted_tokens > 0.6 * statistics.drafted_tokens
-    # Nothing but the copies and torch's own layers is in the draft: its passes are captured.
+    # The draft contains only the copies and torch's own layers, so its passes are captured.
     (copies,) = state_of(model).get(CopiesPart).low_bit_drafts.values()
     assert copies.left == [] and copies.passes is not None and copies.passes.program(1) is not None
 
@@ -146,7 +146,7 @@ def test_the_command(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads(capsys.readouterr().out)[0]["name"] == "float32"
     kept = ["--rows", str(tmp_path / "rows")]
     command.main([*options, "--json", *kept])
-    monkeypatch.setattr(command, "try_target", None)  # the same command does not try it again
+    monkeypatch.setattr(command, "try_target", None)  # the same command does not test it again
     command.main([*options, "--json", *kept])
     first, second = capsys.readouterr().out.split("]\n[")
     assert json.loads(first + "]") == json.loads("[" + second) != []

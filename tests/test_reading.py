@@ -1,4 +1,4 @@
-"""The door for files from outside."""
+"""Reading of files from outside."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_json() -> None:
 
 
 def test_only_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket's name is short
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "round").symlink_to(tmp_path / "round")
@@ -68,7 +68,7 @@ def test_only_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for name in ("pipe", "device", "round", "socket", "n" * 300, "a\0b", "."):
             with pytest.raises(ValueError, match=r"is a|cannot be") as caught:
                 read_bytes(tmp_path / name, SMALL)
-            # The name is shown as Python writes it.
+            # The message shows the name by its repr.
             assert repr(str(tmp_path / name))[-40:] in str(caught.value)
     for name in ("missing", "device/below"):
         with pytest.raises(FileNotFoundError, match="There is no file"):
@@ -92,12 +92,12 @@ def test_size_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"no gzip", gzip.compress(b"text")[:-3], gzip.compress(b"t" * 99)[:-9] + b"x" * 9],
-    ids=["empty", "text", "cut", "spoilt"],  # gzip writes the time, which is another one in each worker
+    ids=["empty", "text", "cut", "spoilt"],  # gzip stores the time, which differs between workers
 )
 def test_spoilt_gzip(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "data.gz"
     file.write_bytes(content)
-    if not content:  # gzip reads nothing from nothing
+    if not content:  # an empty file is an empty gzip file
         assert read_text(file, DATA) == ""
         return
     with pytest.raises(ValueError, match="not a whole gzip file"):

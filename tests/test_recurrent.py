@@ -1,4 +1,4 @@
-"""Models that keep recurrent states: these are put back, and the text stays plain decoding's whatever is drafted."""
+"""Models with recurrent states: states are restored, and the text stays plain decoding's whatever is drafted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.skipif(
         Version(tf.__version__) < Version("5.23"), reason="states were kept otherwise, and passes over several differ"
     ),
-    # transformers says that it computes these layers without kernels of other packages, and that jamba has no choice.
+    # transformers warns that other packages' kernels for these layers are missing, and that jamba has no alternative.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -74,7 +74,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         shared_intermediate_size=24,
     ),
     "lfm2": lambda: tf.Lfm2Config(**small(), layer_types=["conv", "full_attention"] * 2),
-    # Windows of 8 tokens, which are shorter than what is taken back.
+    # Windows of 8 tokens, which are shorter than a rollback.
     "lfm3": lambda: tf.Lfm3Config(
         **small(), layer_types=["conv", "sliding_attention", "conv", "full_attention"], sliding_window=8, head_dim=8,
     ),
@@ -82,30 +82,30 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **small(num_hidden_layers=None), layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_num_heads=4,
         mamba_head_dim=16, ssm_state_size=8, n_groups=1, chunk_size=16, head_dim=8,
     ),
-    # Convolutions, and keys and values of windows of 8 tokens, in one layer.
+    # Convolution states and keys and values of 8-token windows in one layer.
     "inkling": lambda: tf.InklingTextConfig(
         **small(), head_dim=8, swa_head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2,
         sliding_window_size=8, layer_types=["hybrid_sliding", "hybrid"] * 2, mlp_layer_types=["dense", "sparse"] * 2,
         n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, d_rel=8,
         logits_mup_width_multiplier=2.0,
     ),
-    # No keys at all: its cache cannot say how many tokens it holds.
+    # No keys at all, so its cache does not know its length.
     "mamba2": lambda: tf.Mamba2Config(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_heads=4, head_dim=16, expand=2, state_size=8,
         n_groups=1, chunk_size=16,
     ),
-    # Their scan over several tokens begins with an empty state, whatever came before.
+    # Their scan over several tokens starts from an empty state, whatever the cache holds.
     "jamba": lambda: tf.JambaConfig(
         **small(), mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8, attn_layer_period=2,
         attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
     ),
     "mamba": lambda: tf.MambaConfig(**_SCANNED),
     "falcon_mamba": lambda: tf.FalconMambaConfig(**_SCANNED),
-    # States in a list of its own class of cache, beside the layers.
+    # States in a list of its own cache class, next to the layers.
     "minimax": lambda: tf.MiniMaxConfig(
         **small(), head_dim=8, block_size=8, num_local_experts=4, num_experts_per_tok=2,
     ),
-    # States on its modules, one set for all texts; a convolution that ends elsewhere over several tokens; windows.
+    # States on its modules, one set for all texts; a convolution whose state differs after several tokens; windows.
     "recurrent_gemma": lambda: tf.RecurrentGemmaConfig(
         **small(num_hidden_layers=6), lru_width=32, attention_window_size=8,
         block_types=["recurrent", "recurrent", "attention"],
@@ -123,8 +123,8 @@ def made(config: Any) -> PreTrainedModel:
     model: PreTrainedModel = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and not re.search("A_log|x_proj|dt_proj", name):  # how long a scan remembers
-                parameter.mul_(3)  # texts that do not repeat one word
+            if parameter.dim() > 1 and not re.search("A_log|x_proj|dt_proj", name):  # these set the memory of a scan
+                parameter.mul_(3)  # so that texts do not repeat one token
     return enable_self_speculative(model)
 
 
@@ -140,7 +140,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 class Lies(Drafter):
-    """Drafts as a list of `(tokens, right ones among them)` says, over and over."""
+    """A drafter that cycles through a script of `(drafted tokens, right ones among them)`."""
 
     def __init__(self, text: Sequence[int], script: Sequence[tuple[int, int]]) -> None:
         self.text, self.script = list(text), list(script)
@@ -167,19 +167,19 @@ def decoded(model: Any, ids: torch.Tensor, new: int, request: Any = None, **opti
 
 
 def gone_on(model: Any, text: torch.Tensor, new: int, request: Any, cache: Any) -> torch.Tensor:
-    """A text, and what a model says behind it, given the cache of all of the text but its last token."""
+    """Return a text with its continuation, given the cache of all but the last token of the text."""
     if knows_its_length(cache):
         output: torch.Tensor = decoded(model, text, new, request, **{CACHE: cache})
         return output
     if isinstance(request, Lies):
         request.text = request.text[text.shape[1] - 1 :]
-    last = text[:, -1:]  # which may be what stands for padding elsewhere
+    last = text[:, -1:]  # it may equal the padding token
     output = decoded(model, last, new, request, **{cache_argument(model): cache}, attention_mask=torch.ones_like(last))
     return torch.cat((text[:, :-1], output), dim=1)
 
 
 def rounds_of(script: Sequence[tuple[int, int]], new: int) -> int:
-    """Passes of the target that a text of so many new tokens takes: the prompt's, and one for each round."""
+    """Return the number of target passes for `new` tokens: the prompt's, and one for each round."""
     tokens, rounds = 1, 0
     while tokens < new:
         count, right = script[rounds % len(script)]
@@ -190,7 +190,7 @@ def rounds_of(script: Sequence[tuple[int, int]], new: int) -> int:
 
 @pytest.mark.parametrize("length", [3, 16, 37])
 def test_every_pattern_of_acceptance(model: Any, length: int) -> None:
-    ids, options = prompt(length), {"no_repeat_ngram_size": 2}  # not one word over and over
+    ids, options = prompt(length), {"no_repeat_ngram_size": 2}  # no endless repetition of one token
     plain = decoded(model, ids, 200, **options)
     assert len(set(plain[0].tolist())) > 20
     assert torch.equal(decoded(model, ids, 200, Lies(plain[0].tolist(), EVERY_PATTERN), **options), plain)
@@ -217,9 +217,9 @@ def test_no_pass_takes_ever_more_tokens_again(model: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(Checkpoint, "passed", _counting(passed, Checkpoint.passed))
     ids, options = prompt(16), {"no_repeat_ngram_size": 2}
     plain = decoded(model, ids, 80, **options)
-    lies = Lies(plain[0].tolist(), [(4, 1)])  # never right to the end
+    lies = Lies(plain[0].tolist(), [(4, 1)])  # never fully accepted
     assert torch.equal(decoded(model, ids, 80, lies, **options), plain)
-    # What is owed, and the pending token with a draft of 4: or by itself, where 6 or more are owed.
+    # The owed tokens, and the pending one with a draft of 4, or without a draft where 6 or more are owed.
     assert max(passed) == 4 + 1 + 4
     assert passed.count(6 + 1) > 5
 
@@ -248,7 +248,7 @@ def states(cache: Any) -> Iterator[torch.Tensor]:
             yield from (layer.keys, layer.values)
 
 
-@pytest.mark.parametrize("new", [19, 20, 21, 22, 23])  # ends in rounds of all kinds
+@pytest.mark.parametrize("new", [19, 20, 21, 22, 23])  # texts that end in every kind of round
 def test_the_cache_is_given_back_as_plain_leaves_it(model: Any, new: int) -> None:
     ids = prompt(21)
     plain = decoded(model, ids, new, return_dict_in_generate=True)
@@ -262,7 +262,7 @@ def test_the_cache_is_given_back_as_plain_leaves_it(model: Any, new: int) -> Non
 
 
 class LiesInRows(Lies):
-    """The same for several rows, whose texts are known: the script goes on from row to row."""
+    """A scripted drafter for several rows of known text; each row is at another place of the script."""
 
     def __init__(self, texts: torch.Tensor, script: Sequence[tuple[int, int]]) -> None:
         super().__init__([], script)
@@ -300,9 +300,9 @@ def test_rows_of_a_batch_go_in_step(model: Any, sampled: bool) -> None:
 def test_the_cache_of_a_batch_is_given_back_as_plain_leaves_it(model: Any, new: int) -> None:
     batch = left_padded([21, 9, 16])
     ids, options = batch["input_ids"], {"attention_mask": batch["attention_mask"], "return_dict_in_generate": True}
-    options |= {"no_repeat_ngram_size": 2, "pad_token_id": 2}  # what fills drafts up is 0
+    options |= {"no_repeat_ngram_size": 2, "pad_token_id": 2}  # drafts are padded with 0
     text = decoded(model, ids, new + 10, **options).sequences
-    # One row comes to its end in the middle, and gets padding.
+    # One row ends early and is padded.
     ends, goes_on, options["eos_token_id"] = next(
         (row, other, token)
         for row, other in itertools.permutations(range(3), 2)
@@ -344,7 +344,7 @@ def test_a_text_that_is_cancelled_can_be_gone_on_with(model: Any, stop: int) -> 
             streamer=Cancels(),
             **{cache_argument(model): cache},
         )
-    if not knows_its_length(cache):  # the states are as far as the text that was seen
+    if not knows_its_length(cache):  # the states cover the streamed text
         assert torch.equal(gone_on(model, plain[:, : 21 + stop], 40 - stop, NOTHING, cache), plain)
         return
     assert 21 <= cache.get_seq_length() < 21 + stop
@@ -370,11 +370,11 @@ def test_no_copy_is_left_after_the_call(model: Any, monkeypatch: pytest.MonkeyPa
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# drafts by the model itself
+# the model's own drafts
 
 
 def own_drafts(model: Any) -> dict[str, SelfSpeculativeConfig]:
-    """A draft of each kind: what it leaves out, and its precision."""
+    """Return a config for each kind of draft, by skipped sub-layers or by precision."""
     layout = layout_of(model)
     mixers = [layer.index for layer in layout.layers if layer.attention is not None]
     attention = [index for index in mixers if index not in layout.without_keys]
@@ -405,7 +405,7 @@ def test_a_model_drafts_for_itself(model: Any, sampled: bool, rows_: int) -> Non
         statistics = model.last_speculation
         assert statistics.refusal is None and statistics.draft_passes > 0, name
         if name == "int8":
-            # One rejection in 24 tokens lowers it by up to a seventh.
+            # One rejection in 24 tokens lowers the rate by up to a seventh.
             assert statistics.acceptance_rate > 0.6
 
 
@@ -413,7 +413,7 @@ def test_a_model_drafts_for_itself(model: Any, sampled: bool, rows_: int) -> Non
 def test_a_draft_goes_on_from_the_states_behind_the_last_token(
     model: Any, rows_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is left out does nothing, so that every drafted token is right, but for those that are made wrong here.
+    # The skipped sub-layer adds nothing, so every drafted token is right but for those falsified here.
     kinds: tuple[Literal["mlp", "attention"], ...] = ("mlp", "attention")
     layer, kind = next((at, kind) for kind in kinds for at in layout_of(model).layers if getattr(at, kind) is not None)
     left_out = layout_of(model).sublayer(kind, layer.index)
@@ -468,7 +468,7 @@ def test_states_that_find_no_room(by: str, rows_: int, copies: int, monkeypatch:
     config = LOOKUP if by == "lookup" else own_drafts(model)["int8"]
     options = {"return_dict_in_generate": True}
     plain = decoded(model, ids, 60, **options)
-    decoded(model, ids, 60, config)  # what is checked is not drafted without
+    decoded(model, ids, 60, config)  # the model's check runs before copies are counted
     made_before = 0
     copy = recurrent._copy
 
@@ -486,7 +486,7 @@ def test_states_that_find_no_room(by: str, rows_: int, copies: int, monkeypatch:
     with pytest.warns(UserWarning, match=r"decoded without drafts from here on: a copy of states of [\d,]+ bytes"):
         found = decoded(model, ids, 60, config, **options)
     assert torch.equal(found.sequences, plain.sequences)
-    assert made_before == copies + 1  # it is not tried again
+    assert made_before == copies + 1  # it is tried only once
     for one, other in zip(states(plain[CACHE]), states(found[CACHE]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     monkeypatch.setattr(recurrent, "_copy", copy)
@@ -499,7 +499,7 @@ def test_skip_mode_as_a_user_runs_it(model: Any) -> None:
     with draft_mode(model, SkipConfig(attention=[0] if layout_of(model).layers[0].attention is not None else [])):
         drafted = decoded(model, text, 12)
         with torch.no_grad():
-            while text.shape[1] < drafted.shape[1]:  # without a cache
+            while text.shape[1] < drafted.shape[1]:  # decode without a cache
                 text = torch.cat((text, model(text, use_cache=False).logits[:, -1:].argmax(dim=-1)), dim=1)
     assert torch.equal(drafted, text)
 
@@ -545,7 +545,7 @@ def test_a_model_whose_passes_differ_is_decoded_plainly(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path))
-    monkeypatch.setattr(row_by_row, "state_layers", lambda model: [])  # no way to run it otherwise
+    monkeypatch.setattr(row_by_row, "state_layers", lambda model: [])  # no other way to run it
     model: Any = made(FAMILIES[name]())
     ids = prompt(21)
     plain = decoded(model, ids, 60)
@@ -578,7 +578,7 @@ def test_a_scan_that_begins_with_nothing_is_gone_through_token_by_token(
     assert torch.equal(decoded(model, ids, 40, lies, **options), plain)
     assert model.last_speculation.refusal is None
     assert state_of(model).get(RowByRowPart).row_by_row == {False: row_by_row.STATES}
-    # The weights that make up most of a layer are read once for the pending token and five drafted ones.
+    # Most of a layer's weights are read once for the pending token and five drafted ones together.
     assert [6 in seen for seen in widths.values()] == list(whole.values())
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -616,11 +616,11 @@ def test_a_list_of_states_is_as_the_model_leaves_it() -> None:
         if len(one):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     with pytest.raises(RuntimeError, match="crop"):
-        drafted.crop(-1)  # its own method still
+        drafted.crop(-1)  # its own method is unchanged
 
 
 class Interrupts:
-    """A streamer that has the model read another text in between."""
+    """A streamer that makes the model read another text between tokens."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -647,14 +647,14 @@ def test_states_on_modules_belong_to_the_text() -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     layers = [layer for layer in drafted[CACHE].layers if keeps_states(layer)]
     assert len(layers) == 4 and all(layer.recurrent_states == {0: None} for layer in layers)
-    # The modules hold one set: the cache that was given back last is the one that can be gone on with.
+    # The modules hold one set of states, so only the cache returned last can be continued.
     text = decoded(model, ids, 50)
     drafted = decoded(model, ids, 30, lies, **options)
     assert torch.equal(gone_on(model, drafted.sequences, 20, LOOKUP, drafted[CACHE]), text)
 
 
 class Odd(nn.Module):
-    """A layer whose result is made by its last linear layer, or not."""
+    """A layer whose result is, or is not, the output of its last linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -691,7 +691,7 @@ def test_layers_of_states_in_every_form() -> None:
         module.is_plain = [is_plain]
         layer = StateLayer(module)
         expected = module(x)
-        for _ in range(2):  # the first pass sees which linear layer comes last
+        for _ in range(2):  # the first pass finds which linear layer is last
             for given in (patched(layer, module, x), patched(layer, module, hidden_states=x)):
                 torch.testing.assert_close(given[0], expected[0])
                 assert given[1] == "more"

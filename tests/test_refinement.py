@@ -1,4 +1,4 @@
-"""`adapt=True`: a draft that gets better while it is used, at a share of the time, and never changes the text."""
+"""`adapt=True`: online refinement of the draft, which takes a share of the time and never changes the text."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def generate(model: Any, new: int = 200, seed: int = 0, **arguments: Any) -> tor
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Much time for judging, so that few tokens do."""
+    """Raise the share of time for refinement, so that few tokens are enough."""
     monkeypatch.setattr(refinement, "SHARE", 0.5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what it is for
+# effect
 
 
 @pytest.mark.usefixtures("often")
@@ -73,11 +73,11 @@ def test_it_finds_what_the_model_does_not_need_and_keeps_the_text() -> None:
     skipped = {("attention", i) for i in found.skip.attention} | {("mlp", i) for i in found.skip.mlp}
     assert skipped <= NEEDLESS and len(skipped) >= 5
     assert learnt["changes"] >= 3 and learnt["reason"] is None
-    # What it has found is drafted with, and pays.
+    # The refined draft is in use, and pays.
     assert model.last_speculation.acceptance_rate > 0.95
     assert model.last_speculation.tokens_per_round > 2
     assert found.costs is not None and found.costs.draft_step < 0.75
-    # It is a config like any other.
+    # The result is a config like any other.
     assert torch.equal(generate(model, self_speculative=found), generate(model))
 
 
@@ -113,7 +113,7 @@ def test_it_takes_no_more_than_its_share() -> None:
         for call in range(3):
             generate(model, new=400, seed=call, self_speculative=adaptive())
     assert 0 < spent <= refinement.SHARE * rounds
-    # And not much less: what is earned is used.
+    # Not much less either: the time earned is used.
     assert spent > 0.4 * (refinement.SHARE * rounds - refinement._TRYING_OUT)
 
 
@@ -125,7 +125,7 @@ def test_what_was_learnt_is_kept_between_calls_and_dropped_with_the_model() -> N
     generate(model, new=40, seed=3, self_speculative=adaptive())
     after = model.last_speculation.refinement
     assert after["passes"] > before["passes"] and after["changes"] >= before["changes"] > 0
-    # Where no state is to be carried, each call begins anew.
+    # Without carried state, each call starts from scratch.
     fresh = adaptive(drafting=DraftingConfig(carry_state=False))
     for _ in range(2):
         generate(model, new=40, self_speculative=fresh)
@@ -174,7 +174,7 @@ def test_a_winner_is_measured_where_the_costs_were(monkeypatch: pytest.MonkeyPat
 
     def measured(model: Any, config: SelfSpeculativeConfig, **_: Any) -> Costs:
         asked.append(config.skip)
-        # Every other draft is dear.
+        # Every later draft is expensive.
         return Costs(1.0, 0.7 if len(asked) == 1 else 2.0, COSTS.verify, describe_machine(model))
 
     monkeypatch.setattr(refinement, "costs_of", measured)
@@ -187,7 +187,7 @@ def test_a_winner_is_measured_where_the_costs_were(monkeypatch: pytest.MonkeyPat
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# where it has nothing to say
+# where it does not apply
 
 
 @pytest.mark.usefixtures("often")
@@ -212,7 +212,7 @@ def test_families(family: str) -> None:
     expected = generate(model, **options)
     assert torch.equal(generate(model, **options, self_speculative=config), expected)
     learnt = model.last_speculation.refinement
-    slides = family in ("gemma2", "mistral")  # after eight tokens
+    slides = family in ("gemma2", "mistral")  # its window is eight tokens
     assert (learnt["reason"] is not None) == (family == "bloom")
     assert (learnt["passes"] > 3) == (family != "bloom" and not slides), "windows do not hold the whole text"
 
@@ -227,7 +227,7 @@ def test_a_text_that_a_window_holds_whole(family: str) -> None:
         assert torch.equal(generate(model, new=new, self_speculative=config), generate(model, new=new))
         passes.append(model.last_speculation.refinement["passes"])
     assert passes[0] > 1
-    # In the long text, only the beginning could be judged.
+    # In the long text, only the beginning can be judged.
     assert passes[1] <= 2 * passes[0] + 1
 
 

@@ -1,4 +1,4 @@
-"""A model whose code comes with its weights (`trust_remote_code`): known by its shape, in every way of drafting."""
+"""A model with remote code (`trust_remote_code`): its layout is recognised, and every way of drafting works."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Llama's code under another name, in files beside the weights."""
+    """Return a model of Llama's code under another name, in files next to the weights."""
     folder, modules = tmp_path_factory.mktemp("mine"), tmp_path_factory.mktemp("modules")
     tiny_model().save_pretrained(folder)
     for kind, module in (("configuration", configuration_llama), ("modeling", modeling_llama)):

@@ -1,4 +1,4 @@
-"""Taking an answer apart, and showing it in a terminal, a notebook and a file."""
+"""Splitting an answer into pieces, and rendering it in a terminal, a notebook and a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = "<|end|>"
 
 
 def byte_level() -> Any:
-    """One token per byte, so that every character beyond ASCII takes several."""
+    """Return a tokenizer with one token per byte, so that every non-ASCII character takes several."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,7 +31,7 @@ def byte_level() -> Any:
 
 
 def word_level(decoder: Any = None) -> Any:
-    """One token per word; how they are joined is the decoder's business (a space, where there is none)."""
+    """Return a tokenizer with one token per word; the decoder joins them (by spaces, if there is none)."""
     words = ["[UNK]", "▁the", "▁rain", "▁in", "s", "ing", "the", "rain"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.decoder = decoder
@@ -50,7 +50,7 @@ def origins_of(text: str, drafted: bool = False) -> TokenOrigins:
     return TokenOrigins.from_ids(BYTES, ids, [drafted] * len(ids))
 
 
-# --- taking apart ---------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 def test_characters_of_several_tokens_stay_whole() -> None:
@@ -59,7 +59,7 @@ def test_characters_of_several_tokens_stay_whole() -> None:
     origins = TokenOrigins.from_ids(BYTES, ids, [False, True, True, False, True])
     assert [(p.text, p.tokens, p.first, p.drafted) for p in origins.pieces] == [
         ("a", 1, 0, False),
-        ("☔", 3, 1, False),  # the token that completes it counts
+        ("☔", 3, 1, False),  # the token that completes the character counts
         ("b", 1, 4, True),
     ]
     assert (origins.drafted_tokens, origins.decided_tokens) == (3, 2)
@@ -99,7 +99,7 @@ def test_special_tokens_are_named_and_are_not_part_of_the_text() -> None:
     origins = TokenOrigins.from_ids(BYTES, ids, [False, True, True, False])
     assert [(p.text, p.special) for p in origins.pieces] == [("é", False), (END, True), ("x", False)]
     assert origins.text == "éx"
-    # Incomplete bytes do not wait beyond it.
+    # A special token ends an incomplete character.
     cut = TokenOrigins.from_ids(BYTES, [ids_of("é")[0], BYTES.eos_token_id], [False, False])
     assert [p.special for p in cut.pieces] == [False, True]
 
@@ -160,7 +160,7 @@ def printed(origins: TokenOrigins, monkeypatch: pytest.MonkeyPatch, width: int =
 
 def test_a_terminal_underlines_what_the_target_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     text = printed(MIXED, monkeypatch, force_terminal=True, color_system="standard")
-    assert "\x1b[1;4;33ma\x1b[0m" in text and "\x1b[32mb\x1b[0m" in text  # 4 is underlined
+    assert "\x1b[1;4;33ma\x1b[0m" in text and "\x1b[32mb\x1b[0m" in text  # 4: underlined
     assert "⟦" not in text
     assert "drafted and accepted" in text and "(underlined)" in text and MIXED.summary() in text
 
@@ -179,12 +179,12 @@ def test_without_styles_brackets_mark_what_the_target_decided(monkeypatch: pytes
 
 def test_looked_up_tokens_stand_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     styled = printed(COPIED, monkeypatch, force_terminal=True, color_system="standard")
-    assert "\x1b[32mb\x1b[0m\x1b[3;36mc\x1b[0m" in styled  # 3 is italic
+    assert "\x1b[32mb\x1b[0m\x1b[3;36mc\x1b[0m" in styled  # 3: italic
     assert "looked up and accepted" in styled and "(in italics)" in styled
     plain = printed(COPIED, monkeypatch)
     assert plain.splitlines()[0] == "⟦a⟧b‹c›⟦d⟧"
     assert "drafted and accepted · ‹looked up and accepted› · ⟦decided by the target⟧" in plain
-    # Where nothing was looked up, nothing is said of it.
+    # The legend omits lookup where nothing was looked up.
     assert "looked up" not in printed(MIXED, monkeypatch)
 
 
@@ -225,7 +225,7 @@ def test_rich_markup_in_the_answer_is_only_text(monkeypatch: pytest.MonkeyPatch)
 
 
 class Page(HTMLParser):
-    """What a browser would show, and copy (not what is hidden from copying); fails on tags that do not match."""
+    """Text that a browser would show and copy, without parts hidden from copying; fails on mismatched tags."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_html_holds_the_answer_escaped() -> None:
     html = origins_of(text)._repr_html_()
     page = Page(html)
     assert page.text.startswith(text)
-    # A lone "<" is forgiven by parsers, so look at the source too.
+    # Parsers tolerate a lone "<", so check the source, too.
     assert (html.count("&lt;"), html.count("&amp;"), html.count("&quot;")) == (2, 1, 2)
     assert page.tags == {"div", "span", "br"}
 
@@ -273,7 +273,7 @@ def test_html_tells_where_each_token_came_from() -> None:
         "token 4: decided by the target, round 1",
     ]
     assert page.text.endswith(MIXED.summary())
-    assert html.count("border-bottom") == 3  # two tokens and the legend: not by colour alone
+    assert html.count("border-bottom") == 3  # two tokens and the legend, so colour is not the only mark
 
 
 def test_html_tells_looked_up_tokens_apart() -> None:

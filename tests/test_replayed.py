@@ -1,5 +1,5 @@
-"""Passes that are replayed at fixed addresses, by a stand-in for CUDA graphs: buffers fixed, inputs copied in, the
-recorded function run again."""
+"""Passes replayed at fixed addresses, with mock CUDA graphs: buffers are fixed, inputs are copied in, and the captured
+function runs again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ NOTHING = SelfSpeculativeConfig(drafting=DraftingConfig(policy="none"))
 
 
 class Runs(Again):
-    """Counts what is recorded, and what is replayed."""
+    """A mock of CUDA graphs that counts captures and replays."""
 
     recorded = 0
     replays = 0
@@ -78,7 +78,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Guesses(Drafter):
-    """Drafts what is right, up to a token, and lies from there on; how far changes from round to round."""
+    """A drafter that is right up to a random token and wrong after it; the draft length changes from round to round."""
 
     def __init__(self, text: Sequence[int], lengths: Sequence[int] = (3, 0, 7, 1, 12, 5), seed: int = 0) -> None:
         self.text, self.lengths = list(text), lengths
@@ -96,7 +96,7 @@ class Guesses(Drafter):
 
 
 class Forbids(LogitsProcessor):
-    """The token before, by its number: it reads a value."""
+    """A processor that forbids repeating the last token, and reads a value for it."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
@@ -105,7 +105,7 @@ class Forbids(LogitsProcessor):
 
 
 def graphs_of(model: PreTrainedModel) -> Any:
-    """What is known of a model's graphs: any, since tests know what is there."""
+    """Return the state of a model's graphs, untyped, since tests know which parts exist."""
     return state_of(model).get(GraphPart)
 
 
@@ -120,17 +120,17 @@ def plain_text(model: PreTrainedModel, new: int, **options: Any) -> torch.Tensor
 
 
 def texts(model: Any, request: Any, new: int = 40, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain, and self-speculative."""
+    """Return plain `generate`'s text and the self-speculative one."""
     return plain_text(model, new, **options), plain_text(model, new, self_speculative=request, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # passes
 
-# Not captured on the CPU either, for the same reasons (tests/test_capture.py): sliding windows apart.
+# Not captured on the CPU either, for the same reasons (tests/test_capture.py), but for sliding windows.
 NOT_REPLAYED = {family for family, reason in REFUSALS.items() if reason is not None and "sliding" not in reason}
 if Version(transformers.__version__) < Version("5.24"):
-    NOT_REPLAYED.add("gptj")  # whose code of that time makes a batched product of shapes of its own
+    NOT_REPLAYED.add("gptj")  # its code of that time makes a batched product of unusual shapes
 REPLAYED = [family for family in FAMILIES if family not in NOT_REPLAYED]
 
 
@@ -211,7 +211,7 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
     original = GraphTable.run
 
     def run(self: GraphTable, width: int, bucket: int, tokens: Any, slot: int, position: int) -> Results:
-        # A CPU's kernels round otherwise for other widths: the usual pass stands in for the narrower one.
+        # A CPU's kernels round differently at other widths, so the usual pass replaces the narrower one here.
         widths.append(width)
         found = original(self, 16, bucket, tokens, slot, position)
         is_checked = graphs_of(model).passes[None].is_checked
@@ -249,7 +249,7 @@ def test_where_a_narrower_pass_is_faster_and_as_exact_it_stands_in(
         if narrow > 0.0038:
             assert 1 not in widths
         elif request is NOTHING:
-            # At once where it was looked at, behind that as soon as it pays, if the bits are the same there as well.
+            # At once in the bucket that was checked; in later ones once it pays, if the bits agree there, too.
             assert widths[:200].count(1) > 190
             assert (widths[-50:].count(1) > 45) == (recording < 1 and same_bits)
     costs = costs_of(model, SelfSpeculativeConfig(lookup=True))
@@ -269,7 +269,7 @@ def test_what_is_called_bitwise_is(family: str, dtype: torch.dtype) -> None:
     assert drafted.speculation.replayed_passes == drafted.speculation.target_passes - 1 < 55
     assert undrafted.speculation.replayed_passes == undrafted.speculation.target_passes - 1 == 59
     passes = graphs_of(model).passes[None]
-    # Kernels of a CPU may add up a row otherwise for its place; then it says so.
+    # A CPU's kernels may sum a row differently depending on its place; the report then says so.
     assert undrafted.speculation.exactness == ("bitwise" if passes.keeps_bits else "numeric")
     if passes.keeps_bits:
         assert drafted.speculation.exactness == "bitwise" and torch.equal(undrafted.sequences, drafted.sequences)
@@ -279,7 +279,7 @@ def test_what_is_called_bitwise_is(family: str, dtype: torch.dtype) -> None:
 
 
 class _Pretended:
-    """Passes whose logits are known: of their tokens, and with `uneven` of their places too."""
+    """Mock passes whose logits are a function of the tokens and, with `uneven`, of their places."""
 
     widths, refusal, is_checked, keeps_bits = (16,), None, True, None
 
@@ -344,7 +344,7 @@ def test_sampling_is_recorded_where_it_is_a_function_of_tensors(monkeypatch: pyt
             eager.clear()
             assert torch.equal(plain, plain_text(model, 90, self_speculative=request, **options, **more))
             rounds = model.last_speculation.target_passes - 1
-            # The first token, and where passes are not replayed yet.
+            # The first token, and rounds before passes are replayed.
             assert (len(eager) <= 4) if recorded else (len(eager) == rounds + 1)
     known = choice_of(model)
     assert len(known._recorded) == 2 and set(next(iter(known._recorded.values()))) >= {1, 4, 16}
@@ -407,7 +407,7 @@ def test_the_noise_of_a_call_is_its_own() -> None:
     known = choice_of(model)
     assert known.lend(other), "the call before has ended"
     assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts, **options)), "and draws elsewhere"
-    # More steps than the buffer has room for: what is known goes elsewhere.
+    # With more steps than the buffer holds, the known noise is moved out of it.
     logits = torch.randn(1, 3, VOCAB)
     assert known.choose(processors, logits, other, 50) is not None and other.ring is known.noise
     before = {step: noise.clone() for step, noise in other._noise.items()}
@@ -469,7 +469,7 @@ def test_a_draft_goes_on_by_the_models_own_code_in_the_middle(monkeypatch: pytes
     monkeypatch.setattr(GraphPasses, "run", fails_now_and_then)
     assert torch.equal(plain, drafted)
     assert torch.equal(plain, plain_text(model, 60, self_speculative=config))
-    # Behind what was drafted before, or later tokens would be others.
+    # The draft continues after its earlier tokens; otherwise later ones would differ.
     assert runs[True] > 10 and model.last_speculation.accepted_by_depth == accepted and sum(accepted[2:]) > 0
 
 
@@ -483,11 +483,11 @@ def test_a_draft_that_leaves_nothing_out_is_always_right() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what a graph may hold
+# what a graph may contain
 
 
 class _Looked(TorchDispatchMode):
-    """What operations there are, of which shapes, and which memory from outside they read or write."""
+    """Record of all operations with their shapes, and of the outside memory that they read or write."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero", "_to_copy.cpu")
 
@@ -558,7 +558,7 @@ def test_the_look_notices() -> None:
 
 
 class _Waits(TorchFunctionMode):
-    """Counts what makes a host wait for its device."""
+    """Count of the operations that make the host wait for its device."""
 
     NAMES = frozenset(
         {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "__contains__", "equal"}
@@ -616,7 +616,7 @@ def test_the_cache_comes_back_as_plain_decoding_leaves_it(family: str) -> None:
         torch.testing.assert_close(one.keys, other.keys)
         torch.testing.assert_close(one.values, other.values)
         assert other.keys.untyped_storage()._cdata not in mine
-    # And both go on to the same text, the drafted one beside others.
+    # Both caches continue to the same text, even though the arena serves another call in between.
     plain_text(model, 30, self_speculative=NOTHING)
     ids = torch.cat((plain.sequences, prompt(5)), dim=1)
     again = [
@@ -638,7 +638,7 @@ def test_a_static_cache_is_used_and_given_back(family: str, prompted: int) -> No
         assert type(drafted[CACHE]) is StaticCache
         for one, other in zip(plain[CACHE].layers, drafted[CACHE].layers, strict=True):
             assert one.get_seq_length() == other.get_seq_length() and one.keys.shape == other.keys.shape
-            # The first of a full window is not seen any more.
+            # The first slot of a full window is no longer visible.
             hidden = int(one.is_sliding and one.get_seq_length() >= one.keys.shape[2])
             torch.testing.assert_close(one.keys[:, :, hidden:], other.keys[:, :, hidden:])
             torch.testing.assert_close(one.values[:, :, hidden:], other.values[:, :, hidden:])
@@ -687,7 +687,7 @@ def test_a_cache_that_is_lent_to_one_is_not_lent_to_another() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what may go wrong
+# failures
 
 
 def test_costs_are_measured_of_what_is_replayed_and_give_the_arena_back() -> None:
@@ -858,7 +858,7 @@ def test_without_a_way_to_replay_nothing_is(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_compiled_is_what_the_model_computes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Not by inductor, which takes half a minute: what is given to it is what counts here.
+    # Not compiled by inductor, which takes half a minute; only the function it receives matters here.
     compiled = []
 
     def compile_(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
@@ -923,7 +923,7 @@ def test_passes_are_compiled_beside_and_stay_if_they_are_faster(outcome: str, mo
         while graphs_of(model).fusing is None:
             assert torch.equal(plain, plain_text(model, 60, self_speculative=drafts))
             assert graphs_of(model).passes[None].fuses is None
-            # So long has it decoded.
+            # Compilation starts after 100 replays at the latest.
             assert (Runs.replays < 100) or graphs_of(model).fusing is not None
         before = graphs_of(model).passes[None]
         graphs_of(model).fusing._thread.join()
@@ -974,7 +974,7 @@ def test_the_program_says_what_it_could_not_measure(
 
 
 class _Tokenizer:
-    """Gives every prompt tokens of a tiny model."""
+    """A tokenizer that maps every prompt to tokens of a tiny model."""
 
     chat_template = None
     pad_token_id = 0

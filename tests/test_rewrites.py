@@ -1,4 +1,4 @@
-"""Captured passes rewritten and played back: the numbers stay, there is less to do, and look-alikes are left alone."""
+"""Captured passes, rewritten and run: the results stay, there are fewer operations, and look-alikes are unchanged."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from ssd_generation.native.ops.rows import gated_silu, rms_norm, rotary
 from ssd_generation.support.versions import CACHE
 from tiny_models import prompt, tiny_model
 
-# Recorded families, one per way of wiring, and what each rewrite finds in a model of two layers: norms and rotations.
+# Captured families, one per kind of layer, and the norms and rotations that rewrites find in a model of two layers.
 FAMILIES = {
     "llama": (5, 4),
-    "qwen3": (9, 4),  # a norm on query and key, too
+    "qwen3": (9, 4),  # norms on query and key, too
     "olmo2": (9, 4),
     "phi3": (5, 4),
     "smollm3": (5, 4),
     "gpt_neox": (0, 4),  # layer norms are one operation anyway
-    "cohere": (3, 0),  # its layer norm is this norm of what is left of the mean; its rotary embedding interleaves
+    "cohere": (3, 0),  # its layer norm is this norm after subtracting the mean; its rotary embedding interleaves
     "gpt2": (0, 0),
     "opt": (0, 0),
     "mixtral": (5, 4),
@@ -77,7 +77,7 @@ def play(model: PreTrainedModel, captured: CapturedPass, length: int = LENGTH) -
 def run_behind(
     model: PreTrainedModel, run: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor], length: int
 ) -> torch.Tensor:
-    """A pass over a few tokens behind a cache of nine."""
+    """Run a pass over a few tokens after a cache of nine."""
     with torch.inference_mode():
         cache = DynamicCache()
         model(prompt(9), **{CACHE: cache})
@@ -97,7 +97,7 @@ def calls_of(captured: CapturedPass) -> int:
 
 
 def after(captured: CapturedPass, *rewrites_: Callable[..., None]) -> CapturedPass:
-    """A copy of a pass, rewritten, and still a graph that torch.fx finds well formed."""
+    """Return a rewritten copy of a pass, and check that torch.fx finds its graph well formed."""
     made = captured.copy(captured.length, lambda leaf: leaf)
     for rewrite in rewrites_:
         rewrite(made)
@@ -147,7 +147,7 @@ def test_code_made_here_takes_the_place_of_norms_gates_and_rotations(family: str
     else:
         assert (got != expected).float().mean() < 0.02, "in half precision these are the model's own numbers"
     norms, rotations = FAMILIES[family]
-    if dtype is torch.float32 or family not in ("cohere", "olmo2"):  # whose weight is multiplied in float32
+    if dtype is torch.float32 or family not in ("cohere", "olmo2"):  # these multiply the weight in float32
         assert count(native, rms_norm) == norms
     assert count(native, rotary) == (0 if family == "olmo2" and dtype is not torch.float32 else rotations)
     gates = {"gpt_neox": 0, "gpt2": 0, "opt": 0}.get(family, 2)
@@ -156,7 +156,7 @@ def test_code_made_here_takes_the_place_of_norms_gates_and_rotations(family: str
 
 def test_the_rotary_tables_are_reshaped_once(models: dict[str, Any]) -> None:
     captured = capture_pass(models["llama"], LENGTH, 7)
-    # cos and sin, instead of those of each of two layers
+    # cos and sin once, instead of once in each of two layers
     assert count(captured, "unsqueeze") - count(after(captured, share_results), "unsqueeze") == 2
 
 
@@ -174,7 +174,7 @@ def test_swapped_and_merged_linear_layers(models: dict[str, Any]) -> None:
         def kernel(x: torch.Tensor) -> torch.Tensor:
             return x @ weight.T
 
-        return None if weight.shape[0] == 48 else kernel  # those stay as they are
+        return None if weight.shape[0] == 48 else kernel  # these layers stay unchanged
 
     swapped = after(captured, lambda made: swap_linears(made, swap))
     assert close(play(model, swapped), expected, 1e-5)
@@ -203,12 +203,12 @@ def test_swapped_and_merged_linear_layers(models: dict[str, Any]) -> None:
 
 
 def test_bfloat16_activations() -> None:
-    model = tiny_model("qwen2", num_hidden_layers=2, hidden_size=96)  # norms that are large enough to be cast
+    model = tiny_model("qwen2", num_hidden_layers=2, hidden_size=96)  # norms large enough to be cast
     shared = after(capture_pass(model, LENGTH, 7), share_results, fuse_norms, fuse_rotary)
     narrow = after(shared, use_bfloat16)
     got, expected = play(model, after(narrow, lambda made: swap_linears(made, _mixed))), own_logits(model)
     assert got.dtype == torch.bfloat16 and close(got, expected, 0.05) and not close(got, expected, 1e-4)
-    # One cast, behind the embedding, and the norms' weights beforehand.
+    # One cast after the embedding; the norms' weights are cast beforehand.
     assert calls_of(narrow) == calls_of(shared) + 1
     for made, dtype in ((narrow, torch.bfloat16), (shared, torch.float32)):
         weights = [made.constant(node.args[1]) for node in made.nodes if node.target is rewrites._norm]
@@ -242,7 +242,7 @@ def test_what_a_program_has_copies_of(models: dict[str, Any]) -> None:
     assert {id(one.weight) for one in copied} == {id(parameter) for parameter in norms}
 
 
-# --- rewrites of made-up passes
+# --- rewrites of artificial passes
 # --------------------------------------------------------------------------------------------------
 
 WIDTH = 8
@@ -259,14 +259,14 @@ def arguments(seed: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor
 
 
 def traced(function: Function, width: int = WIDTH) -> CapturedPass:
-    """The graph of a function of two tensors, which stand where a pass has its ids and positions."""
+    """Return the graph of a function of two tensors, in place of a pass's ids and positions."""
     capture = _Capture({})
     a, b = arguments(0, width)
     capture.input("ids", a)
     capture.input("positions", b)
     capture.graph.placeholder("attention")
     with capture:
-        # As results of something, like all that a model computes with.
+        # As results of an operation, like all values inside a model.
         result = function(a * 1.0, b * 1.0)
     capture.noted(capture.graph.output(capture.node_of(result)), None)
     captured = CapturedPass(capture.graph, capture.constants)
@@ -275,7 +275,7 @@ def traced(function: Function, width: int = WIDTH) -> CapturedPass:
 
 
 def check(function: Function, made: CapturedPass, width: int = WIDTH) -> None:
-    """A graph does what the function does, on other numbers than those it was made with."""
+    """Assert that a graph computes what the function does, on other inputs than those it was captured with."""
     made.graph.lint()
     run = compile_pass(made).run
     for seed in (1, 2):
@@ -424,7 +424,7 @@ def into_out(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def unread(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     copy = x.clone()
-    copy.mul_(2).mul_(3)  # nobody reads what these give back
+    copy.mul_(2).mul_(3)  # their return values are unused
     return copy + y
 
 
@@ -517,7 +517,7 @@ def test_what_is_not_in_the_code_is_a_constant() -> None:
 
 
 def watched(captured: CapturedPass) -> list[int]:
-    """The number of earlier results that are alive, call by call, from the next time the pass is played back."""
+    """Return a list that the next run of the pass fills with the number of live results at each call."""
     alive: list[int] = []
     seen: list[weakref.ref[torch.Tensor]] = []
 
@@ -549,7 +549,7 @@ def test_results_are_let_go(models: dict[str, Any]) -> None:
     alive = watched(made)
     check(function, made)
     assert len(alive) >= 20 and max(alive) <= 4
-    # A pass of a model needs a few results at a time.
+    # A model's pass needs few results at a time.
     captured = after(capture_pass(models["llama"], LENGTH, 7), share_results)
     alive = watched(captured)
     play(models["llama"], captured)

@@ -1,4 +1,4 @@
-"""The folder of a run: what a kill leaves, what is refused, and what appears whole or not at all."""
+"""The folder of a run: recovery after a kill, refusals, and files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ARGUMENTS = {"model": "tiny", "new_tokens": 8, "methods": ("plain", "auto")}
 
 
 def names(folder: Path) -> list[str]:
-    """What is there, the lock aside."""
+    """Return the names in a folder, without the lock."""
     return sorted(set(os.listdir(folder)) - {".lock"})
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """All files below, and when they were written."""
+    """Return all files below a folder, with their modification times."""
     return {
         str(file.relative_to(folder)): (file.read_bytes(), file.stat().st_mtime_ns)
         for file in folder.rglob("*")
@@ -65,14 +65,14 @@ def test_a_damaged_row_is_not_passed_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 2 is damaged"), RunFolder(tmp_path, ARGUMENTS):
         pass
     with pytest.raises(ValueError, match="line 2 is damaged"), RunFolder(tmp_path, ARGUMENTS):
-        pass  # and the lock was let go of
+        pass  # the lock was released
 
 
 def test_other_arguments_are_refused_and_named(tmp_path: Path) -> None:
     with RunFolder(tmp_path, ARGUMENTS):
         pass
     with RunFolder(tmp_path, {**ARGUMENTS, "methods": ["plain", "auto"]}):
-        pass  # a tuple is a list in JSON
+        pass  # a tuple becomes a list in JSON
     with pytest.raises(ValueError, match=r"other arguments \(new_tokens: 8 there, 9 now\)"):
         RunFolder(tmp_path, {**ARGUMENTS, "new_tokens": 9})
 
@@ -134,12 +134,12 @@ def test_a_new_folder_without_a_single_row_is_taken_away(tmp_path: Path) -> None
     with pytest.raises(KeyError), RunFolder(tmp_path / "new", ARGUMENTS):
         raise KeyError
     assert os.listdir(tmp_path) == []
-    with RunFolder(tmp_path, ARGUMENTS):  # one that was there before stays
+    with RunFolder(tmp_path, ARGUMENTS):  # a folder that existed before stays
         pass
     assert names(tmp_path) == ["config.json"]
 
 
-# --- whose folder it is ---------------------------------------------------------------------------
+# --- folders with other contents ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_arguments_are_compared_when_the_folder_is_held(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="other arguments"), late:
         pass
     assert read_rows(tmp_path / "run") == [{"a": 1}]
-    with RunFolder(tmp_path / "run", ARGUMENTS):  # and it was let go of
+    with RunFolder(tmp_path / "run", ARGUMENTS):  # it was released
         pass
 
 
@@ -269,7 +269,7 @@ def test_a_lock_that_was_taken_away_is_none(tmp_path: Path, monkeypatch: pytest.
     real = files._try_to_lock
 
     def gone_meanwhile(descriptor: int) -> bool:
-        """Between opening and locking, the holder takes the file away, and a third one makes another."""
+        """Let the holder remove the file between opening and locking, and a third process create another."""
         monkeypatch.setattr(files, "_try_to_lock", real)
         (tmp_path / "lock").unlink()
         first.release()
@@ -302,7 +302,7 @@ def test_a_folder_goes_while_it_is_held(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("way", ["nothing", "rows", "taken away"])
 def test_there_are_never_two_holders(tmp_path: Path, way: str) -> None:
-    """Processes enter and leave as fast as they can; SSD_LOCK_SECONDS and SSD_LOCK_PROCESSES for more of it."""
+    """Processes enter and leave as fast as they can; SSD_LOCK_SECONDS and SSD_LOCK_PROCESSES extend the test."""
     seconds = float(os.environ.get("SSD_LOCK_SECONDS", "0.8"))
     count = int(os.environ.get("SSD_LOCK_PROCESSES", "4"))
     entries = violations = 0

@@ -1,4 +1,4 @@
-"""Sampled texts are those of plain `generate` for the same seed, and torch's generator ends where it ends there."""
+"""Sampled texts are plain `generate`'s for the same seed, and leave torch's generator in the same state."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def model() -> PreTrainedModel:
 
 
 def softened(family: str) -> PreTrainedModel:
-    """A model whose continuations each have a fair chance, and its drafts too."""
+    """Return a model in which continuations, and drafts of them, each have a fair chance."""
     model = tiny_model(family)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2.0)
@@ -85,7 +85,7 @@ def state() -> torch.Tensor:
 
 
 def assert_same(model: Any, config: Any, seed: int = 0, **options: Any) -> torch.Tensor:
-    """The texts, equal with and without drafting, and so are the states of the generator behind them."""
+    """Assert that texts and generator states after them are equal with and without drafts; return the texts."""
     plain = sample(model, seed, **options)
     behind = state()
     drafted = sample(model, seed, self_speculative=config, **options)
@@ -98,7 +98,7 @@ def assert_same(model: Any, config: Any, seed: int = 0, **options: Any) -> torch
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-# Every way to draft with every setting and every kind of input, by pairs.
+# Every way to draft with every setting and every kind of input, in pairwise combinations.
 PAIRS = [
     (config, setting, list(INPUTS)[(i + j) % len(INPUTS)])
     for i, config in enumerate(CONFIGS)
@@ -124,7 +124,7 @@ def test_other_families(family: str) -> None:
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_an_end_of_sequence_inside_a_block(model: PreTrainedModel, inputs: str) -> None:
-    # A third of the words end a text, so that rows end at many places of a block, at different steps.
+    # Every sixth token ends a text, so that rows end at many places of a block and at different steps.
     ends = list(range(0, 64, 6))
     lengths = set()
     for seed in range(12):
@@ -139,7 +139,7 @@ def test_whatever_was_drafted_the_text_is_the_same(model: PreTrainedModel) -> No
             self.generator = torch.Generator().manual_seed(1)
 
         def propose(self, texts: Any, limits: Sequence[int]) -> Draft:
-            # From torch's own generator as well: what a drafter draws is no part of the text.
+            # Draw from torch's own generator, too: a drafter's random numbers must not affect the text.
             torch.rand(3)
             counts = torch.randint(0, 6, (texts.batch,), generator=self.generator).tolist()
             return Draft.of_tokens(
@@ -150,7 +150,7 @@ def test_whatever_was_drafted_the_text_is_the_same(model: PreTrainedModel) -> No
             )
 
     class Knows(Drafter):
-        """The model itself, at its own scores: every token is the target's."""
+        """A drafter that uses the target's own scores and noise, so that every token is the target's."""
 
         def propose(self, texts: Any, limits: Sequence[int]) -> Draft:
             ids = torch.tensor([texts.text(0)])
@@ -186,7 +186,7 @@ def test_a_continued_cache(model: PreTrainedModel) -> None:
 
 
 def test_policies_may_learn_what_they_like(model: PreTrainedModel) -> None:
-    # Their state is carried from call to call: it changes what is drafted, and not the text.
+    # Their state, carried between calls, changes the drafts and not the text.
     counts = set()
     for _ in range(4):
         assert_same(model, CONFIGS["cost"], 3)
@@ -203,7 +203,7 @@ def test_drafts_are_refined_under_sampling() -> None:
 
 
 def test_judged_with_the_noise_of_the_text(model: PreTrainedModel) -> None:
-    # The whole model, judged as a draft, predicts each of its own sampled tokens: the same scores, the same noise.
+    # The target model, judged as a draft, predicts each of its own sampled tokens: same scores, same noise.
     from ssd_generation.tuning import refinement
     from ssd_generation.tuning.acceptance import judge_rounds
 
@@ -229,7 +229,7 @@ def test_judged_with_the_noise_of_the_text(model: PreTrainedModel) -> None:
 
 def break_order(self: SampledChoice, step: int, vocabulary: int) -> None:
     self._vocabulary = vocabulary
-    while self._drawn < step:  # two steps exchanged, by twos
+    while self._drawn < step:  # exchange the steps of each pair
         for later in (1, 0):
             self._states[self._drawn + later] = self._generator.get_state()
             noise = torch.empty(self._batch, vocabulary).exponential_(generator=self._generator)
@@ -275,7 +275,7 @@ def test_it_sees_noise_that_is_drawn_anew_for_the_target(
 
 
 class Breaks(BaseStreamer):  # type: ignore[misc]
-    """Fails with a token of the text."""
+    """A streamer that fails at the token with number `at`."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -317,7 +317,7 @@ def test_a_criterion_inside_a_block(model: PreTrainedModel, length: int) -> None
 
 
 class Spoils(LogitsProcessor):
-    """Scores that are no numbers, or all of them −∞, from a length on."""
+    """A processor that returns NaN for all scores, or −∞, from a length on."""
 
     def __init__(self, length: int, value: float) -> None:
         self.length, self.value = length, value
@@ -407,7 +407,7 @@ def test_a_processor_that_draws_is_refused(
             logits_processor=LogitsProcessorList([Favours(), processor()]),
             self_speculative=CONFIGS["skip"],
         )
-    # With a generator of its own it is not known.
+    # A processor with its own generator is not noticed.
     own = LogitsProcessorList([DrawsInProcessor(generator=torch.Generator())])
     assert_same(model, CONFIGS["skip"], logits_processor=own)
 
@@ -426,7 +426,7 @@ def test_another_thread_that_draws_is_no_processor(model: PreTrainedModel, monke
     from ssd_generation.decoding import processors
 
     states = iter(range(10**9))
-    monkeypatch.setattr(processors, "state_of_generators", lambda device: next(states))  # as if somebody drew all along
+    monkeypatch.setattr(processors, "state_of_generators", lambda device: next(states))  # as if another thread drew
     assert_same(model, CONFIGS["skip"], **SETTINGS["custom"])
 
 
@@ -436,11 +436,11 @@ def test_calls_side_by_side_have_the_texts_of_their_own_seeds(model: PreTrainedM
     begins = threading.Lock()
 
     class Begun(Breaks):
-        """The next one may seed once this call has begun."""
+        """A streamer that lets the next call set its seed once this call has begun."""
 
         def put(self, value: torch.Tensor) -> None:
             super().put(value)
-            if len(self.tokens) == 2:  # the prompt, and the first token
+            if len(self.tokens) == 2:  # the prompt and the first token
                 begun.set()
 
     begun = threading.Event()
@@ -476,7 +476,7 @@ def test_calls_side_by_side_from_one_state_differ() -> None:
     assert texts[0] != texts[1] and texts[1] != texts[2] and texts[0] != texts[2]
     for choice in (second, first, third):
         choice.end(16)
-    # Nobody else runs now: from here on it is as ever.
+    # With no other call running, the seed decides again.
     torch.manual_seed(7)
     alone = SampledChoice(1, torch.device("cpu"))
     assert alone.choose(scores, [0]).tolist() == texts[0]
@@ -500,7 +500,7 @@ def test_the_noise_is_that_of_multinomial(rows: int, words: int) -> None:
     assert torch.equal(choice.choose(scores[:, 2:3], [2] * rows), expected[:, 2:3])  # a draft
     assert torch.equal(choice.choose(scores[:, 1:], [1] * rows), expected[:, 1:])
     choice.commit(4)
-    choice.choose(scores, [4] * rows)  # drawn ahead, in vain
+    choice.choose(scores, [4] * rows)  # drawn ahead and never committed
     choice.end(4)
     assert torch.equal(behind, state())
 

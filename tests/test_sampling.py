@@ -1,5 +1,5 @@
 """Sampled texts have the target's own distribution: a statistical test of four tokens at once, and proof that it can
-fail. (That each text is plain decoding's for its seed, test_same_seed.py says; this goes by the model alone.)"""
+fail. (test_same_seed.py compares texts with plain decoding's for a seed; this test depends on the model alone.)"""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CONFIDENT = SelfSpeculativeConfig(
     FIXED.skip, DraftingConfig(policy="confidence", max_draft_length=2, threshold=0.3, threshold_step=0.0)
 )
 
-# Lookup first, and the draft where it offers nothing.
+# Lookup first, and the model's own draft where it finds nothing.
 LOOKUP = SelfSpeculativeConfig(FIXED.skip, FIXED.drafting, lookup=LookupConfig(max_ngram=2, max_tokens=2))
 
 
 class Chained(DraftPolicy):
-    """One token of the model's own, and up to two that are looked up behind it."""
+    """A policy of one token drafted by the model, followed by up to two looked-up ones."""
 
     def draft_length(self, limit: int, match: Match = NO_MATCH) -> int:
         return min(1, limit)
@@ -46,7 +46,7 @@ class Chained(DraftPolicy):
 
 
 class Favours(LogitsProcessor):
-    """A processor of the user's that depends on the text, and says that it depends on nothing else."""
+    """A user's processor that depends on the text, and declares that it depends on nothing else."""
 
     supports_speculation = True
 
@@ -77,8 +77,8 @@ def ids() -> torch.Tensor:
 
 
 def exact(model: PreTrainedModel, settings: dict[str, Any]) -> torch.Tensor:
-    """The joint distribution of the first tokens, worked out from the target's processed scores, of shape `(V,) *
-    TOKENS`."""
+    """Return the joint distribution of the first tokens, of shape `(V,) * TOKENS`, from the target's processed
+    scores."""
     joint = torch.ones(())
     texts = ids()
     for _ in range(TOKENS):
@@ -112,7 +112,7 @@ def observed(model: PreTrainedModel, config: SelfSpeculativeConfig | None, setti
 
 
 def chi_squared(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, int, float]:
-    """Pearson's statistic, its degrees of freedom, and the number of texts that should be impossible."""
+    """Return Pearson's statistic, its degrees of freedom, and the number of texts that should be impossible."""
     expected = expected * counts.sum()
     impossible = float(counts[expected == 0].sum())
     common = expected >= 5
@@ -124,7 +124,7 @@ def chi_squared(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, in
 
 
 def quantile(degrees: int) -> float:
-    """Chi-squared quantile at 1 − 1e-5 (Wilson and Hilferty's approximation)."""
+    """Return the chi-squared quantile at 1 − 1e-5 (Wilson and Hilferty's approximation)."""
     a = 2 / (9 * degrees)
     return float(degrees * (1 - a + 4.2649 * a**0.5) ** 3)
 
@@ -139,7 +139,7 @@ def differs(model: PreTrainedModel, config: SelfSpeculativeConfig | None, settin
 def test_the_joint_distribution_is_the_targets(
     model: PreTrainedModel, name: str, config: SelfSpeculativeConfig
 ) -> None:
-    # A confidence stop goes by the value of a drawn token, which must not bias what is said.
+    # A confidence stop depends on a drawn token's probability, which must not bias the text.
     assert not differs(model, config, SETTINGS[name])
     rate = model.last_speculation.acceptance_rate
     assert 0.2 < rate < 0.98, "the draft is too good or too bad for this to test anything"
@@ -153,7 +153,7 @@ def test_the_joint_distribution_with_prompt_lookup(model: PreTrainedModel, monke
     assert statistics.self_drafted_tokens > 0 and statistics.looked_up_tokens > ROWS / 4
 
 
-# --- broken on purpose: the test above must see each of these
+# --- deliberate errors, each of which the test above must detect
 # --------------------------------------------------------------
 
 
@@ -179,7 +179,7 @@ def test_it_sees_noise_that_is_used_twice(model: PreTrainedModel, monkeypatch: p
         return torch.cat(places, dim=1)
 
     monkeypatch.setattr(SampledChoice, "choose", by_twos)
-    monkeypatch.setattr(SampledChoice, "commit", lambda self, steps: None)  # the first of two is needed again
+    monkeypatch.setattr(SampledChoice, "commit", lambda self, steps: None)  # the first of each two is needed again
     assert differs(model, FIXED, SETTINGS["plain"])
 
 

@@ -1,4 +1,4 @@
-"""Sampled tokens are judged by the model's own distributions: what is drawn from them passes, all else does not."""
+"""The check of sampled tokens by the model's own distributions: draws from them pass, all others fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = SelfSpeculativeConfig(SkipConfig([1], [2]), DraftingConfig(policy="fixe
 def drawn(
     model: Any, texts: int, new_tokens: int = 40, judged_as: dict[str, Any] | None = None, **changes: Any
 ) -> SamplingCheck:
-    """Texts sampled one way, judged as if sampled another."""
+    """Return the check of texts sampled in one way, judged as if sampled in another."""
     total = SamplingCheck()
     for seed in range(texts):
         torch.manual_seed(seed)
@@ -70,7 +70,7 @@ def test_each_token_is_judged_behind_those_before_it(target: Any) -> None:
 def test_what_is_drawn_from_the_model_passes(target: Any, way: dict[str, Any]) -> None:
     found = drawn(target, 12, **way)
     assert found.tokens == 480 and found.impossible == 0
-    assert found.variance > 100  # there was something left to chance
+    assert found.variance > 100  # the distributions were not degenerate
     assert found.z is not None and abs(found.z) < 3.5
 
 
@@ -101,7 +101,7 @@ def test_a_text_may_end(target: Any) -> None:
     ended = target.generate(**PROMPT, **{**ends, "max_new_tokens": 12})[0, 4:].tolist()
     assert ended == ids[:6]
     assert check_sampling(target, PROMPT, ended, **ends) == check_sampling(target, PROMPT, ids[:6], **SAMPLING)
-    # Where the end is not allowed yet, it cannot have been drawn.
+    # An end that is not allowed yet cannot have been drawn.
     assert check_sampling(target, PROMPT, ended, **ends, min_new_tokens=8, max_new_tokens=12).impossible == 1
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_judged(target: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# in a run
+# in a benchmark run
 
 
 def test_a_sampled_run_says_so(model: Any, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_sampled_run_says_so(model: Any, tmp_path: Path) -> None:
         assert entry["draws"]["z"] == pytest.approx(z) and abs(z) < 4
     page = (tmp_path / "r" / "summary.md").read_text()
     assert "drawn as plain, z" in page and "identical text" in page and "Drawn as the model draws?" in page
-    # It goes on without judging anything twice.
+    # Continued, the run judges nothing twice.
     again = run(model, tmp_path / "r", do_sample=True, repeats=2, temperature=0.9, top_p=0.95)
     assert len([row for row in read_rows(tmp_path / "r") if row["kind"] == "draws"]) == len(rows)
     assert again["methods"]["config"]["draws"] == summary["methods"]["config"]["draws"]

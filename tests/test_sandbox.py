@@ -1,7 +1,7 @@
-"""Programs in the sandbox: what they may do, and that each wall around them holds and is needed.
+"""Programs in the sandbox: their permissions, and proof that each wall around them holds and is needed.
 
-The hostile programs do no harm when they get through: twenty children that end at once, files below `tmp_path`, a
-process made to be killed.
+The hostile programs do no harm if they succeed: twenty children that end at once, files below `tmp_path`, a process
+started to be killed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what holds prog
 KERNEL = sandbox._kernel()
 needs_seccomp = pytest.mark.skipif(not KERNEL.seccomp, reason="this kernel, or container, does not filter calls")
 ROOT = os.geteuid() == 0
-# Enough for a busy machine; what has to run out of time gets less.
+# Enough for a busy machine; tests of the time limit set less.
 CALM = Limits(seconds=30.0)
 
 
 def run(program: str, limits: Limits = CALM) -> Outcome:
-    # `allow_weaker` changes nothing where the kernel has everything.
+    # `allow_weaker` changes nothing where the kernel supports all protections.
     return run_program(textwrap.dedent(program), limits, allow_weaker=True)
 
 
-# --- Programs that mean well ---------------------------------------------------------------------------------------
+# --- Harmless programs ---------------------------------------------------------------------------------------------
 
 HUMAN_EVAL = '''
 from typing import List
@@ -89,7 +89,7 @@ def test_a_right_answer_passes() -> None:
         ("x = '\0'", "not Python", "null byte"),
         ("x = '\ud800'", "not Python", "UnicodeEncodeError: "),
         ("(" * 300 + ")" * 300, "not Python", "SyntaxError: too many nested parentheses (line 1)"),
-        # Python enough, but more than it may have, or the compiler takes: which, hangs on Python's version.
+        # Valid Python beyond the memory limit or the compiler's nesting limit, depending on Python's version.
         ("-" * 100_000 + "1", "stopped", "Error"),
         ("a" + ".b" * 100_000, "stopped", "Error"),
         ("return 1", "not Python", "SyntaxError: 'return' outside function (line 1)"),
@@ -224,7 +224,7 @@ def test_the_least_limits_are_enough() -> None:
 def test_an_end_before_the_check_is_no_success(program: str, detail: str) -> None:
     outcome = run(f"{program}\nassert False")
     assert not outcome.passed
-    # Without its channel even a right program cannot be said to have passed.
+    # Without its channel even a right program cannot report success.
     assert detail in outcome.detail or "closerange" in program
 
 
@@ -255,7 +255,7 @@ def test_what_the_runner_uses_cannot_be_put_in_its_place() -> None:
     assert outcome.status == "failed"
 
 
-# --- Limits that are numbers: the same program, held by one and let through by a greater one -----------------------
+# --- Numeric limits: the same program, stopped by one limit and passed by a greater one ----------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_processor_time_is_limited_beside_the_clock(monkeypatch: pytest.MonkeyPa
         return settings_of(Limits(seconds=0.1), *others)
 
     monkeypatch.setattr(sandbox, "_settings", settings)
-    outcome = run("while True: pass", Limits(seconds=600.0))  # so long would the parent wait: "timed out"
+    outcome = run("while True: pass", Limits(seconds=600.0))  # the parent would wait this long: "timed out"
     assert (outcome.status, outcome.detail) == ("stopped", "killed by SIGKILL")
 
 
@@ -376,10 +376,10 @@ def test_processor_time_is_limited_beside_the_clock(monkeypatch: pytest.MonkeyPa
 
 SECRET = "5e3c 8e7"
 
-# Calls that are not in the list, by what they are for: x86-64, ARM64 (None: it has no such call).
+# System calls outside the allow list, by purpose: numbers on x86-64 and ARM64 (None: no such call).
 NUMBERS: dict[str, list[tuple[int | None, int | None]]] = {
     "processes": [(56, 220), (57, None), (58, None), (61, 260), (112, 157)],  # clone, fork, vfork, wait4, setsid
-    "programs": [(59, 221), (158, None), (61, 260)],  # execve; arch_prctl, with which a program begins; wait4
+    "programs": [(59, 221), (158, None), (61, 260)],  # execve; arch_prctl, the first call of a program; wait4
     "network": [(41, 198), (42, 203), (44, 206), (49, 200), (50, 201), (51, 204)],  # socket … getsockname
     "writing": [
         *((2, None), (257, 56), (76, 45), (77, 46), (82, None), (83, None), (84, None), (86, None), (87, None)),
@@ -425,7 +425,7 @@ WALLS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def _stands(wall: str) -> bool:
-    """Whether this machine has that wall."""
+    """Tell whether this machine has that wall."""
     if wall.startswith("Landlock"):
         return int(wall[9]) <= KERNEL.landlock
     return KERNEL.seccomp if wall.startswith("seccomp") else ROOT if wall == "privileges" else True
@@ -433,7 +433,7 @@ def _stands(wall: str) -> bool:
 
 @dataclass
 class World:
-    """What there is to attack."""
+    """Targets of the attacks."""
 
     folder: Path
 
@@ -462,13 +462,13 @@ class World:
     @cached_property
     def unix(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind("\0" + self.folder.name + str(os.getpid()))  # paths have a greatest length
+        listener.bind("\0" + self.folder.name + str(os.getpid()))  # paths have a maximum length
         listener.listen()
         listener.settimeout(0)
         return listener
 
     def names(self, program: str) -> str:
-        """The program, with the names it uses."""
+        """Return the program with definitions of the names it uses."""
         values: dict[str, Callable[[], Any]] = {
             "FILE": lambda: str(self.file),
             "FOLDER": lambda: str(self.folder),
@@ -522,7 +522,7 @@ def _heard(name: str) -> Callable[[World, Outcome], bool]:
 
 
 def _lives(pid: int) -> bool:
-    """Whether there is such a process, and it is more than an entry that nobody has asked for yet."""
+    """Tell whether such a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):
@@ -545,7 +545,7 @@ def _ran_to_its_end(_: World, outcome: Outcome) -> bool:
 
 @dataclass(frozen=True)
 class Attack:
-    """A program, the walls against it, each enough by itself, and how one sees that it got through."""
+    """A program, the walls against it, each sufficient alone, and the test of its success."""
 
     program: str
     walls: tuple[str, ...]
@@ -701,7 +701,7 @@ def take_away(monkeypatch: pytest.MonkeyPatch, *walls: str) -> None:
 
 
 def attack_that_can_be_made(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Attack, list[str]]:
-    """The attack and the walls against it here."""
+    """Return the attack and this machine's walls against it; skip the test if there are none."""
     attack = ATTACKS[name]
     walls = [wall for wall in attack.walls if _stands(wall)]
     if not walls:
@@ -779,18 +779,18 @@ def test_what_it_started_ends_with_it(world: World, monkeypatch: pytest.MonkeyPa
         raise RuntimeError(f"pid={child} lives on")
         """
     outcome = run(program)
-    # It does not wait for the child, which holds the pipes: that would be "timed out".
+    # The parent does not wait for the child, which holds the pipes: that would be "timed out".
     assert "pid=" in outcome.detail and outcome.status == "failed"
     end = time.monotonic() + 120
     while _lives(pid := int(outcome.detail.partition("pid=")[2].split()[0])) and time.monotonic() < end:
         time.sleep(0.01)
     assert not _lives(pid)
-    monkeypatch.setattr(os, "killpg", os.kill)  # the process and not its session
+    monkeypatch.setattr(os, "killpg", os.kill)  # the process alone, not its session
     assert _outlived(world, run(program))
 
 
 def test_a_crash_leaves_no_dump(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_away(monkeypatch, "seccomp: at all")  # under which it may not even ask
+    take_away(monkeypatch, "seccomp: at all")  # the filter forbids even this query
     get_dumpable = 3
     assert run(f"import ctypes\nassert ctypes.CDLL(None).prctl({get_dumpable}, 0, 0, 0, 0) == 0").passed
 
@@ -819,7 +819,7 @@ def test_a_crash_leaves_no_dump(monkeypatch: pytest.MonkeyPatch) -> None:
         "import fcntl; fcntl.ioctl(1, 0x5412, b'x')",
         "import ctypes as c; assert c.CDLL(None).ptrace(16, __import__('os').getppid(), 0, 0) == 0",
         "import ctypes as c; assert c.CDLL(None).unshare(0x10000000) == 0",
-        "import ctypes as c; assert c.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",  # living on without the parent
+        "import ctypes as c; assert c.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",  # survive the parent
         "import ctypes as c; assert c.CDLL(None).mount(b'x', b'/mnt', b'tmpfs', 0, 0) == 0",
         "import ctypes as c; assert c.CDLL(None).syscall(425, 1, c.create_string_buffer(200)) >= 0",  # io_uring
         "import ctypes as c; assert c.CDLL(None).syscall(435, c.create_string_buffer(88), 88) >= 0",  # clone3
@@ -845,14 +845,14 @@ def test_calls_by_the_numbers_of_another_interface_are_refused() -> None:
         ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
         """
     outcome = run(i386)
-    # A kernel that does not have it ends the process by itself.
+    # A kernel without this interface kills the process.
     assert outcome.status == "stopped" and outcome.detail in ("killed by SIGSYS", "killed by SIGSEGV")
     x32 = "import ctypes\nassert ctypes.CDLL(None).syscall(ctypes.c_long(0x40000000 + 39)) > 0"
     assert run(x32).detail == "AssertionError (line 2)"
 
 
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    # Without the package around them, whose import takes seconds.
+    # Import the modules without their package, whose import takes seconds.
     code = f"""
         import sys, types
         for name in ("ssd_generation", "ssd_generation.evaluation"):
@@ -862,7 +862,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         from ssd_generation.evaluation import sandbox
         sandbox.run_program("import time; time.sleep(600)", sandbox.Limits(seconds=700), allow_weaker=True)
         """
-    # Nobody is left to remove the folder.
+    # The folder stays, since its owner is killed.
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment) as parent:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
@@ -871,7 +871,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
             while not (found := children.read_text().split()):
                 assert parent.poll() is None and time.monotonic() < end
                 time.sleep(0.01)
-            time.sleep(0.3)  # until it has asked to be told of the parent's death
+            time.sleep(0.3)  # until it has requested a signal at the parent's death
             assert _lives(int(found[0]))
         finally:
             parent.kill()
@@ -923,11 +923,11 @@ def test_a_sandbox_that_does_not_come_up_runs_nothing(monkeypatch: pytest.Monkey
         run("pass")
 
 
-# --- Where the kernel does less ------------------------------------------------------------------------------------
+# --- Kernels with fewer protections --------------------------------------------------------------------------------
 
 
 def test_what_the_kernel_says_of_itself_is_found() -> None:
-    """A skip of the tests above is no accident."""
+    """The tests above are skipped only where the kernel lacks the protection."""
     if os.uname().machine in sandbox._ARCHITECTURES and "\nSeccomp_filters:" in Path("/proc/self/status").read_text():
         assert KERNEL.seccomp
     modules = Path("/sys/kernel/security/lsm")
@@ -1006,7 +1006,7 @@ ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 
 
 def verdict(program: list[_inside.Instruction], number: int, *arguments: int, architecture: int = 1) -> int:
-    """The kernel's part, played by hand."""
+    """Run a filter program as the kernel does, and return its verdict."""
     words = [number, architecture, 0, 0]
     for value in (*arguments, *[0] * (6 - len(arguments))):
         words += [value & 0xFFFFFFFF, value >> 32]
@@ -1046,14 +1046,14 @@ def test_checks_of_arguments() -> None:
     ("call", "arguments", "allowed"),
     [
         ("clone", (0x3D0F00,), True),  # a thread, as glibc makes it
-        ("clone", (0x7D0F00,), True),  # and musl
+        ("clone", (0x7D0F00,), True),  # the same, as musl makes it
         ("clone", (0,), False),
         ("clone", (17,), False),  # fork
         ("clone", (1 << 32 | 17,), False),
         ("clone", (0x4111,), False),  # vfork
         ("clone", (0x100,), False),  # a process with the same memory
-        ("clone", (0x3D0F00 | 0x20000,), False),  # a thread with mounts of its own
-        ("clone", (0x3D0F00 | 0x2000,), False),  # one that is traced
+        ("clone", (0x3D0F00 | 0x20000,), False),  # a thread with its own mounts
+        ("clone", (0x3D0F00 | 0x2000,), False),  # a traced thread
         ("openat", (0, 0, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NONBLOCK), True),
         *(
             ("openat", (0, 0, flags), False)
@@ -1080,6 +1080,6 @@ def test_what_calls_may_do(machine: str, call: str, arguments: tuple[int, ...], 
     assert number is not None
     found = verdict(_inside.build_filter(architecture, calls), number, *arguments, architecture=architecture)
     assert found == (ALLOW if allowed else REFUSE)
-    # What would undo everything is not among them (numbers: x86-64, ARM64).
+    # Calls that would undo all protection are refused (numbers: x86-64, ARM64).
     for refused in ((59, 221), (322, 281), (101, 117), (41, 198), (272, 97), (157, 167), (126, 91), (321, 280)):
         assert verdict(_inside.build_filter(architecture, calls), refused[column], architecture=architecture) == REFUSE

@@ -1,4 +1,4 @@
-"""Nothing that comes from outside steers the terminal, is taken for markup, or ends a command."""
+"""Text from outside cannot control the terminal, act as markup, or crash a command."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ MARKUP = [
 ]
 SHORT = [*ACTING, *MARKUP]
 NASTY = [*SHORT, "x" * 10_000]
-TOGETHER = ["".join(ACTING), "[/red]", "".join(MARKUP)]  # where each takes its time
+TOGETHER = ["".join(ACTING), "[/red]", "".join(MARKUP)]  # for slow tests
 HALF = "\ud800"
-NOT_UTF8 = "\udcff"  # as Python reads a byte of the command line that is not UTF-8
+NOT_UTF8 = "\udcff"  # Python's reading of a command-line byte that is not UTF-8
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def own_place(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypa
 
 
 def check_calm(text: str) -> None:
-    """Nothing in it acts but line breaks."""
+    """Assert that a text contains no control characters but line breaks."""
     for line in text.split("\n"):
         assert visible(line) == line
 
@@ -97,7 +97,7 @@ def test_strings_are_data_to_the_console(text: str) -> None:
         shown = screen()
         shown.print(what, style="dim")
         check_calm(shown_on(shown))
-        # A tab and a line break aside, all of it can be seen.
+        # All of the text but tabs and line breaks is visible.
         assert shown_on(shown).count(visible(text)) == (1 if what is not table else 5)
     row = shown_on(shown).splitlines()[3:6]
     assert len({len(line) for line in row}) == 1, "the columns are as wide as what is in them"
@@ -115,7 +115,7 @@ def test_only_the_consoles_own_codes_reach_a_terminal(text: str) -> None:
 
 
 def test_rich_texts_pass_the_same_door() -> None:
-    """Texts that were not made by `styled` may lose something, and act as little."""
+    """Texts not made by `styled` may lose characters, but cannot act either."""
     from rich.text import Text
 
     for text in (*NASTY, HALF):
@@ -138,7 +138,7 @@ def test_progress_in_a_terminal(text: str, monkeypatch: pytest.MonkeyPatch) -> N
         view.stage(text)
         view.step(text, 1, 3)
         view.warn(text)
-    # What moves the cursor and clears a line is the progress bar's; a title, a screen and a column of its own are not.
+    # The progress bar moves the cursor and clears lines; it never sets a title, a screen or a column.
     own = re.sub(r"\x1b\[(?:[\d;]*m|\?25[lh]|\d*[AK])|\r", "", shown_on(shown))
     check_calm(own)
     if "\r" not in text:
@@ -171,7 +171,7 @@ def test_errors(text: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         said, shown = err.splitlines()[-1], f"error: no such thing: {visible(text)}."
         if len(shown) < 1_500:
             assert said == shown
-        else:  # an argument without end
+        else:  # an overlong argument
             assert len(said) < 1_600 and said[:1_000] == shown[:1_000] and said[-200:] == shown[-200:]
 
 
@@ -206,7 +206,7 @@ BENCH = ("--methods", "plain-loop", "--new-tokens", "2", "--warm-up", "0", "--no
 
 @pytest.fixture(scope="module")
 def ran(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The summary of a run whose categories are nasty."""
+    """Return the summary of a run with hostile category names."""
     from ssd_generation.cli import main
 
     place = tmp_path_factory.mktemp("ran")
@@ -230,7 +230,7 @@ def test_categories(ssd: Callable[..., Run], folder: str) -> None:
     check(as_json)
     assert set(as_json.json["prompts_per_category"]) == set(NASTY)
     for text in (*NASTY, HALF, NOT_UTF8):
-        # The last is the one that is there; no prompt is of the other.
+        # No prompt has such a category.
         check(ssd("benchmark", "-m", folder, "--prompts", prompts, "--category", f"{text}?", *BENCH), 2)
     chat = ssd("evaluate", "chat", "-m", folder, "--data", prompts, *BENCH, "-o", "e")
     check(chat)
@@ -250,7 +250,7 @@ def test_prompt_files(ssd: Callable[..., Run], folder: str) -> None:
 
 @pytest.mark.parametrize("text", TOGETHER)
 def test_folders_of_results(ssd: Callable[..., Run], folder: str, text: str, ran: dict[str, Any]) -> None:
-    pytest.importorskip("matplotlib")  # the report has a picture
+    pytest.importorskip("matplotlib")  # the report includes a plot
     Path("prompts.txt").write_text("rain\n", encoding="utf-8")
     place = f"o/{text}"
     run = ssd("benchmark", "-m", folder, "--prompts", "prompts.txt", *BENCH, "-o", place)
@@ -270,8 +270,8 @@ def test_folders_that_cannot_be(ssd: Callable[..., Run], text: str) -> None:
 
 @pytest.mark.parametrize("text", NASTY)
 def test_reports_of_others(ssd: Callable[..., Run], text: str, ran: dict[str, Any]) -> None:
-    pytest.importorskip("matplotlib")  # the report has a picture
-    """Whatever the strings in a summary say."""
+    pytest.importorskip("matplotlib")  # the report includes a plot
+    """Strings of a summary cannot do harm, whatever they contain."""
     summary = json.loads(json.dumps(ran))
     (entry,) = summary["methods"].values()
     summary["methods"] = {text: entry}
@@ -289,7 +289,7 @@ def test_reports_of_others(ssd: Callable[..., Run], text: str, ran: dict[str, An
     shown = ssd("report", str(place), "--json")
     check(shown)
     assert list(shown.json.values()) == [summary]
-    # The view of the run itself.
+    # The view during the run.
     for view in (benchmark_view(summary, 100), runs_view({text: summary})):
         said = screen()
         said.print(view)
@@ -327,7 +327,7 @@ def test_models(ssd: Callable[..., Run], folder: str, text: str) -> None:
     run = ssd("generate", "rain", "-m", model, *skip, "--compare", "--repeats", "1", "--show-draft")
     assert run.status == 0, run.err
     check_calm(run.err)
-    # The answer itself, in front of the table, goes to a file as it is.
+    # The answer itself, before the table, goes to a file unchanged.
     check_calm(run.out[run.out.index("method ") :])
     assert visible(text.rpartition("/")[2]) in html.unescape(Path(model, "x.html").read_text(encoding="utf-8"))
 

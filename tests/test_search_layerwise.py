@@ -1,4 +1,4 @@
-"""Skip sets by hidden states."""
+"""Skip sets chosen by hidden states."""
 
 from __future__ import annotations
 

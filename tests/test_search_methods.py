@@ -1,4 +1,4 @@
-"""Ways of searching side by side."""
+"""Comparison of search methods."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
     best = max(rows.values(), key=lambda row: row["speedup"])
     for name, row in rows.items():
         for other, spent in row["passes_to_reach"].items():
-            # What the paper's search chose by the clock need not be what promises most.
+            # The paper's search chooses by timing, so its choice need not have the highest estimated speed-up.
             assert name == "paper" or (spent is None) == (row["speedup"] < rows[other]["speedup"]), (name, other)
     assert list(best["passes_to_reach"]) == names and all(best["passes_to_reach"].values())
 
-    # Again: all is there already.
+    # Again, with all results stored.
     again, _ = compare_methods(*arguments, ComparisonSettings(names, 4, timed=False))
     assert [row["speedup"] for row in again.values()] == [row["speedup"] for row in rows.values()]
     lines = table({**again, "paper": rows["paper"]}).splitlines()
@@ -61,7 +61,7 @@ def test_methods_are_compared_on_the_same_terms(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The folder of a finished run of the command."""
+    """Return the folder of a finished run of the command."""
     model, _ = load_model(folder)
     monkeypatch.setenv("SSD_GENERATION_CACHE", str(tmp_path / "cache"))
     (tmp_path / "out").mkdir()
@@ -95,7 +95,7 @@ def test_runs_on_one_page(
     assert page in capsys.readouterr().out
     assert page.count((run / "methods.md").read_text()) == 2 and page.count(f"## {Path(folder).name}\n") == 2
     assert (output / "methods.png").read_bytes().startswith(b"\x89PNG")
-    # What others have written is data.
+    # Text from other files is data.
     said = json.loads((run / "methods.json").read_text(encoding="utf-8"))
     said |= {"model": "$\\frac{a|b<script>", "measured_on": "\x1b[2J"}
     (run / "methods.json").write_text(json.dumps(said), encoding="utf-8")

@@ -68,7 +68,7 @@ def test_a_machine_that_slows_down_between_parts_makes_none_dearer(monkeypatch: 
     slower = [1.0]
 
     class Pretend:
-        """Passes that take what they are said to, times how slow the machine is."""
+        """Mock passes with given times, multiplied by the machine's slowdown."""
 
         def __init__(
             self, model: Any, config: SelfSpeculativeConfig | None, context: int, cache: Any = None, **_: Any
@@ -219,7 +219,7 @@ def test_continuations_are_generated_once(monkeypatch: pytest.MonkeyPatch, own_c
         ids[:, : first.texts[0].prompt_length], attention_mask=None, max_new_tokens=6, do_sample=False
     )
     assert torch.equal(plain, ids)
-    # Another model says something else, but was asked the same.
+    # Another model gives other texts for the same prompts.
     other = calibrate(model_of(seed=1), TOKENIZER, prompts, new_tokens=6)
     assert other.passes == 14 and other.digest == first.digest
     assert calibrate(model, TOKENIZER, prompts, new_tokens=5).digest != first.digest
@@ -394,7 +394,7 @@ def test_going_on_uses_the_costs_of_the_study(done: tuple[Path, Any], profile: C
 
 
 class Told:
-    """What a search says."""
+    """An observer that records the stages and warnings of a search."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []
@@ -475,7 +475,7 @@ def test_what_is_not_as_was_asked_is_said(profile: CostProfile, tmp_path: Path) 
 
 
 def cut(profile: CostProfile, layers: int) -> CostProfile:
-    """As of a model with fewer layers."""
+    """Return the profile cut to fewer layers."""
     return replace(profile, num_layers=layers, shares={k: v[:layers] for k, v in profile.shares.items()})
 
 
@@ -497,14 +497,14 @@ def test_plots(done: tuple[Path, Any], tmp_path: Path) -> None:
     assert all(0 <= loss <= 1 for loss in losses.values())
     axes = plot_progress({"a": done[1].found, "nothing yet": Found()})
     assert axes.get_xlabel() == "forward passes of the model"
-    # A notebook shows what pyplot knows of; what goes to a file is not its business.
+    # A notebook shows the figures that pyplot knows; figures saved to files must not be among them.
     pyplot, backend = pytest.importorskip("matplotlib.pyplot"), matplotlib.get_backend()
     assert axes.figure.number in pyplot.get_fignums() and plot_map(done[1].found, done[1].space).figure.number
     known = pyplot.get_fignums()
     plot_all(done[1].found, done[1].profile, done[1].space, tmp_path)
     assert pyplot.get_fignums() == known and matplotlib.get_backend() == backend
     pyplot.close("all")
-    # What does not pay is drawn where it is, not at 1.
+    # Drafts that do not pay are plotted at their value, not at 1.
     whole = [t for t in done[1].found.tried if not t.pruned]
     poor = Found(tuple(replace(t, speedup=0.5 + 0.1 * i) for i, t in enumerate(whole[:3])), (8, 8, 8))
     axes = plot_progress({"poor": poor, "nothing yet": Found()})

@@ -1,4 +1,4 @@
-"""What may become of each sub-layer."""
+"""The search space: the choices for each sub-layer."""
 
 from __future__ import annotations
 

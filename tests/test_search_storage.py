@@ -1,4 +1,4 @@
-"""Where studies are kept: nothing that is something else is written to, and nothing is written by reading."""
+"""Storages of studies: files that hold anything else are never written to, and reading writes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def url_of(kind: str, path: Path) -> str:
 
 
 def make_study(url: str, trials: int = 3) -> None:
-    """A study as a search leaves it, without a model."""
+    """Create a study like a search's, without a model."""
     choices = {f"{kind}.{i}": ("keep", "skip") for i in range(LAYERS) for kind in ("attention", "mlp")}
     space = Space(choices, tuple(name for name in choices if name.startswith("attention")), 32)
     study = open_study("s", storage_of(url), SearchSettings(depth=3), {"space": space.describe()})
@@ -54,7 +54,7 @@ def make_study(url: str, trials: int = 3) -> None:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a study, by kind of storage."""
+    """Return the file contents of a study by kind of storage."""
     folder = tmp_path_factory.mktemp("kept")
     for kind in KINDS:
         make_study(url_of(kind, folder / kind))
@@ -62,7 +62,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 class Untouched:
-    """Sees whether anything of a folder changes."""
+    """A check that nothing in a folder has changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Untouched:
 
 
 def notes(path: Path, wal: bool = False, table: str = "notes") -> None:
-    """Somebody's own database."""
+    """Create a user's unrelated database."""
     connection = sqlite3.connect(path)
     if wal:
         connection.execute("PRAGMA journal_mode = WAL")
@@ -92,7 +92,7 @@ def notes(path: Path, wal: bool = False, table: str = "notes") -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what is something else
+# files that are no storages
 
 BEGINNING = b'{"op_code":0,"worker_id":"w","study_name":"s","directions":[1]}\n'
 NO_JOURNALS = {
@@ -187,7 +187,7 @@ def test_the_command_line_leaves_foreign_files_as_they_are(ssd: Any, tmp_path: P
 
 @pytest.fixture
 def no_files(tmp_path: Path) -> Iterator[list[Path]]:
-    """Things that stand where a file is meant."""
+    """Yield paths where a file is expected and something else is."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "round").symlink_to(tmp_path / "round")
     (tmp_path / "device").symlink_to("/dev/zero")
@@ -210,7 +210,7 @@ def test_what_is_no_file_is_no_storage(no_files: list[Path], tmp_path: Path) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# reading what is a study
+# reading a study
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,7 +221,7 @@ def test_reading_a_study_writes_nothing(tmp_path: Path, kept: dict[str, bytes], 
     found, stored = retarget(url_of(kind, file), cost_profile())
     assert [t.number for t in found] == [1, 2, 3] and stored.context == 64
     untouched.check()
-    # A journal that goes on does so without the cut line.
+    # A journal is continued without its incomplete last line.
     storage_of(url_of(kind, file))
     if kind == "journal":
         assert file.read_bytes() == kept[kind]
@@ -314,7 +314,7 @@ def test_a_study_that_was_spoilt_is_told(tmp_path: Path, kept: dict[str, bytes],
         except ValueError as error:
             told.append(str(error))
         untouched.check()
-        with contextlib.suppress(ValueError, OSError):  # OSError: the storage fails in the middle
+        with contextlib.suppress(ValueError, OSError):  # OSError: the storage fails midway
             make_study(url_of(kind, file), trials=1)
     assert len(told) > 8 and max(map(len, told)) < 700
 

@@ -1,4 +1,4 @@
-"""The study: what is counted, what is resumed, what workers do to one another."""
+"""The study: counting and resuming of trials, and several workers at once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_as_many_trials_as_asked_for_each_of_another_draft() -> None:
     assert Counter(t.origin for t in found.tried)["single"] == 8
     best = found.best()[0]
     assert best.speedup == max(t.speedup for t in found.tried if not t.pruned)
-    # What it promises is what its counts give.
+    # The estimates follow from the counts.
     config = search.config_of(best)
     assert config.costs is not None and config.costs.draft_step == pytest.approx(best.draft_cost)
     assert config.skip == search.space.config(best.choices).skip
@@ -88,7 +88,7 @@ def test_going_on_changes_nothing() -> None:
         found = search.run(trials)
         assert len(found.tried) == trials
     assert letters(found) == expected
-    assert letters(search.run(10)) == expected  # there are more already
+    assert letters(search.run(10)) == expected  # the study already has more
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
@@ -232,17 +232,17 @@ def test_all_go_by_what_the_first_has_claimed() -> None:
     first, second = {"profile": {"a": 1}, "context": 5}, {"profile": {"a": 2}, "context": 6}
     assert claim(studies[0], first) == first and claim(studies[1], second) == first
     assert studies[1].user_attrs["profile"] == first["profile"] and studies[1].user_attrs["context"] == 5
-    # Both at the same moment: neither has seen the other's yet.
+    # Both claim at the same moment, neither having seen the other's.
     late, _ = worker(memory(), name="late")
     for facts in (first, second):
         late.study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"claims": facts, "dropped": "claims"}))
     assert claim(late.study, second) == first
-    # They are no drafts.
+    # Claims do not count as drafts.
     assert len(late.run(3).tried) == 3
 
 
 def running(study: optuna.Study, host: str, began: float, key: str | None = None) -> None:
-    """A trial that another worker is at, or was."""
+    """Add a trial that another worker is, or was, running."""
     worker = {"host": host, "pid": 1, "started": None}
     attrs = {"worker": worker, "choices": {}} | ({} if key is None else {"key": key})
     trial = create_trial(state=TrialState.RUNNING, user_attrs=attrs)
@@ -255,7 +255,7 @@ def test_a_worker_elsewhere_that_is_silent_is_taken_for_dead() -> None:
     running(search.study, "elsewhere", time.time() - 2 * 900, key="skkkkkkk")
     found = search.run(9)
     assert len(found.tried) == 9
-    # What it was at is judged by this one.
+    # This worker judges the dead one's draft.
     assert len({t.number for t in found.tried if t.origin == "single"}) == 8
 
 
@@ -346,13 +346,13 @@ def check_counted_once(storage: str, trials: int) -> Found:
     found = tried_in(study)
     assert len(found.tried) == trials
     assert len(set(letters(found))) == trials
-    # As many as were asked for, for whoever reads the study with Optuna's own means.
+    # The requested number of trials, also when the study is read by Optuna's own functions.
     states = Counter(t.state for t in study.get_trials())
     assert states[TrialState.COMPLETE] + states[TrialState.PRUNED] == trials
     assert states[TrialState.RUNNING] == states[TrialState.WAITING] == 0
     for t in study.get_trials():
         if t.state is TrialState.FAIL and "dropped" not in t.user_attrs and "fixed_params" in t.system_attrs:
-            # What was taken from the queue and lost has come back.
+            # A trial taken from the queue and lost is queued again.
             again = [o for o in study.get_trials() if o.user_attrs.get("retry_of") == t.number]
             assert len(again) == 1
     return found
@@ -360,11 +360,11 @@ def check_counted_once(storage: str, trials: int) -> Found:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The URL of a PostgreSQL server of one's own."""
+    """Start a private PostgreSQL server and yield its URL."""
     psycopg2 = pytest.importorskip("psycopg2")
     if os.name == "nt" or shutil.which("initdb") is None or shutil.which("pg_ctl") is None:
         pytest.skip("there is no PostgreSQL here")
-    # Not under pytest's own folder, which another user may not enter.
+    # Not under pytest's own folder, which other users may not enter.
     folder = Path(tempfile.mkdtemp(prefix="ssd-postgres-"))
     account: dict[str, Any] = {"cwd": folder}
     if os.geteuid() == 0:  # PostgreSQL refuses to run as root
@@ -375,7 +375,7 @@ def server() -> Iterator[str]:
         account["user"] = "postgres"
 
     def program(*arguments: str) -> None:
-        # To a file: the server inherits what pg_ctl writes to, and a pipe would never end.
+        # To a file: the server inherits pg_ctl's output, and a pipe would never end.
         with (folder / "log").open("ab") as log:
             subprocess.run(arguments, check=True, stdout=log, stderr=log, **account)
 
@@ -466,7 +466,7 @@ def test_sqlite_gives_a_trial_to_one_worker_only(tmp_path: Path, monkeypatch: py
 
     def checked(self: Any, *args: Any) -> None:
         check(self, *args)
-        if self is one:  # its trial has been read, and not been written yet
+        if self is one:  # its trial has been read and not yet written
             thread.start()
             thread.join(timeout=0.5)
 
@@ -499,7 +499,7 @@ def test_a_queue_that_is_left_over_comes_back() -> None:
     left_over = [t for t in search.study.get_trials() if t.user_attrs.get("dropped") == "left over"]
     assert states[TrialState.FAIL] == len(left_over) == len(search.study.trials) - 4
     assert len(left_over) > 3 and {t.user_attrs["origin"] for t in left_over} == {"single"}
-    search.run(4)  # nothing is needed: nothing comes back
+    search.run(4)  # no trial is missing, so none is queued again
     assert len(search.study.trials) == 4 + len(left_over)
     search.run(6)
     again = [t for t in search.study.get_trials() if "retry_of" in t.user_attrs]
@@ -509,7 +509,7 @@ def test_a_queue_that_is_left_over_comes_back() -> None:
 
 
 def test_a_draft_that_another_worker_finished_meanwhile_is_not_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    # This one's trial has the lower number, but its draft was not in the storage when the other looked.
+    # This worker's trial has the lower number, but its draft was not in the storage when the other one checked.
     search, _ = worker(memory(), SearchSettings(depth=3, prune=False))
     search.run(3)
     evaluate, mine = Search._evaluate, list[int]()
@@ -570,7 +570,7 @@ def test_warm_start_goes_for_what_costs_least() -> None:
     profile = cost_profile()
     proposals = warm_start(space, profile, [], 64)
     assert [origin for origin, _ in proposals] == ["single"] * 8
-    # MLP 3 and attention 2 cost nothing; all the others nearly everything.
+    # Skipping MLP 3 or attention 2 loses no acceptance; skipping any other loses nearly all.
     done = []
     for number, (_, choices) in enumerate(proposals):
         free = choices["mlp.3"] == SKIP or choices["attention.2"] == SKIP
@@ -587,7 +587,7 @@ def test_proposals_keep_to_a_budget() -> None:
     def cost(choices: Mapping[str, str]) -> float:
         return profile.costs(space.config(choices), 64).draft_step
 
-    # By speed-up, nothing would be left out: each sub-layer loses more than it saves, an attention least.
+    # By speed-up, nothing would be skipped: each sub-layer loses more than it saves, an attention least.
     singles = [c for _, c in warm_start(space, profile, [], 64, scoring=scoring)]
     losses = {"attention.0": 20, "attention.1": 15, "attention.2": 10, "attention.3": 40} | {
         f"mlp.{i}": 25 + i for i in range(4)
@@ -597,10 +597,10 @@ def test_proposals_keep_to_a_budget() -> None:
         lost = losses[next(name for name, choice in choices.items() if choice == SKIP)]
         done.append(dataclasses.replace(tried(number, choices, 100 - lost, lost, 0.9), value=0.8 - cost(choices)))
     sets = [c for origin, c in warm_start(space, profile, done, 64, scoring=scoring) if origin == "set"]
-    # 0.2 is to be saved: an attention is 0.08, an MLP 0.16. The best of each size, within the budget, come first.
+    # 0.2 must be saved: an attention saves 0.08, an MLP 0.16. The best set of each size within the budget comes first.
     assert {name for name, c in sets[0].items() if c == SKIP} == {"attention.2", "mlp.0"}
     assert cost(sets[0]) <= 0.8 < cost(singles[0])
-    # What is as dear as it may be goes on by exchanges.
+    # Sets at the limit of the budget are varied by exchanges.
     done += [
         dataclasses.replace(
             tried(9 + i, c, 70, 30, 0.9), value=(0.7 if i == 0 else 0.1) if cost(c) <= 0.8 else 0.8 - cost(c)
@@ -622,7 +622,7 @@ def test_what_a_budget_rules_out_is_given_up() -> None:
     assert best is not None and 0 < best <= 1
     pruned = [t for t in found.tried if t.pruned]
     assert pruned and all(t.acceptance.passes < everything for t in pruned)
-    # Some for their acceptance, not for their cost alone.
+    # Some are pruned for their acceptance, not for their cost alone.
     assert any(t.draft_cost <= 0.8 for t in pruned)
 
 
@@ -632,7 +632,7 @@ def test_few_trials_for_many_sublayers() -> None:
     proposals = warm_start(space, profile, [], 64, most_singles=8)
     alone = [name for _, choices in proposals for name, choice in choices.items() if choice == SKIP]
     assert alone == [f"{kind}.{i}" for kind in ("attention", "mlp") for i in (0, 3, 6, 9)]
-    # Attention 6 costs nothing, nor do its neighbours, as far as one knows.
+    # Skipping attention 6 loses no acceptance; untested neighbours are assumed to be alike.
     done = [
         tried(i, c, 99 if c["attention.6"] == SKIP else 5, 1 if c["attention.6"] == SKIP else 95, 1.0)
         for i, (_, c) in enumerate(proposals)
@@ -655,7 +655,7 @@ def test_retarget_needs_no_model(tmp_path: Path) -> None:
     assert (same[0].number, stored.context) == (before.number, 64)
     assert stored.provenance == dataclasses.replace(provenance, source="ssd search")
     assert same[0].speedup == pytest.approx(before.speedup)
-    # Where attention is all that costs something, leaving out MLPs saves nothing.
+    # Where only attention has a cost, skipping MLPs saves nothing.
     other = cost_profile(attention={"keep": (0.24,)}, mlp={"keep": 0.0})
     there, read = retarget(storage, other)
     assert read.space.choices == space.choices

@@ -1,4 +1,4 @@
-"""`ssd serve` and `transformers serve`: clients that stream, share the server and hang up, and how it ends."""
+"""`ssd serve` and `transformers serve`: clients that stream, share the server and hang up, and its shutdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from test_cli import ssd as ssd  # the fixture
 CONFIG = SelfSpeculativeConfig(SkipConfig(attention=[1], mlp=[2]), DraftingConfig(policy="fixed", max_draft_length=3))
 QUESTIONS = ["the rain", "a river", "the sea", "the fields", "what falls"]
 SERVING = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
-PATIENCE = 120.0  # seconds for a start
+PATIENCE = 120.0  # seconds to wait for the start
 
 integrations = pytest.mark.integrations
 
@@ -108,7 +108,7 @@ def test_a_request_is_logged_and_ends_with_the_server(folder: str, monkeypatch: 
         assert torch.equal(serve(num_beams=2), beams)
     assert lines[-1].startswith("12 tokens in ") and "nothing drafted: " in lines[-1]
     served_requests.end_requests()
-    assert torch.equal(serve(), ids)  # in one piece: what there is
+    assert torch.equal(serve(), ids)  # not streamed: the text so far
     assert lines[-1].startswith("0 tokens in ") and lines[-1].endswith("cancelled")
     tokens: list[Any] = []
     stream = SimpleNamespace(put=tokens.append, end=lambda: None)
@@ -139,11 +139,11 @@ def test_a_request_ends_in_the_middle_with_the_server(folder: str, monkeypatch: 
     assert torch.equal(text, plain[:, : text.shape[1]]) and lines[-1].endswith("cancelled")
 
 
-# --- with one -------------------------------------------------------------------------------------
+# --- with a server --------------------------------------------------------------------------------
 
 
 class Server:
-    """`ssd serve` in a process of its own."""
+    """`ssd serve` in a separate process."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "ssd_generation", "serve", *arguments, "--port", "0"]
@@ -190,7 +190,7 @@ class Server:
 
 
 def _heed_interrupts() -> None:
-    """A test run in the background of a script ignores Ctrl-C, and what it starts would, too."""
+    """Restore Ctrl-C in a child: tests run in the background of a script ignore it, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -229,7 +229,7 @@ def streamed(server: Server, question: str, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def answers(folder: str) -> dict[str, str]:
-    """What plain `generate` answers, decoded in pieces as the server does for streams and whole ones."""
+    """Return plain `generate`'s answers, decoded as a whole."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     found = {}
     for question in QUESTIONS:
@@ -272,14 +272,14 @@ def test_the_client_of_the_docs(server: Server, capsys: pytest.CaptureFixture[st
 
 @integrations
 def test_two_clients_stream_and_one_hangs_up(server: Server, answers: dict[str, str]) -> None:
-    """Twenty requests of two clients, while a third leaves after the first words of a long answer."""
+    """Two clients send twenty requests, while a third disconnects after the first words of a long answer."""
     before = len(server.logged())
     failures: list[Any] = []
 
     def ask(questions: list[str]) -> None:
         for question in questions:
             text = streamed(server, question)
-            # Pieces of characters that the tiny model makes are streamed in another form than decoded whole.
+            # The tiny model's incomplete characters are streamed in another form than decoded as a whole.
             if text.replace("\ufffd", "") != answers[question].replace("\ufffd", ""):
                 failures.append((question, text, answers[question]))
 

@@ -1,4 +1,4 @@
-"""Calls of so few tokens that preparing drafts takes longer than drafting saves."""
+"""Calls with too few tokens for drafting to save more time than its preparation takes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tiny_models import prompt, tiny_model
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    """One whose passes run by its own code."""
+    """Return a model whose passes run by its own code."""
     found = enable_self_speculative(tiny_model())
     forbid_capture(found, "a test says so")
     return found
 
 
 def config_of(speedup: float, plain_step: float) -> SelfSpeculativeConfig:
-    """A config that promises a speed-up: all of a long draft accepted, at a cost that leaves so much."""
+    """Return a config with this estimated speed-up: long drafts, all accepted, at the cost that gives it."""
     costs = Costs(plain_step=plain_step, draft_step=1e-9, verify=((1, plain_step), (13, 13 * plain_step / speedup)))
     config = SelfSpeculativeConfig.from_dict({"precision": "int8", "drafting": {"acceptance": [1.0]}})
     return SelfSpeculativeConfig(precision=config.precision, drafting=config.drafting, costs=costs)
@@ -73,7 +73,7 @@ def test_a_call_that_was_found_short_is_not_prepared_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(request, "automatic_config", lambda *_: config_of(2.0, 1e-3))
-        # `check` would forbid or allow captures by what it finds.
+        # `check` would forbid or allow captures by its result.
         patch.setattr(prepare, "check", lambda *_, **__: prepare_check())
         assert "so few tokens" in str(generate(self_speculative="auto"))
 
@@ -83,7 +83,7 @@ def test_a_call_that_was_found_short_is_not_prepared_again(
     monkeypatch.setattr(request, "automatic_config", prepared)
     monkeypatch.setattr(prepare, "check", prepared)
     assert "so few tokens" in str(generate(self_speculative="auto"))
-    # Who asks for a draft gets one.
+    # An explicitly requested draft is always made.
     with pytest.raises(AssertionError, match="prepared"):
         generate(self_speculative=SkipConfig(attention=[1]))
     with pytest.raises(AssertionError, match="prepared"):

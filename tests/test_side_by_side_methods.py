@@ -1,4 +1,4 @@
-"""Names of methods, and what each asks of `generate`."""
+"""Names of methods, and each method's arguments of `generate`."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_random_half_can_be_skipped(family: str) -> None:
     assert len(set(halves)) > 20
     for half in halves:
         assert len(half) == LAYERS
-        layout.stubs(half)  # raises where it cannot be
+        layout.stubs(half)  # raises if these cannot be skipped
 
 
 def test_defaults_are_what_there_is_something_for() -> None:
     assert default_methods(None, has_assistant=False)[0] == "plain"
     assert not {"config", "paper", "assistant"} & set(default_methods(None, False))
     assert {"config", "paper", "assistant"} <= set(default_methods(CONFIG, True))
-    # Nothing is skipped: the paper's way would be the whole model drafting for itself.
+    # Nothing is skipped, so by the paper's method the target model itself would be the draft.
     in_low_bits = SelfSpeculativeConfig(precision="int8")
     assert "config" in default_methods(in_low_bits, True) and "paper" not in default_methods(in_low_bits, True)
     for config in (None, in_low_bits, CONFIG):

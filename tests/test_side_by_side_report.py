@@ -1,4 +1,4 @@
-"""What rows amount to: medians, shares, efficiencies, tables and the plot."""
+"""Summary of a run's rows: medians, shares, efficiencies, tables and the plot."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ def test_ratios_by_category() -> None:
     assert ratio["categories"]["b"]["median"] == 0.5
     assert ratio["geometric_mean"] == pytest.approx(math.sqrt(1.625 * 0.5))
     assert (ratio["worst_category"], ratio["worst_median"]) == ("b", 0.5)
-    # Without the second of the prompt: 2 / 1.4 and 4 / 1.5.
+    # Without the prompt's one second: 2 / 1.4 and 4 / 1.5.
     assert own["decode_ratio"]["categories"]["a"]["max"] == pytest.approx(4 / 1.5)
     assert own["calls"] == 3
 
 
 def test_only_a_loop_of_ours_is_timed_without_the_prompt() -> None:
-    # Assisted decoding has drafted, and verified, within the model's first pass.
+    # Assisted decoding drafts and verifies within the model's first pass.
     found = [*rows(), call("prompt-lookup-3", "a-1", "a", 2.0), call("prompt-lookup-3", "b-1", "b", 2.0)]
     summary = summarise(found, {**ARGUMENTS, "methods": ["plain", "own", "prompt-lookup-3"]}, [ENVIRONMENT])
     assert summary["methods"]["prompt-lookup-3"]["ratio"]["categories"]["a"]["median"] == 1.5
@@ -131,12 +131,12 @@ def test_figures_name_the_machines_that_they_come_from() -> None:
         {"session": 1, "started": "1", "load_average": 0.1, **there},
         {"session": 2, "started": "2", "load_average": 0.2, **here},
         {"session": 3, "started": "3", "load_average": 0.2, **here},
-        {"session": 4, "started": "4", "load_average": 0.3, **ENVIRONMENT},  # only made the summary
+        {"session": 4, "started": "4", "load_average": 0.3, **ENVIRONMENT},  # made only the summary
     ]
     measured = [{"session": 1}, {"session": 2}, {"session": 3}, {"kind": "memory"}]
     assert where_measured(sessions, measured) == [here, there]
     assert where_measured(sessions, measured[:1]) == [there]
-    assert where_measured([there, here], [{}]) == [here, there]  # as earlier versions wrote them
+    assert where_measured([there, here], [{}]) == [here, there]  # the form that earlier versions wrote
     page = markdown(summarise(rows(), ARGUMENTS, [here, there]), "Benchmark")
     assert page.index(" on Here, 2 of 2 CPUs") < page.index("in earlier sessions elsewhere") < page.index(" on There, ")
     assert "sessions elsewhere" not in markdown(summarise(rows(), ARGUMENTS, [here]), "Benchmark")
@@ -179,7 +179,7 @@ def test_efficiency_is_the_share_of_time_in_the_passes_at_the_runs_own_costs() -
     assert engine_efficiency(own, plain) == pytest.approx((2 / 1.4) / (2 / 1.3))
     perfect = call("own", "p", "c", 2.3)
     assert engine_efficiency(perfect, plain) == pytest.approx(1)
-    # The pass over the prompt plays no part.
+    # The pass over the prompt does not count.
     slow_start = {**own, "seconds": 12.4, "prompt_seconds": 11.0}
     assert engine_efficiency(slow_start, plain) == pytest.approx(engine_efficiency(own, plain))
 
@@ -189,7 +189,7 @@ def test_efficiency_at_stored_costs() -> None:
     costs = Costs(plain_step=2.0, draft_step=0.4, verify=[(1, 2.0), (2, 2.0), (3, 2.4)])
     # c = 0.2; one round checked 3 tokens, the other 2: v = (1.2 + 1.0) / 2.
     assert engine_efficiency(own, plain, costs) == pytest.approx((2 / 1.4) / (2 / (1.5 * 0.2 + 1.1)))
-    # Tokens that were looked up cost nothing.
+    # Looked-up tokens cost nothing.
     looked_up = {**own, "speculation": {**SPECULATION, "looked_up_tokens": 3, "draft_seconds": 0.0}}
     assert engine_efficiency(looked_up, plain, costs) == pytest.approx((2 / 1.4) / (2 / 1.1))
     assert engine_efficiency(looked_up, plain) == pytest.approx((2 / 1.4) / (2 / 1.0))
@@ -224,7 +224,7 @@ def test_no_efficiency_without_a_round() -> None:
 
 
 def test_ratios_are_taken_within_a_session() -> None:
-    """After an interruption plain decoding runs anew, for the methods that were still to come."""
+    """After an interruption plain decoding runs again, for the remaining methods."""
     found = [
         call("plain", "p", "c", 3.0),
         call("own", "p", "c", 1.5),

@@ -16,7 +16,7 @@ from ssd_generation.forward.structure.sublayers import SubLayer, locate_sublayer
 from ssd_generation.support.versions import CACHE
 from tiny_models import FAMILIES, LAYERS, left_padded, prompt, tiny_model
 
-# Layers that normalise the residual stream itself cannot be left out whole.
+# Layers that normalise the residual stream itself cannot be skipped as a whole.
 POST_NORM = {"opt-post-norm", "bloom-post-residual"}
 
 
@@ -26,7 +26,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def forwards(model: nn.Module) -> dict[str, Any]:
-    """Every `forward` in an instance dictionary."""
+    """Return every `forward` in an instance dictionary."""
     return {name: module.__dict__["forward"] for name, module in model.named_modules() if "forward" in module.__dict__}
 
 
@@ -41,7 +41,7 @@ def hook_out(sub: SubLayer) -> list[Any]:
         return (nothing, *output[1:]) if isinstance(output, tuple) else nothing
 
     handles = [sub.modules[-1].register_forward_hook(zero, with_kwargs=True)]
-    # A norm behind the sub-layer belongs to its contribution.
+    # A norm after the sub-layer belongs to its contribution.
     for norm in sub.private_norms:
         handles.append(norm.register_forward_hook(_zero_if_fed_zero))
     return handles
@@ -208,13 +208,13 @@ def test_two_threads_take_turns() -> None:
     assert wrong == [] and forwards(model) == before
 
 
-# --- draft mode by itself
+# --- draft mode alone
 # -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "bloom", "falcon", "opt", "gpt_oss", "mpt"])
 def test_draft_mode_generates_what_the_draft_would_say(family: str) -> None:
-    # Layer 0 is skipped, which is where transformers reads the length of the cache.
+    # Layer 0 is skipped, where transformers reads the length of the cache.
     model = tiny_model(family)
     skip = SkipConfig(attention=[0, 1], mlp=[1])
     inputs = left_padded([20, 13])
@@ -233,7 +233,7 @@ def test_a_cache_filled_in_draft_mode_is_not_mistaken_for_the_targets() -> None:
         model.generate(out.sequences, **{CACHE: out[CACHE]}, max_new_tokens=4)
 
 
-# --- models that cannot be skipped in
+# --- models in which nothing can be skipped
 # -------------------------------------------------------------------------------------
 
 
@@ -324,7 +324,7 @@ def test_another_thread_may_run_the_model_while_it_is_looked_at() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "megatron-bert", "roberta-prelayernorm"])
 def test_sub_layers_that_end_in_adding_the_residual_hand_it_on(family: str) -> None:
-    """BERT and its kind: what is left out gives its own input, whichever norm stands where."""
+    """A skipped sub-layer of a BERT-like model returns its input, wherever the norms are."""
     from lab.families.models import build
 
     model: Any = build(family)

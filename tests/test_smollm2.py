@@ -50,7 +50,7 @@ QUESTIONS = [
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What passes cost here is measured once each: no text hangs on it."""
+    """Measure the cost of each pass only once, since no text depends on it."""
     monkeypatch.setattr(costs, "_SECONDS", 0.0)
     monkeypatch.setattr(costs, "_ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr(exactness, "_SECONDS", 0.0)
@@ -82,7 +82,7 @@ def test_greedy_text_is_identical(demo: tuple[Any, Any]) -> None:
         inputs = chat(tokenizer, QUESTIONS[start : start + 20])
         options = {"max_new_tokens": 128, "do_sample": False}
         plain = model.generate(**inputs, **options)
-        # Two at a time: where 20 rows are verified at once, each further token costs as much as the first.
+        # Drafts of two tokens: with 20 rows per pass, each further token costs as much as the first.
         ours = model.generate(**inputs, **options, self_speculative=dataclasses.replace(PRESET, drafting=BY_TWOS))
         assert plain.shape == ours.shape
         for row, (a, b) in enumerate(zip(plain, ours, strict=True)):
@@ -121,7 +121,7 @@ def test_every_way_to_draft_gives_the_plain_text(
 ) -> None:
     model, tokenizer = demo
     drafted = accepted = 0
-    drop_copies(model)  # of other tests
+    drop_copies(model)  # copies of other tests
     for question, plain in zip(FEW, plain_answers, strict=True):
         inputs = chat(tokenizer, [question])
         assert torch.equal(plain, model.generate(**inputs, max_new_tokens=40, do_sample=False, self_speculative=way))

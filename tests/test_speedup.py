@@ -1,4 +1,4 @@
-"""What acceptance and costs promise."""
+"""Speed-ups estimated from acceptance and costs."""
 
 from __future__ import annotations
 

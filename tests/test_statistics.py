@@ -1,4 +1,4 @@
-"""Counts and the figures that follow from them, worked out by hand."""
+"""Counts and the figures that follow from them, compared with figures worked out by hand."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_rows_that_rest_do_not_count() -> None:
 def test_origins() -> None:
     statistics = recorded(([3], [2]), ([3], [0]), ([3], [3]))
     statistics.new_tokens = [8]  # the text ended inside the last round
-    # The prompt's pass; two drafted and one of the target's; the target's; three drafted, and the target's cut off.
+    # The prompt's pass; two drafted tokens and the target's; the target's; three drafted, with the target's cut off.
     assert [[source != "target" for source in row] for row in statistics.token_sources] == [
         [False, True, True, False, False, True, True, True]
     ]
@@ -60,8 +60,8 @@ def test_origins() -> None:
 
 def test_sources() -> None:
     statistics = SpeculationStatistics(round_accepted=[[]], new_tokens=[9])
-    statistics.record_round([4], [3], [0], self_drafted=[2])  # two of its own, one of two looked-up ones
-    statistics.record_round([3], [1], [0], self_drafted=[2])  # none of the looked-up one
+    statistics.record_round([4], [3], [0], self_drafted=[2])  # two self-drafted tokens, one of two looked-up ones
+    statistics.record_round([3], [1], [0], self_drafted=[2])  # not the looked-up token
     statistics.record_round([2], [2], [0], self_drafted=[0])  # the text ended in this round
     own, copied, target = "drafted", "looked up", "target"
     assert statistics.token_sources == [[target, own, own, copied, target, own, target, copied, copied]]
@@ -88,6 +88,6 @@ def test_the_figures_agree(rounds: list[tuple[int, int]]) -> None:
     tokens = sum(length * count for length, count in statistics.tokens_per_round_histogram.items())
     assert tokens == statistics.accepted_tokens + statistics.rounds
     assert all(0 <= rate <= 1 for rate in statistics.acceptance_by_depth)
-    # A deeper token is accepted only where those before it were.
+    # A token is accepted only if all before it in the draft were.
     assert statistics.accepted_by_depth == sorted(statistics.accepted_by_depth, reverse=True)
     assert json.loads(json.dumps(statistics.to_dict()))["rounds"] == len(rounds)

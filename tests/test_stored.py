@@ -1,4 +1,4 @@
-"""What is read from a results folder: what no run has written is named, and nothing trips over it."""
+"""Reading of a results folder: entries that no run has written are named in an error and never cause a crash."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def all_pairs() -> list[dict[str, Any]]:
 
 
 def places(value: Any) -> Iterator[tuple[Any, ...]]:
-    """Where something stands in a document."""
+    """Yield the path of every entry of a document."""
     entries: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield (key,)
@@ -65,7 +65,7 @@ BAD: tuple[Any, ...] = (..., None, "x", "", -1, 0, 10**30, 1e300, True, [], {}, 
 
 
 def spoilt(document: Any) -> Iterator[tuple[str, Any]]:
-    """A document with one thing in it replaced, or taken out."""
+    """Yield copies of a document with one entry replaced or removed."""
     for place in places(document):
         for value in BAD:
             found = copy.deepcopy(document)
@@ -95,7 +95,7 @@ def test_rows_are_refused_or_can_be_summed_up(kind: str) -> None:
     refused = 0
     for what, found in spoilt(good):
         if not all(isinstance(row, dict) for row in found):
-            continue  # `run_folder` has seen to that
+            continue  # `run_folder` has refused these already
         if complaint := complaint_of(check_rows, found, FILE, METHODS, ITEMS):
             assert "'run/rows.jsonl', line " in complaint and len(complaint) < 400, what
             refused += 1

@@ -1,4 +1,4 @@
-"""What is asked and how answers are judged: articles, problems, prompts."""
+"""Tasks, and the judging of their answers: articles, problems, prompts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def holds(program: str) -> bool:
             "Sure:\n```python\nimport math\ndef double(xs: List[int]):\n    return [x + x for x in xs]\n```",
             True,
         ),
-        ("```python\ndef double(xs):\n    return [2 * x for x in xs]", True),  # cut off behind the last line
+        ("```python\ndef double(xs):\n    return [2 * x for x in xs]", True),  # cut off after the last line
         ("def double(xs):\n    return [2 * x for x in xs]\n", True),  # no fences
         ("```python\n    return [2 * x for x in xs]\n```", True),  # the body alone
         ("```\n# an example\ndouble([1])\n```\n```python\ndef double(xs):\n    return [2 * x for x in xs]\n```", True),
@@ -115,7 +115,7 @@ def test_helpers_of_the_prompt_stay_where_an_answer_leaves_them_out() -> None:
 
 @pytest.mark.parametrize("start", ["", "```python\n", "\n```python\n"])
 def test_a_block_that_was_begun_may_be_begun_again(start: str) -> None:
-    """The model is given the beginning of the block; some begin it anew."""
+    """The prompt ends with the start of the code block; some models start it again."""
     task = Task("code", (Sample("double", "x", "?", "```python\n", PROBLEM),), True, 8, runs_code=True)
     right = f"{start}def double(xs):\n    return [2 * x for x in xs]\n```\nIt doubles."
     assert holds(task.program(0, right))
@@ -245,7 +245,7 @@ def test_a_limit_is_that_of_each_source(articles: str, tmp_path: Path) -> None:
     rows = ({"id": f"s{i}", "document": f"Snow fell on day {i}.", "summary": f"Snow {i}."} for i in range(4))
     other = write(tmp_path / "other.jsonl", *rows)
     task = make_task("summarisation", BASE, [articles, other], limit=2)
-    # The example is taken from the first.
+    # The example comes from the first file.
     assert [sample.id for sample in task.samples] == ["n1", "n2", "s0", "s1"]
     first, second = (
         {"task_id": f"{name}/1", "prompt": "def f():\n", "test": "def check(f):\n    f()\n", "entry_point": "f"}

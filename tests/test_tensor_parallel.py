@@ -1,4 +1,4 @@
-"""A model that two processes compute together: they have to draft alike, or both would wait for ever."""
+"""A model that two processes compute together: they must draft alike, or both would wait forever."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_processes_draft_alike(said: list[dict[str, Any]]) -> None:
     assert said[0]["tp_size"] == 2
-    # To the last digit: one has measured, the other was told.
+    # Equal to the last digit: one process measures, the other receives the result.
     assert said[0] == said[1]
 
 
@@ -44,7 +44,7 @@ def test_processes_draft_alike(said: list[dict[str, Any]]) -> None:
 def test_the_text_is_that_of_plain_decoding(name: str, said: list[dict[str, Any]]) -> None:
     tokens, drafted = said[0][name]
     assert tokens == said[0]["plain"][0]
-    assert drafted > 0 or name in ("cost", "auto")  # which draft what pays
+    assert drafted > 0 or name in ("cost", "auto")  # these draft only where it pays
 
 
 def test_weights_that_are_spread_have_no_low_bit_copies(said: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Models in training mode, whole or in part: without active dropout they draft as in eval mode, with it not at all."""
+"""Models wholly or partly in training mode: drafts as in eval mode without active dropout, no drafts with it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def in_one_part(model: Any) -> str:
 
 
 class Noisy(nn.Module):
-    """Somebody's own."""
+    """A user's own module, noisy in training mode."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -139,11 +139,11 @@ def test_with_dropout_it_is_decoded_as_transformers_does(change: Callable[[Any],
         plain, ours = texts(model, REQUESTS["skip"], LAYOUTS[0])
     assert torch.equal(plain, ours)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
+        warnings.simplefilter("error")  # it is given only once
         for inputs in LAYOUTS:
             for request in (*REQUESTS.values(),):
                 plain, ours = texts(model, request, inputs, sampled=True)
-                assert torch.equal(plain, ours)  # it draws as plain does
+                assert torch.equal(plain, ours)  # same draws as plain `generate`
                 assert model.last_speculation.drafted_tokens == 0
                 assert model.last_speculation.refusal is not None
     assert flags(model) == before
@@ -173,7 +173,7 @@ def test_layerdrop_and_batch_norm() -> None:
 
 
 def test_embeddings_that_were_resized() -> None:
-    """What they are exchanged for is in training mode: in no way another model."""
+    """Resized embeddings are new modules in training mode, which does not change the model."""
     model: Any = enable_self_speculative(even_model("llama"))
     model.resize_token_embeddings(80, mean_resizing=False)
     model.config.vocab_size = 80
@@ -194,7 +194,7 @@ def test_a_layer_that_was_replaced_by_hand() -> None:
     assert torch.equal(plain, ours)
 
 
-@pytest.mark.filterwarnings("ignore")  # peft's own
+@pytest.mark.filterwarnings("ignore")  # peft's warnings
 @pytest.mark.parametrize("rate", [0.0, 0.2])
 def test_adapters_while_they_are_trained(rate: float) -> None:
     peft = pytest.importorskip("peft")
@@ -227,7 +227,7 @@ def test_a_remote_module_that_does_not_mind() -> None:
 
 
 def test_a_config_is_looked_at_where_the_code_does() -> None:
-    """falcon reads its rates off the config in each pass."""
+    """falcon's code reads its dropout rates from the config in each pass."""
     model: Any = tiny_model("falcon").train()
     assert active_dropout(model) is None
     other: Any = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Stored files are used only where nobody but this user or root can have written them, and made anew elsewhere."""
+"""Stored files are used only if no other user than this one or root can have written them; otherwise made again."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def modes(folder: Path) -> dict[str, set[int]]:
 
 
 def compilations(monkeypatch: pytest.MonkeyPatch, name: str = "nothing", number: int = 1) -> int:
-    """How often a new process compiles a module, whose function is called and returns the right number."""
+    """Count how often a new process compiles a module; check that its function returns the right number."""
     count = 0
 
     def text() -> str:
@@ -132,7 +132,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, name: str = "nothing", number:
 
 @pytest.fixture
 def code(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of code that was compiled."""
+    """Return the file of compiled code."""
     if compiler.why_not() is not None:
         pytest.skip(f"no code can be made: {compiler.why_not()}")
     assert compilations(monkeypatch) == 1
@@ -168,7 +168,7 @@ def test_nothing_is_taken_from_a_folder_that_others_can_write_to(
     assert measured_anew({"what": "nothing"})
     spoil(folder)
     if spoil is by_link and which == "cache":
-        assert compilations(monkeypatch) == 0  # the cache may lie on another disk
+        assert compilations(monkeypatch) == 0  # the cache may be on another disk
         return
     before = code.stat()
     for _ in range(2):
@@ -260,12 +260,12 @@ def test_a_relative_home_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def naive(code: bytes) -> bytes:
-    """What stands in a file of the first form: anybody can make the digest of code of their own."""
+    """Return a file in the first format, whose digest any user can compute for their own code."""
     return hashlib.sha256(code).digest() + code
 
 
 def mutated(rng: random.Random, contents: list[bytes]) -> bytes:
-    """The first content, changed in a way that a disk, a killed process or somebody else would change it."""
+    """Return the first content, changed as a disk error, a killed process or another user might change it."""
     content, other = contents[0], rng.choice(contents[1:])
     head, code = content[:32], content[32:]
     at, length = rng.randrange(len(content)), rng.randrange(1, 64)
@@ -396,11 +396,11 @@ def test_code_without_the_function_is_compiled_anew(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# measurements and continuations
+# measurements and calibration texts
 
 
 def measured_anew(described: dict[str, Any]) -> bool:
-    """Whether a new process measures what was measured before."""
+    """Tell whether a new process repeats an earlier measurement."""
     calls: list[int] = []
 
     def measure() -> int:
@@ -465,7 +465,7 @@ def test_a_continuation_without_a_cache_folder(
 
 
 def counts_of(model: Any) -> tuple[int, int]:
-    """How many copies a new process makes, and how many it reads."""
+    """Return the number of copies that a new process makes, and the number it reads."""
     drafting_model(model, INT4)
     return draft_of(model).made, draft_of(model).read
 

@@ -89,7 +89,7 @@ def test_sampling_returns_the_scores_that_were_drawn_from() -> None:
             assert scores is None
             continue
         assert scores.shape == (1, length, 64)
-        # Processed: all but four words are impossible, and the drafted one is possible.
+        # The scores are processed: all but four tokens are impossible, and the drafted one is possible.
         assert (scores.isfinite().sum(dim=-1) == 4).all()
         assert scores.gather(2, candidates[:, -length:, None]).isfinite().all()
 
@@ -98,7 +98,7 @@ def test_sampling_returns_the_scores_that_were_drawn_from() -> None:
 @pytest.mark.parametrize("skip", [SKIP, SkipConfig()])
 def test_prompt_lookup_gives_the_targets_text(family: str, skip: SkipConfig) -> None:
     model = tiny_model(family)
-    # Few words, so that n-grams come again.
+    # Few tokens, so that n-grams recur.
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": list(range(8, 64))}
     ids = prompt(WINDOW + 5, vocab=8)
     expected = model.generate(ids, **options)

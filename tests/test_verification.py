@@ -1,4 +1,4 @@
-"""Acceptance is a pure function of tensors: its rules, row by row."""
+"""Acceptance, a pure function of tensors: its rules, row by row."""
 
 import math
 
@@ -21,16 +21,16 @@ def drafted(rows: list[list[int]], lengths: list[int] | None = None) -> tuple[to
 @pytest.mark.parametrize(
     ("tokens", "choices", "length", "kept", "following"),
     [
-        ([1, 2, 3], [1, 2, 3, 4], 3, 3, 4),  # all accepted: the free token
-        ([1, 2, 3], [1, 2, 5, 4], 3, 2, 5),  # the target's own choice in place of the first rejected
-        ([1, 2, 3], [5, 2, 3, 4], 3, 0, 5),  # matches behind a mismatch do not count
-        ([1, 2, 3], [1, 2, 3, 4], 2, 2, 3),  # what stands behind the row's draft length is ignored
+        ([1, 2, 3], [1, 2, 3, 4], 3, 3, 4),  # all accepted: the bonus token follows
+        ([1, 2, 3], [1, 2, 5, 4], 3, 2, 5),  # the target's own choice replaces the first rejected token
+        ([1, 2, 3], [5, 2, 3, 4], 3, 0, 5),  # matches after a mismatch do not count
+        ([1, 2, 3], [1, 2, 3, 4], 2, 2, 3),  # tokens after the row's draft length are ignored
         ([1, 2, 3], [1, 2, 3, 4], 0, 0, 1),
         ([], [4], 0, 0, 4),  # nothing drafted
-        ([1, 2], [1, 2, IMPOSSIBLE], 2, 1, 2),  # the token before comes first
+        ([1, 2], [1, 2, IMPOSSIBLE], 2, 1, 2),  # the token before it is committed first
         ([1, 2], [1, IMPOSSIBLE, 3], 2, 0, 1),
         ([1, 2], [IMPOSSIBLE, 2, 3], 2, 0, IMPOSSIBLE),
-        ([1, 2], [4, IMPOSSIBLE, IMPOSSIBLE], 2, 0, 4),  # what is rejected may be anything
+        ([1, 2], [4, IMPOSSIBLE, IMPOSSIBLE], 2, 0, 4),  # rejected tokens may be anything
     ],
 )
 def test_the_leading_matches_are_kept(
@@ -59,14 +59,14 @@ def test_what_is_taken_is_the_targets(data: st.DataObject) -> None:
         n = int(kept[row])
         assert 0 <= n <= lengths[row]
         assert [*tokens[row][:n], int(following[row])] == choices[row][: n + 1]
-        assert n == lengths[row] or tokens[row][n] != choices[row][n]  # not one too few
+        assert n == lengths[row] or tokens[row][n] != choices[row][n]  # no token too few
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_largest_score_is_torchs(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     scores = torch.randn(4, 3, 1000).to(dtype)
-    scores[0, 0, [7, 500]] = 9.0  # equals: the first
+    scores[0, 0, [7, 500]] = 9.0  # of equal scores the first
     scores[1, 1] = -math.inf
     scores[2, 2, [30, 40]] = math.nan
     assert torch.equal(argmax(scores), scores.argmax(dim=-1))

@@ -1,4 +1,4 @@
-"""torch's threads sleep where they wait while others work on the same cores, and only then."""
+"""torch's threads wait by sleeping while other processes use the same cores, and only then."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ssd_generation.native.waiting import ThreadsAtWork, sleeping_threads
 from tiny_models import prompt, tiny_model
 
 CPU = torch.device("cpu")
-ALONE, CROWDED = 20, 400  # cores taken away in a second, beside two threads
+ALONE, CROWDED = 20, 400  # cores taken away per second from two threads
 
 
 class Machine:
-    """A clock and a count of cores taken away."""
+    """A mock clock and count of cores taken away."""
 
     def __init__(self) -> None:
         self.now, self.taken = 0.0, 0
@@ -41,7 +41,7 @@ class Machine:
 
 @pytest.fixture
 def asleep(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is done with threads: "sleep" and "wake", in order."""
+    """Yield the list of events in order: "sleep" and "wake"."""
     events: list[str] = []
 
     @contextlib.contextmanager
@@ -53,7 +53,7 @@ def asleep(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     monkeypatch.setattr(waiting, "sleeping_threads", watched)
-    monkeypatch.setattr(waiting, "_cores_taken", lambda: 0)  # whatever else this machine does
+    monkeypatch.setattr(waiting, "_cores_taken", lambda: 0)  # independent of this machine's load
     monkeypatch.setattr(ThreadsAtWork, "_crowded", False)
     yield events
     torch.set_num_threads(before)
@@ -72,7 +72,7 @@ def test_beside_others_threads_sleep_until_they_have_gone(asleep: list[str]) -> 
     machine = Machine()
     with machine.threads() as threads:
         for seconds, each_second, then in (
-            (0.1, CROWDED, []),  # too short to say anything
+            (0.1, CROWDED, []),  # too short to judge
             (0.2, CROWDED, ["sleep"]),
             (0.3, 7000, ["sleep"]),
             (0.3, ALONE, ["sleep", "wake"]),
@@ -81,14 +81,14 @@ def test_beside_others_threads_sleep_until_they_have_gone(asleep: list[str]) -> 
             machine.goes_on(seconds, each_second)
             threads.look()
             assert asleep == then
-    assert asleep == ["sleep", "wake"] * 2  # whatever comes after the call is none of its
+    assert asleep == ["sleep", "wake"] * 2  # the threads wake when the call ends
 
 
 def test_the_next_call_begins_as_the_last_one_ended(asleep: list[str]) -> None:
     machine = Machine()
     with machine.threads():
         machine.goes_on(0.4, CROWDED)
-    assert asleep == []  # it had no second round
+    assert asleep == []  # no second round followed
     with machine.threads():
         assert asleep == ["sleep"]
         machine.goes_on(0.4, ALONE)
@@ -126,14 +126,14 @@ def test_a_call_leaves_threads_as_they_were(how: str, asleep: list[str], monkeyp
 
     class Streamer:
         def put(self, value: Any) -> None:
-            assert asleep in (["sleep"], [])  # the prompt's tokens come before
+            assert asleep in (["sleep"], [])  # `[]` while the prompt is streamed
             if how == "fails" and asleep:
                 raise KeyError("stop")
 
         def end(self) -> None:
             assert asleep == ["sleep", "wake"]
 
-    model.generate(prompt(), self_speculative=nothing, max_new_tokens=12)  # what is looked at once has been
+    model.generate(prompt(), self_speculative=nothing, max_new_tokens=12)  # one-time checks are done
     monkeypatch.setattr(ThreadsAtWork, "_crowded", True)
     assert asleep == []
     with pytest.raises(KeyError) if how == "fails" else contextlib.nullcontext():
@@ -150,16 +150,16 @@ def test_gnus_threads_sleep_because_there_are_more_than_cores() -> None:
     library = pool.openmp_library()
     if library is None or hasattr(library, "kmp_set_blocktime"):
         pytest.skip("another OpenMP")
-    torch.ones((300, 300)) @ torch.ones((300, 300))  # torch's own are there
+    torch.ones((300, 300)) @ torch.ones((300, 300))  # starts torch's own threads
     cores = len(os.sched_getaffinity(0))
     before, mine = threads_of_this_process(), threading.active_count()
     with sleeping_threads():
-        # Of the new ones one holds the others, which OpenMP counts together with torch's.
+        # One of the new threads owns the others, which OpenMP counts together with torch's.
         added = len(threads_of_this_process() - before) - 1
         assert torch.get_num_threads() + added > cores
     assert threading.active_count() == mine
     deadline = time.monotonic() + 120
-    while len(threads_of_this_process() - before) > 0:  # they end by themselves
+    while len(threads_of_this_process() - before) > 0:  # they end on their own
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with sleeping_threads(), sleeping_threads():

@@ -33,7 +33,7 @@ _ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """The sizes of these models, with changes; `None` leaves one out."""
+    """Return the sizes of these models, with changes; `None` leaves one out."""
     merged = {**_SMALL, **changes}
     return {key: value for key, value in merged.items() if value is not None}
 
@@ -51,7 +51,7 @@ def _gpt2(**changes: Any) -> Any:
     )
 
 
-# family → config; a dash names a variant that wires the layer in another way
+# family → config; a suffix after a dash names a variant of the layers
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**small()),
     "mistral": lambda: tf.MistralConfig(**small(sliding_window=WINDOW)),
@@ -201,7 +201,7 @@ FAMILIES = sorted(CONFIGS)
 def tiny_model(
     family: str = "llama", seed: int = 0, attn_implementation: str | None = None, **overrides: Any
 ) -> PreTrainedModel:
-    """A random model of a family. The weights are large enough for its layers to disagree with one another."""
+    """Make a random model of a family, with weights large enough for its layers to disagree with one another."""
     config = CONFIGS[family]()
     # With tied embeddings a random model repeats its input for ever.
     config.tie_word_embeddings = False
@@ -228,7 +228,7 @@ def tiny_model(
     return model
 
 
-# Sizes that vector instructions divide, as those of real models.
+# Sizes that are multiples of the vector width, as those of real models are.
 EVEN: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 EVEN_OF: dict[str, dict[str, Any]] = {
     **{family: {} for family in ("deepseek_v3", "falcon", "falcon-alibi", "falcon-new")},
@@ -238,18 +238,18 @@ EVEN_OF: dict[str, dict[str, Any]] = {
 
 
 def even_model(family: str, **changes: Any) -> PreTrainedModel:
-    """A tiny model whose sizes vector instructions divide, as they do those of real models."""
+    """Make a tiny model whose sizes are multiples of the vector width, as those of real models are."""
     return tiny_model(family, **(EVEN_OF.get(family, EVEN) | changes))
 
 
 def prompt(length: int = 12, rows: int = 1, seed: int = 1, vocab: int = VOCAB) -> torch.Tensor:
-    """Random token ids, none of them special."""
+    """Return random token ids, none of them special."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab, (rows, length), generator=generator)
 
 
 def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
-    """A batch of random prompts of different lengths, padded at the left."""
+    """Return a batch of random prompts of different lengths, padded at the left."""
     ids = prompt(max(lengths), len(lengths), seed)
     mask = torch.ones_like(ids)
     for row, length in enumerate(lengths):
@@ -259,7 +259,7 @@ def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def forget_measurements() -> None:
-    """As in a new process: what was measured is on the disk, if anywhere."""
+    """Forget measurements in memory, as in a new process; those on the disk remain."""
     for state in list(model_state._STATES.values()):
         state.get(MeasurementsPart).measurements.clear()
         state.get(ChecksPart).checks.clear()

@@ -1,4 +1,4 @@
-"""Back from packed weights: what the kernels of few bits compute with."""
+"""Unpacking of packed weights: the numbers that the low-bit kernels compute with."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def unpack_int8(packed: torch.Tensor) -> torch.Tensor:
-    """The numbers of a packed layer, `(N, K)` int8.
+    """Return the numbers of a packed layer, `(N, K)` int8.
 
     Args:
-        packed: as of `pack_int8`.
+        packed: weights as `pack_int8` returns them.
     """
     rows, columns = packed.shape
     words = packed.bitwise_xor(128).view(torch.int32).view(rows // 16, columns // 4, 16).transpose(1, 2)
@@ -17,11 +17,11 @@ def unpack_int8(packed: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_int4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The weights that a packed layer computes with, `(N, K)` float32.
+    """Return the weights that a packed layer computes with, `(N, K)` float32.
 
     Args:
-        packed: as of `pack_int4`.
-        scales: as of `pack_int4`.
+        packed: weights as `pack_int4` returns them.
+        scales: scales as `pack_int4` returns them.
     """
     rows = packed.shape[0]
     bytes_ = packed.view(rows // 16, -1, 4, 16, 4).permute(0, 3, 1, 2, 4)

@@ -1,4 +1,4 @@
-"""Changes of a model's weights, between calls and in the middle of one, in a process that may die of them."""
+"""Changes of a model's weights, between calls and in the middle of one, in a process that may crash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ssd_generation import (
     enable_self_speculative,
 )
 
-WIDTH = 256  # a weight has a page of its own, which is gone when it is freed
+WIDTH = 256  # large enough for a weight to have memory pages of its own, gone when it is freed
 VOCAB = 320
 NEW = 14
 COSTS = Costs(plain_step=1.0, draft_step=0.2, verify=[(1, 1.0), (16, 1.1)])
@@ -58,7 +58,7 @@ def new_model() -> Any:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:
-                weight.normal_(std=0.08)  # with texts that do not repeat themselves
+                weight.normal_(std=0.08)  # large enough for texts not to repeat themselves
     return model
 
 
@@ -153,7 +153,7 @@ WHEN = ("between", "streamer", "criterion", "processor", "thread")
 
 
 class Changes(BaseStreamer, StoppingCriteria, LogitsProcessor):  # type: ignore[misc]
-    """Changes a model at one of the tokens that it sees, as whichever of the three it is used as."""
+    """Streamer, stopping criterion or logits processor that changes a model when it is called for the `at`-th time."""
 
     def __init__(self, change: Callable[[], None], at: int) -> None:
         self.change, self.left = change, at
@@ -193,12 +193,12 @@ def decoded(model: Any, request: Any, rows: int, sampled: bool, **users: Any) ->
             self_speculative=request,
             **users,
         ).tolist()
-    except Exception as error:  # the model may have become one that nobody can run
+    except Exception as error:  # the change may have made the model unable to run
         return f"{type(error).__name__}: {error}"
 
 
 def with_change(model: Any, request: Any, seed: int, name: str, when: str, rows: int, sampled: bool) -> tuple[Any, Any]:
-    """The text of the call in the middle of which, or before which, a model changes, and of the next one."""
+    """Return the text of the call during which, or before which, a model changes, and that of the next call."""
     chance = random.Random(seed)
     at = chance.randrange(2, 9)
     changer = (Criterion if when == "criterion" else Changes)(lambda: CHANGES[name](model, chance), at)
@@ -215,7 +215,7 @@ def with_change(model: Any, request: Any, seed: int, name: str, when: str, rows:
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Which change a seed stands for, and when it is made."""
+    """Return the change that a seed draws, when it is made, and the calls around it."""
     chance = random.Random(seed)
     name, when, draft = chance.choice(list(CHANGES)), chance.choice(WHEN), chance.choice(list(DRAFTS))
     sampled, rows = chance.random() < 0.3, 1 if when == "streamer" else chance.choice([1, 1, 3])
@@ -223,7 +223,7 @@ def drawn(seed: int) -> dict[str, Any]:
 
 
 def change(saying: Any, seed: int) -> dict[str, Any]:
-    """One random change, to a model that drafts and to one that does not."""
+    """Make a random change to a model that drafts and to one that does not; return the texts of both."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     about = drawn(seed)
@@ -238,7 +238,7 @@ def change(saying: Any, seed: int) -> dict[str, Any]:
 
 
 def in_a_thread(model: Any, request: Any, seed: int, name: str, rows: int, sampled: bool) -> str:
-    """Texts while another thread changes weights all along: any, but the process lives."""
+    """Generate texts while another thread keeps changing weights: any text will do if the process survives."""
     over = threading.Event()
     chance = random.Random(seed)
 

@@ -1,4 +1,4 @@
-"""What every malformed input has to come to: success, or an error of a kind that users are told of, in good time."""
+"""Checks of every malformed input: it has to succeed, or to raise an error of an allowed kind, in good time."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import Any
 
 ALLOWED = (ValueError, TypeError, FileNotFoundError)
 SECONDS = 2.0
-"""Of this process's own time: what other work on the machine takes does not count."""
+"""Seconds of this process's own time: other work on the machine does not count."""
 PATIENCE = 30
-"""Seconds by the clock after which an input hangs."""
+"""Seconds of wall-clock time after which an input counts as hung."""
 GIGABYTE = 2**20  # in the kibibytes of `getrusage`
 LONGEST_MESSAGE = 2_000
 
 
 class Hangs(Exception):
-    """An input took for ever."""
+    """An input took longer than `PATIENCE`."""
 
 
 @contextmanager
 def limits(told: str, seconds: Callable[[], float]) -> Iterator[None]:
-    """Within the seconds and the gigabyte that an input may take."""
+    """Fail if the block takes more than the seconds and the gigabyte that an input may take."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise Hangs(told)
@@ -50,12 +50,12 @@ def limits(told: str, seconds: Callable[[], float]) -> Iterator[None]:
 
 
 def outcome(work: Callable[[], Any], told: str, works_on: bool = False) -> str:
-    """What became of an input: "success", or the name of an error of an allowed kind, with a message to read.
+    """Return "success", or the name of the allowed kind of error that an input raised; check that it has a message.
 
     Args:
-        work: what is done with the input.
-        told: the input, to make it again.
-        works_on: an input that is taken has work done on it, such as measuring, that may take longer.
+        work: function that uses the input.
+        told: description of the input, to reproduce it.
+        works_on: whether an accepted input starts work, such as measuring, that may take longer.
     """
     raised: BaseException | None = None
     with limits(told, lambda: PATIENCE if works_on and raised is None else SECONDS):
@@ -79,7 +79,7 @@ EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
-    """All that is in a folder: contents by digest, kinds of file, and where links lead."""
+    """Return everything in a folder: contents by digest, kinds of file, and targets of links."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         status = os.lstat(path)
@@ -92,5 +92,5 @@ def snapshot(folder: Path) -> dict[str, Any]:
 
 
 def said(counts: Counter[str]) -> str:
-    """The outcomes in a line."""
+    """Return the outcomes in one line."""
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())

@@ -1,4 +1,4 @@
-"""Malformed inputs, made from sound ones: by a seeded generator, so that a failure can be made again."""
+"""Malformed inputs made from sound ones, by a seeded generator, so that a failure can be reproduced."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _OTHERS: list[Callable[[], Any]] = [
 
 
 def nested(depth: int) -> Any:
-    """Lists and objects by turns, within each other."""
+    """Return lists and objects alternately nested in each other."""
     value: Any = 1
     for level in range(depth):
         value = [value] if level % 2 else {"a": value}
@@ -61,7 +61,7 @@ def nested(depth: int) -> Any:
 
 
 def odd_value(rng: random.Random) -> Any:
-    """A value that hardly belongs where it will stand."""
+    """Return a value that is hardly valid in the place where it will be put."""
     kind = rng.random()
     if kind < 0.35:
         return rng.choice(_ODD_STRINGS)
@@ -82,7 +82,7 @@ def _places(document: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
 
 
 def mutated(rng: random.Random, document: Any) -> Any:
-    """A document with one to three changes."""
+    """Return a copy of a document with one to three changes."""
     document = copy.deepcopy(document)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         places = _places(document)
@@ -110,7 +110,7 @@ def mutated(rng: random.Random, document: Any) -> Any:
 
 
 def as_bytes(rng: random.Random, document: Any) -> bytes:
-    """A document as a file holds it, often not quite."""
+    """Return a document as the bytes of a file, often damaged."""
     text = json.dumps(document)
     change = rng.random()
     if change < 0.5:
@@ -143,7 +143,7 @@ def as_bytes(rng: random.Random, document: Any) -> bytes:
 
 
 def put(rng: random.Random, path: Path, content: bytes) -> Path:
-    """A file of this content, or now and then what is no such file at all; returns what to call it."""
+    """Write a file of this content, or now and then create something else there; return the path to use."""
     kind = rng.random()
     if kind < 0.88:
         path.write_bytes(content)
@@ -159,7 +159,7 @@ def put(rng: random.Random, path: Path, content: bytes) -> Path:
         with socket.socket(socket.AF_UNIX) as server:
             try:
                 server.bind(str(path))
-            except OSError:  # its path is too long for one
+            except OSError:  # the path is too long for a socket
                 path.write_bytes(content)
     elif kind < 0.985:
         return path.with_name("n" * 300)

@@ -1,8 +1,8 @@
 """Malformed inputs of every kind that the library reads.
 
-Each one comes to success, or to a ValueError, TypeError or FileNotFoundError (on the command line: status 2 and one
-line on stderr), within two seconds and one gigabyte, and nobody's files are changed. A thousand in the ordinary run;
-ten times as many with `pytest -m nightly`. A failure names the seed that makes it again.
+Each one succeeds, or raises a ValueError, TypeError or FileNotFoundError (on the command line: status 2 and one line on
+stderr), within two seconds and one gigabyte, and no file of the user is changed. A thousand in the ordinary run; ten
+times as many with `pytest -m nightly`. A failure names the seed that reproduces it.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ TIMES_NIGHTLY = 10
 
 OURS = "all but the last row of a folder of ours is left as it is"
 Attempt = Callable[[random.Random, Path], tuple[Callable[[], Any], str, bool | str]]
-"""`(rng, an empty folder) → what is done, what it is, whether it only reads, or `OURS`."""
+"""Function `(rng, empty folder)` → the work, a description of its input, and whether it only reads, or `OURS`."""
 
 
 def run(kind: str, count: int, attempt: Attempt, folder: Path) -> Counter[str]:
-    """Makes so many inputs of a kind, each in a folder of its own."""
+    """Try so many inputs of a kind, each in a folder of its own; return the number of each outcome."""
     counts: Counter[str] = Counter()
     for number in range(count):
         here = folder / uuid.uuid4().hex[:8]
@@ -83,7 +83,7 @@ def run(kind: str, count: int, attempt: Attempt, folder: Path) -> Counter[str]:
         told = f"{kind} {number}: {told[:500]!r}"
         before = snapshot(here)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a config may be used, and warn of what is odd in it
+            warnings.simplefilter("ignore", UserWarning)  # a usable config may warn of odd values
             counts[outcome(work, told, works_on=kind == "commands")] += 1
         after = snapshot(here)
         if only_reads is OURS:
@@ -127,7 +127,7 @@ def config_dict(rng: random.Random, folder: Path) -> tuple[Callable[[], Any], st
         return lambda: SelfSpeculativeConfig.from_dict(document), repr(document)[:300], True
     part = rng.choice(list(PARTS))
     document = mutated(rng, CONFIG[part])
-    # A keyword that is none is for Python to refuse.
+    # Unknown keywords are refused by Python itself.
     if rng.random() < 0.5 or not isinstance(document, dict) or not document.keys() <= CONFIG[part].keys():
         return lambda: PARTS[part].from_dict(document), f"{part}: {document!r:.300}", True
     return lambda: PARTS[part](**document), f"{part}(**{document!r:.300})", True
@@ -136,7 +136,7 @@ def config_dict(rng: random.Random, folder: Path) -> tuple[Callable[[], Any], st
 @pytest.fixture(scope="module")
 def model() -> Any:
     model = enable_self_speculative(tiny_model("llama"))
-    for precision in (None, "int8", "int4"):  # kernels are compiled once a machine, not at some input's expense
+    for precision in (None, "int8", "int4"):  # kernels are compiled here, outside the time of any input
         config = SelfSpeculativeConfig(SkipConfig(attention=[1]), precision=precision)
         model.generate(prompt(8), max_new_tokens=8, do_sample=False, self_speculative=config)
     return model
@@ -218,7 +218,7 @@ def data_file(rng: random.Random, folder: Path) -> tuple[Callable[[], Any], str,
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands leave: results of two kinds, a search's folder, a journal, and a tiny model."""
+    """Return a folder of sound outputs of the commands: two kinds of results, a search, a journal, and a tiny model."""
     folder = tmp_path_factory.mktemp("sound")
     tokenizer = tiny_tokenizer()
     tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=4096).save_pretrained(folder / "model")
@@ -244,7 +244,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _spoil(rng: random.Random, folder: Path) -> str:
-    """Mutates one or two of a folder's files."""
+    """Mutate one or two of a folder's files; return a description of the changes."""
     told = []
     for _ in range(rng.choice([1, 1, 2])):
         files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in (".json", ".jsonl", ".md"))
@@ -271,7 +271,7 @@ def _spoil(rng: random.Random, folder: Path) -> str:
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # it was spoilt once before
+    except (ValueError, RecursionError):  # the file was spoilt before
         return {"text": text[:100]}
 
 
@@ -297,7 +297,7 @@ def results_of(sound: Path) -> Attempt:
             with RunFolder(run, _loaded((sound / "evaluation" / "config.json").read_text())):
                 pass
 
-        # What a kill may have left of the last row is dropped; the run goes on.
+        # A last row that a kill may have cut short is dropped, and the run continues.
         return enter, told, OURS
 
     return attempt
@@ -360,7 +360,7 @@ def measurement(rng: random.Random, folder: Path) -> tuple[Callable[[], Any], st
             assert written[0].parent == costs
             put(rng, written[0], content)
             result = keeping.cached_measurement(module, described, lambda: {"1": 1.0}, use=use)
-            use(result)  # the stored answer, or the one that was measured anew
+            use(result)  # the stored result, or one that was measured anew
         finally:
             os.environ["SSD_GENERATION_CACHE"] = before
 
@@ -431,7 +431,7 @@ def commands_of(sound: Path, capfd: pytest.CaptureFixture[str]) -> Attempt:
                 [odd],
             ]
         )
-        # What a shell can pass on.
+        # Only characters that a shell can pass.
         arguments = [re.sub("[\0\ud800-\udfff]", "", argument) for argument in arguments]
 
         def work() -> None:
@@ -440,7 +440,7 @@ def commands_of(sound: Path, capfd: pytest.CaptureFixture[str]) -> Attempt:
                 main(arguments)
             captured = capfd.readouterr()
             assert left.value.code in (0, 2), (left.value.code, captured.err[-500:])
-            # An answer goes into a file or a pipe as it is.
+            # The text that `generate` prints is not escaped, for files and pipes.
             for stream in captured if arguments[0] != "generate" else [captured.err]:
                 acting = re.findall("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", stream)
                 assert not acting, (acting, stream[:300])
@@ -508,5 +508,5 @@ def test_measurements_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(ValueError, match="SSD_GENERATION_CACHE"):
         files.default_cache_dir()
-    # What was measured is then known to this process only.
+    # The measurement is then available in this process only.
     assert keeping.cached_measurement(torch.nn.Linear(1, 1), {"what": "homeless"}, lambda: 3) == 3

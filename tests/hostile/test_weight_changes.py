@@ -1,11 +1,11 @@
-"""Weights that change between calls, in the middle of one, and under it by another thread.
+"""Weights that change between calls, in the middle of one, and during one by another thread.
 
-Each change is made in a process of its own: none dies, and the text is plain decoding's, or the call says that it was
-changed. A failure names the seed that makes it again (`weights_worker.change`).
+Each change is made in a process of its own. None crashes, and the text is that of plain decoding, or the call reports
+that weights were changed. A failure names the seed that reproduces it (`weights_worker.change`).
 
-What this library cannot prevent: torch frees the memory of a weight that another thread replaces, even in the middle of
-an operator that reads it, so plain `generate` dies of such threads, too. A process may die in an operator of torch; in
-the kernels of this library it may not.
+This library cannot prevent one case: torch frees the memory of a weight that another thread replaces, even in the
+middle of an operator that reads it, so plain `generate` crashes with such threads, too. A process may crash in an
+operator of torch, but not in the kernels of this library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def assert_right(found: dict[str, Any]) -> None:
         assert found["texts"] == "alive", found
         return
     for plain, ours in zip(found["plain"], found["ours"], strict=True):
-        if isinstance(plain, str):  # of a model that nobody can run any more
+        if isinstance(plain, str):  # the model can no longer run
             assert isinstance(ours, str), found
         elif isinstance(ours, str):
             is_refused = REFUSED in ours and found["when"] != "between"

@@ -1,1 +1,1 @@
-"""Programs with which maintainers measure: `python -m tests.lab.NAME` from the root of a checkout, see README.md."""
+"""Measuring programs for maintainers: `python -m tests.lab.NAME` from the root of a checkout, see README.md."""

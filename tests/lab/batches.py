@@ -1,9 +1,9 @@
-"""Speed of batches, by the ways of this library and by plain `generate`.
+"""Speed of batches, by the methods of this library and by plain `generate`.
 
     python -m tests.lab.batches [--model FOLDER] [--dtype bfloat16] [--rows 1 2 4 8] [--new-tokens 48]
                                                [--repeats 3] [--json]
 
-Prompts of the package of at most 128 tokens, padded at the left, of each category in turn; methods are interleaved.
+Built-in prompts of at most 128 tokens, padded at the left, of each category in turn; methods are interleaved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tables import as_markdown
 __all__ = ["measure_batches"]
 
 LONGEST = 128
-"""Tokens of a prompt: one long prompt would make a long one of every row."""
+"""Most tokens of a prompt: one long prompt would pad every row to its length."""
 
 
 def _batch(tokenizer: Any, rows: int) -> dict[str, torch.Tensor]:
@@ -53,17 +53,17 @@ def measure_batches(
     Args:
         model: a transformers model; it is enabled.
         tokenizer: its tokenizer.
-        rows: texts in a batch.
-        new_tokens: of each text; end-of-sequence is off.
+        rows: numbers of texts in a batch.
+        new_tokens: number of new tokens of each text; end-of-sequence is off.
         repeats: timed calls of each method, after one to warm up.
 
     Returns:
         For each size: `rows`, `plain_tokens_per_second` (of all rows together, median), and by method `speedup` over
-        plain in the same round (as `spread`), `same_texts` (rows whose text is plain's) and the `acceptance_rate`; and
-        `alone`, rows whose undrafted text is that of their prompt alone.
+        plain in the same round (as `spread` gives it), `same_texts` (number of rows whose text is plain's) and the
+        `acceptance_rate`; and `alone`, the number of rows whose undrafted text is that of their prompt alone.
 
     Raises:
-        ValueError: there are not so many short prompts.
+        ValueError: a batch has no rows, or more rows than there are short prompts.
     """
     enable_self_speculative(model)
     options = greedy_options(new_tokens)
@@ -85,7 +85,7 @@ def measure_batches(
 
 
 def _texts_alone(model: Any, batch: dict[str, torch.Tensor], texts: torch.Tensor, options: Mapping[str, Any]) -> int:
-    """Rows whose undrafted text in the batch is the one of their prompt alone."""
+    """Count the rows whose undrafted text in the batch is that of their prompt alone."""
     same = 0
     for row, text in enumerate(texts):
         seen = batch["attention_mask"][row] != 0
@@ -96,7 +96,7 @@ def _texts_alone(model: Any, batch: dict[str, torch.Tensor], texts: torch.Tensor
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.

@@ -1,10 +1,10 @@
-"""Speed-up of text that a grammar constrains: JSON by a schema, with xgrammar and outlines.
+"""Speed-up of grammar-constrained text: JSON by a schema, with xgrammar and outlines.
 
     python -m tests.lab.constrained [--model FOLDER] [--dtype bfloat16] [--new-tokens 96] [--repeats 2]
                                                    [--requests tests/schemas.json] [--json]
 
-Three requests of the package's own, or those of a file, each with each library; methods are interleaved. A matcher
-follows one text, so each call has a new processor; making it is not timed.
+Three built-in requests, or those of a file, each with each library; methods are interleaved. A matcher follows one
+text, so each call gets a new processor, whose creation is not timed.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ REQUESTS: Requests = (
         ),
     ),
 )
-"""A request, and the schema of its answer."""
+"""Pairs of a request and the schema of its answer."""
 
 Maker = Callable[[], LogitsProcessor]
-"""Makes a processor for one text."""
+"""Function that makes a processor for one text."""
 
 
 def _xgrammar(tokenizer: Any, vocabulary: int, schema: str) -> Maker:
@@ -116,7 +116,7 @@ def requests_in(file: Path) -> Requests:
     """Read requests from a file: a list of `{"request": …, "schema": …}`.
 
     Args:
-        file: JSON.
+        file: JSON file.
     """
     return tuple((one["request"], one["schema"]) for one in json.loads(file.read_text(encoding="utf-8")))
 
@@ -129,13 +129,13 @@ def measure_constrained(
     Args:
         model: a transformers model; it is enabled.
         tokenizer: its tokenizer.
-        new_tokens: of each text at the most; it ends where its JSON does.
+        new_tokens: most new tokens of a text, which ends where its JSON does.
         repeats: timed calls of each method, after one to warm up.
-        requests: a request and the schema of its answer, each; by default `REQUESTS`.
+        requests: pairs of a request and the schema of its answer; by default `REQUESTS`.
 
     Returns:
-        For each library: by method `speedup` over plain in the same round (as `spread`), `same_texts` of how many
-        `texts`, and the `acceptance_rate` of all drafted tokens.
+        For each library: the number of `texts`, and by method the `speedup` over plain in the same round (as `spread`
+        gives it), `same_texts` (number of texts that are plain's), and the `acceptance_rate` of all drafted tokens.
 
     Raises:
         ImportError: a library is not installed (extra `dev`).
@@ -169,7 +169,7 @@ def measure_constrained(
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.

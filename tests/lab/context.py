@@ -1,9 +1,9 @@
-"""The cost of a draft step and of a round as the context grows, relative to a plain step.
+"""Cost of a draft step and of a round as the context grows, compared with a plain step.
 
     python -m tests.lab.context [--model demo] [--contexts 128 512 2048 8000] [--draft-length 2]
 
-All passes are interleaved, after one prefix of random tokens; times are medians in milliseconds. "transformers" is a
-step of its own plain decoding (its cache copies all keys and values for each token), "plain step" one of this library's
+All passes are interleaved, after a prefix of random tokens; times are medians in milliseconds. "transformers" is a step
+of its own plain decoding (its cache copies all keys and values for each token), "plain step" one of this library's
 loop.
 """
 
@@ -48,12 +48,12 @@ def measure_contexts(
     Args:
         model: the target model.
         contexts: prefix lengths, in tokens.
-        draft_length: tokens drafted in a round, ≥ 1.
-        repeats: how often each pass is timed.
+        draft_length: number of tokens drafted in a round, ≥ 1.
+        repeats: number of times each pass is timed.
 
     Returns:
-        For each context, by pass, median, least and greatest milliseconds; a round is `draft_length` draft steps and a
-        verification pass.
+        For each context, by pass, `median`, `least` and `greatest` milliseconds; a round is `draft_length` draft steps
+        and a verification pass.
     """
     results = []
     with torch.inference_mode():
@@ -110,7 +110,7 @@ def _upstream_step(model: Any, context: int) -> Callable[[], float]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.

@@ -35,7 +35,7 @@ Estimator = Callable[[Any, SelfSpeculativeConfig, VerifiedText, int], Acceptance
 
 
 ESTIMATORS: Mapping[str, Estimator] = {
-    # One parallel pass of the draft over the text, as in SWIFT: the draft's keys and values for the whole prefix.
+    # One parallel pass of the draft over the text, as in SWIFT, with the draft's keys and values for the whole prefix.
     # Each token counts, whatever its depth.
     "one round for all": lambda model, config, text, depth: judge_rounds(
         model, config, text, [0], len(text), lambda matches: matches.T
@@ -55,7 +55,7 @@ ESTIMATORS: Mapping[str, Estimator] = {
 
 
 def random_skips(model: Any, count: int, seed: int = 0) -> list[SkipConfig]:
-    """Random skip sets of one to eight sub-layers."""
+    """Return random skip sets of one to eight sub-layers."""
     layout = locate_sublayers(model)
     generator = random.Random(seed)
     inner = range(2, len(layout) - 1) if len(layout) > 6 else range(len(layout))
@@ -81,18 +81,18 @@ def compare_estimators(
     draft_length: int = 4,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Predicted against measured accepted tokens per round, by estimator.
+    """Compare predicted with measured accepted tokens per round, by estimator.
 
     Args:
         model: the target model; it is enabled.
-        calibration: the texts.
-        skips: the drafts.
-        draft_length: tokens drafted in a round.
+        calibration: calibration texts.
+        skips: skip sets of the drafts.
+        draft_length: number of tokens drafted in a round.
         progress: callback with the number of drafts done.
 
     Returns:
-        By estimator: correlation with what was measured, mean difference and mean absolute difference in accepted
-        tokens per round; passes, inputs and seconds per draft. And the points themselves.
+        By estimator: correlation with the measured numbers, mean difference and mean absolute difference in accepted
+        tokens per round; passes, inputs and seconds per draft. Also the points themselves.
     """
     enable_self_speculative(model)
     points: dict[str, list[float]] = {name: [] for name in ("measured", *ESTIMATORS)}
@@ -145,7 +145,7 @@ def _tokens(acceptance: Acceptance, draft_length: int) -> float:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.

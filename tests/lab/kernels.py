@@ -2,10 +2,10 @@
 
     python -m tests.lab.kernels [--model demo] [--dtype float32] [--rows 1 2 4 8] [--repeats 7] [--json]
 
-Passes of the target model and of drafts in int8 and int4 (LM head too), over so many tokens after 64. Each is timed as
-a whole and then in parts: the kernels of one kind one after the other, without the others. The rest of a pass is
-Python, and whatever torch computes between lists of kernels. Times are medians. "Memory" is the speed at which torch
-adds up a large tensor, measured between the passes: on a shared machine it may change within minutes.
+Passes of the target model and of drafts in int8 and int4 (LM head included), over so many tokens after a prefix of 64.
+Each is timed as a whole and then in parts: all kernels of one kind in a row, without the others. The rest of a pass is
+Python, and what torch computes between lists of kernels. Times are medians. "Memory" is the speed at which torch sums a
+large tensor, measured between the passes: on a shared machine it may change within minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .program import Program
 __all__ = ["measure_kernels"]
 
 _LARGE = 1 << 28
-"""Bytes of the tensor that is added up: more than any cache holds."""
+"""Bytes of the tensor that is summed: more than any cache holds."""
 
 _HEAD = "LM head"
 
@@ -50,17 +50,17 @@ def measure_kernels(model: Any, rows: list[int], repeats: int = 7) -> dict[str, 
 
     Args:
         model: a transformers model on the CPU, enabled.
-        rows: tokens of the passes, 1 to 24.
-        repeats: how often each is timed.
+        rows: numbers of tokens in a pass, each 1 to 24.
+        repeats: number of times each pass is timed.
 
     Returns:
-        Seconds and bytes of `passes`, by weights and tokens: `seconds` of the pass, `in_kernels` of it within lists of
-        kernels, and of the `parts` of these lists `seconds`, and for linear layers `bytes`, `layers` and `torch`, the
-        seconds that torch's kernels take for the same layers; `memory`, in bytes per second, while that was measured.
-        `memory` of all of them is the median.
+        `passes`, one for each kind of weights and number of tokens: `seconds` of the pass; `in_kernels`, those within
+        lists of kernels; `parts` of these lists with their `seconds`, and for linear layers `bytes`, `layers` and
+        `torch`, the seconds that torch's kernels take for the same layers; and `memory`, the speed of memory meanwhile,
+        in bytes per second. The `memory` of the whole is the median over the passes.
 
     Raises:
-        ValueError: no code is made for this processor, or this model's passes do not run by it.
+        ValueError: no kernels are compiled for this processor, or the model's passes do not run by them.
     """
     reason = why_not()
     if reason is not None:
@@ -121,7 +121,7 @@ def _pass(captured: CapturedPasses, cache: Cache, count: int, repeats: int) -> d
 
 @contextmanager
 def _taken_apart(parts: dict[str, dict[str, Any]]) -> Iterator[list[float]]:
-    """Lists of kernels are timed, then by parts, whose seconds are added up over the lists of a pass."""
+    """Time lists of kernels, and then their parts, whose seconds are added up over the lists of a pass."""
     original, seconds, sums = KernelList.__call__, list[float](), dict[str, float]()
 
     def timed(self: KernelList, attention: Any, *inputs: torch.Tensor) -> Any:
@@ -146,7 +146,7 @@ def _taken_apart(parts: dict[str, dict[str, Any]]) -> Iterator[list[float]]:
 
 
 def _by_part(kernels: KernelList) -> dict[str, list[int]]:
-    """Numbers of a list's kernels by what they compute; linear layers by their shape, the last of all apart."""
+    """Return the indices of a list's kernels by what they compute: linear layers by shape, the LM head separately."""
     found: dict[str, list[int]] = {}
     for at, step in enumerate(kernels.steps):
         name = {"append": "attention", "attend": "attention"}.get(step.name, step.name)
@@ -159,7 +159,7 @@ def _by_part(kernels: KernelList) -> dict[str, list[int]]:
 
 
 def _about_linears(kernels: KernelList) -> dict[str, Any]:
-    """Return the bytes that linear layers of one shape read, and torch's seconds; nothing for other kernels."""
+    """Return bytes read, number and torch's seconds of linear layers of one shape; nothing for other kernels."""
     layers = [step.held for step in kernels.steps if isinstance(step.held, NativeLinear)]
     if not layers:
         return {}
@@ -177,13 +177,13 @@ def _about_linears(kernels: KernelList) -> dict[str, Any]:
 
 
 def _of_torch(layer: NativeLinear, x: torch.Tensor) -> Callable[[], Any]:
-    """The same layer by torch's own kernel."""
+    """Return a function that computes the same layer by torch's own kernel."""
     weight, bias, scales = layer.held[:3]
     if scales is None:
         return lambda: functional.linear(x, weight, bias)
     scales = scales.to(torch.bfloat16)
     if scales.ndim == 1:
-        weight = weight.view(torch.int8)  # packed ones as they lie: torch takes as long over any numbers
+        weight = weight.view(torch.int8)  # in its packed order: torch takes as long over any numbers
         return lambda: torch._weight_int8pack_mm(x, weight, scales)
     group = layer.columns // scales.shape[1]
     packed = torch._convert_weight_to_int4pack_for_cpu(
@@ -237,7 +237,7 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.

@@ -1,13 +1,13 @@
-"""A model whose weights are on the disk, with memory for less: plain decoding and this library's, interleaved.
+"""Speed of a model with weights on the disk and less memory than weights: plain decoding and this library's.
 
     python -m tests.lab.offloaded --model FOLDER [--memory 3.3] [--tokens 48] [--json]
 
-Prompts take turns, plain decoding and `self_speculative="auto"` of each, and the texts are compared. The memory is held
-back by a control group (version 1 or 2, Linux, root), in which the page cache counts: otherwise the disk would be
-memory. The run has a copy of the model's files of its own, so that it does not read what another process has in the
-page cache. Where no group can be made, these files are dropped from the page cache before each pass of the model
-(`posix_fadvise`). Before the run, a process that makes the low-bit copies is killed in the middle (SIGKILL): what is
-measured begins with what it left.
+Plain decoding and `self_speculative="auto"` of each prompt are interleaved, and the texts are compared. A control group
+(version 1 or 2, Linux, root) limits memory, page cache included: otherwise reads would not come from the disk. The run
+has its own copy of the model's files, so that it does not read what another process has in the page cache. Where no
+group can be made, these files are dropped from the page cache before each pass of the model (`posix_fadvise`). Before
+the run, a process that makes the low-bit copies is killed in the middle (SIGKILL): the measurement begins with what
+that process left.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PROMPTS = (
 )
 
 _KILLED_AT = 12
-"""Copies on the disk when the first process is killed."""
+"""Number of copies on the disk at which the first process is killed."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ _KILLED_AT = 12
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[Path | None]:
-    """Make a control group with so many bytes of memory, page cache included; `None` where that is not possible."""
+    """Make a control group with so many bytes of memory, page cache included; yield `None` if that is not possible."""
     root = Path("/sys/fs/cgroup")
     for controllers, top, name in (("memory", root / "memory", "memory.limit_in_bytes"), ("", root, "memory.max")):
         folder = None
@@ -84,7 +84,7 @@ def memory_group(limit: int) -> Iterator[Path | None]:
 
 
 def _drop(files: Iterable[Path]) -> None:
-    """Have files read from the disk when they are read next."""
+    """Drop files from the page cache, so that they are next read from the disk."""
     for name in files:
         descriptor = os.open(name, os.O_RDONLY)
         try:
@@ -100,7 +100,7 @@ def _drop_before_passes(model: Any) -> None:
 
 
 def _own_copy(model: str, folder: str) -> str:
-    """Copy the model's files to a folder of the run's own, and drop them from memory."""
+    """Copy the model's files to a folder of the run's own, and drop them from the page cache."""
     source = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
     copied = Path(shutil.copytree(source, Path(folder) / "model"))
     _drop(path for path in copied.iterdir() if path.is_file())
@@ -108,7 +108,7 @@ def _own_copy(model: str, folder: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# in a process of its own
+# in a child process
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any]:
@@ -144,7 +144,7 @@ class _Loads:
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, in a process of its own."""
+    """Measure, in a child process."""
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
     loads = _Loads()
@@ -184,7 +184,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     for place, text in enumerate((PROMPTS * options.prompts)[: options.prompts]):
         inputs = tokenizer(text, return_tensors="pt")
         how: dict[str, Any] = sampling if options.sample else {"do_sample": False}
-        if place == 0:  # what is made, read and measured once
+        if place == 0:  # includes all that is made, read or measured once
             torch.manual_seed(place)
             call("first call", inputs, options.tokens, self_speculative="auto", **how)
         texts = {}
@@ -205,14 +205,14 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _copy(options: argparse.Namespace) -> None:
-    """Make the copies, to be killed meanwhile."""
+    """Make the low-bit copies, in a child process that is killed meanwhile."""
     torch.set_num_threads(options.threads)
     tokenizer, model = _load(options)
     model.generate(**tokenizer("a", return_tensors="pt"), max_new_tokens=3, self_speculative="auto")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# outside
+# in the parent process
 
 
 def _child(options: argparse.Namespace, group: Path | None, what: str) -> subprocess.Popen[str]:
@@ -281,7 +281,7 @@ def _table(found: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.
@@ -304,7 +304,7 @@ def main(words: Sequence[str] | None = None) -> None:
         return _copy(options)
     if options.child == "measure":
         return print(json.dumps(_measured(options)))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was made is taken away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits normally, so that the folder of the run is removed
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         options.folder = str(Path(folder) / "offloaded")
         options.model = _own_copy(options.model, folder)

@@ -3,9 +3,9 @@
     python -m tests.lab.overhead [--model FOLDER] [--draft-length 5] [--new-tokens 96] [--repeats 5]
     [--json]
 
-The draft skips nothing (an empty skip set here, the model as its own `assistant_model` there), so both accept all
-drafted tokens and make the same forward passes. The time outside these passes is that of the loop: per drafted token,
-the time inside drafting; per round, the rest (verification, acceptance, stopping criteria, bookkeeping).
+The draft skips nothing (an empty skip set in this library, the model as its own `assistant_model` in transformers), so
+both accept all drafted tokens and make the same forward passes. The time outside these passes is that of the loop: per
+drafted token, the time inside drafting; per round, the rest (verification, acceptance, stopping criteria, bookkeeping).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Clock:
         self._started = 0.0
         self._passes_in_draft = 0.0
         self._in_draft = False
-        # End of the last part of a round. Before the first target pass has ended (the preparation of the call, and the
-        # prompt) all methods are the same.
+        # End of the last part of a round; `None` until the first target pass has ended: up to there (the preparation of
+        # the call, and the prompt) all methods are the same.
         self._last: float | None = None
 
     def _part(self, started: float, ended: float) -> None:
@@ -88,7 +88,7 @@ class _Clock:
 
 
 class _Passes:
-    """Forward hooks that tell the current clock when a pass of the model begins and ends.
+    """Forward hooks that notify the current clock when a pass of the model begins and ends.
 
     They are registered once: with new hooks in each call, the library would check the model again in each call.
     """
@@ -225,7 +225,7 @@ def measure_overhead(
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.

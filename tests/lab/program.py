@@ -1,4 +1,4 @@
-"""The command line of a program: its help, and options that several programs have."""
+"""Command line of a program: its help, and options that several programs share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Program(argparse.ArgumentParser):
     """Parser of a program's command line.
 
     Args:
-        name: of the module.
+        name: name of the module.
         about: the module's docstring, which is the help.
     """
 
@@ -46,7 +46,7 @@ class Program(argparse.ArgumentParser):
         """Add options that are whole numbers from 1 on.
 
         Args:
-            **defaults: by name, such as `new_tokens`.
+            **defaults: default values by name, such as `new_tokens`.
         """
         for name, default in defaults.items():
             self._counts.append(name)
@@ -60,7 +60,7 @@ class Program(argparse.ArgumentParser):
         """Add the options of a program that writes a page from rows: `--only`, `--rows`, `--json` and `--output`.
 
         Args:
-            only: what `--only` takes, for the help.
+            only: description of the names that `--only` takes, for the help.
         """
         self.add_argument("--only", nargs="+", metavar="NAME", help=f"these {only}")
         self.add_argument("--rows", type=Path, metavar="FOLDER", help=_ROWS)
@@ -68,7 +68,7 @@ class Program(argparse.ArgumentParser):
         self.add_argument("-o", "--output", type=Path, metavar="FILE", help="write there, not to the terminal")
 
     def parsed(self, words: Sequence[str] | None) -> argparse.Namespace:
-        """Parse a command line, and end the program where a count is below 1.
+        """Parse a command line; exit with an error if a count is below 1.
 
         Args:
             words: the command line; `None` for that of the process.
@@ -81,21 +81,21 @@ class Program(argparse.ArgumentParser):
 
 
 def conditions(arguments: argparse.Namespace) -> str:
-    """Return versions, model, type, processor and threads of a run, in one line."""
+    """Return versions, model, data type, processor and threads of a run, in one line."""
     where = f"{arguments.model}, {arguments.dtype}, {cpu_name()}, {torch.get_num_threads()} threads"
     return f"{versions()}; {where}."
 
 
 def finish(arguments: argparse.Namespace, rows: Sequence[Any], page: Callable[[], str]) -> None:
-    """Write all rows, as a page or as JSON, where the command line wants them.
+    """Write all rows, as a page or as JSON, to the file or terminal that the command line chooses.
 
     Args:
-        arguments: of `Program.add_page`.
+        arguments: parsed options of `Program.add_page`.
         rows: dataclasses with `cells`.
-        page: makes the page.
+        page: function that makes the page.
 
     Raises:
-        SystemExit: of status 1 where a text is another one, so that nobody overlooks it.
+        SystemExit: with status 1 if a text differs, so that it is not overlooked.
     """
     text = json.dumps([asdict(row) for row in rows], indent=2) + "\n" if arguments.json else page()
     if arguments.output is None:

@@ -2,10 +2,10 @@
 
     python -m tests.lab.prompts [--model demo] [--dtype bfloat16] [--lengths 64 256 500 2000] [--turns 6]
 
-First tokens: plain `generate`, this library as it is by default, and with `exactness="numeric"`, interleaved; seconds,
-median and range. Prompts are parts of an English text. A conversation asks about one document, turn by turn, of 32 new
-tokens each: plain `generate` that reads all of it again in each turn, plain `generate` that hands its own cache on,
-this library by lookup, the same with `prefix_cache`. Seconds of all turns, and whether the texts are the same.
+First tokens: plain `generate`, this library with its defaults, and with `exactness="numeric"`, interleaved; median and
+range in seconds. Prompts are parts of an English text. A conversation asks about one document in turns of 32 new tokens
+each: plain `generate` that reads the whole text again in each turn, plain `generate` that passes its own cache on, this
+library with lookup, and the same with `prefix_cache`. Reports seconds of all turns, and whether the texts are the same.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def _generate(model: Any, ids: torch.Tensor, new: int, **options: Any) -> Any:
 def measure_first_tokens(
     model: Any, tokenizer: Any, lengths: Sequence[int], repeats: int
 ) -> list[dict[str, list[float]]]:
-    """Seconds of calls for one token.
+    """Time calls up to their first token.
 
     Args:
         model: the target model, enabled.
         tokenizer: its tokenizer.
-        lengths: of the prompts, in tokens.
-        repeats: of each call.
+        lengths: prompt lengths in tokens.
+        repeats: number of timed calls of each method.
 
     Returns:
         For each length, seconds by method.
     """
-    for config in _METHODS.values():  # what is measured once per machine
+    for config in _METHODS.values():  # measurements that are made once per machine
         _generate(model, _tokens(tokenizer, 64), 3, self_speculative=config)
     results = []
     for length in lengths:
@@ -92,13 +92,13 @@ def measure_first_tokens(
 
 
 def measure_conversation(model: Any, tokenizer: Any, document: int, turns: int) -> dict[str, Any]:
-    """Seconds of the turns of a conversation about a document.
+    """Time the turns of a conversation about a document.
 
     Args:
         model: the target model, enabled.
         tokenizer: its tokenizer.
-        document: its length, in tokens.
-        turns: of the conversation.
+        document: length of the document in tokens.
+        turns: number of turns.
 
     Returns:
         By method, `seconds` of each turn and `texts`.
@@ -135,7 +135,7 @@ def measure_conversation(model: Any, tokenizer: Any, document: int, turns: int) 
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.

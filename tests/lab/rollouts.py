@@ -4,8 +4,8 @@
                                                 [--learning-rate 1e-6] [--json]
 
 Needs trl and datasets, which no extra installs. Each way trains a model of its own from the same weights and seed; the
-completions have to be the same. The first step of drafting measures what it costs on this machine, where that is not
-stored, so it is left out of the medians.
+completions have to be the same. The first drafting step measures costs on this machine unless they are stored, so the
+first step is left out of the medians.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def measure_rollouts(arguments: Namespace) -> list[dict[str, Any]]:
     """Train for a few steps in both ways.
 
     Args:
-        arguments: of `main`.
+        arguments: parsed command line of `main`.
 
     Returns:
-        For plain and drafting: seconds in `generate` and of whole steps, the rollouts' tokens, and what was drafted.
+        For plain and drafting: seconds in `generate` and of whole steps, the rollouts' tokens, and draft statistics.
     """
     return [_trained(arguments, drafts) for drafts in (False, True)]
 
 
 def _trained(arguments: Namespace, drafts: bool) -> dict[str, Any]:
-    trl, datasets = import_module("trl"), import_module("datasets")  # which nothing else here needs
+    trl, datasets = import_module("trl"), import_module("datasets")  # needed by nothing else here
 
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     if drafts:
@@ -104,7 +104,7 @@ def _trained(arguments: Namespace, drafts: bool) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.

@@ -1,4 +1,4 @@
-"""Whole calls of `generate` by several methods, interleaved: what `batches` and `constrained` measure with."""
+"""Whole calls of `generate` by several methods, interleaved, for `batches` and `constrained`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS: dict[str, Any] = {
     "lookup": SelfSpeculativeConfig(lookup=True),
     "auto": "auto",
 }
-"""The name of each, and its `self_speculative=`."""
+"""Methods by name, each with its value of `self_speculative=`."""
 
 
 def drafting_methods() -> list[str]:
@@ -29,7 +29,7 @@ def drafting_methods() -> list[str]:
 
 
 def greedy_options(new_tokens: int) -> dict[str, Any]:
-    """Return options of `generate` for a greedy call of so many new tokens, end of sequence off."""
+    """Return options of `generate` for a greedy call of so many new tokens, with end-of-sequence off."""
     return {
         "max_new_tokens": new_tokens,
         "do_sample": False,
@@ -46,9 +46,9 @@ class Compared:
     """Calls of all methods on one input.
 
     Attributes:
-        timings: of the calls that count.
-        texts: by method, the output of the last call.
-        statistics: by drafting method, those of each call that counts.
+        timings: timings of the calls after the warm-up.
+        texts: output of the last call, by method.
+        statistics: statistics of each call after the warm-up, by drafting method.
     """
 
     timings: Timings
@@ -68,9 +68,9 @@ def compare(
     Args:
         model: an enabled model.
         inputs: token ids and their mask.
-        options: of each call.
-        repeats: calls of each method that count.
-        fresh: makes more options, anew for each call and outside its time.
+        options: options of each call.
+        repeats: number of timed calls of each method.
+        fresh: function that makes further options for each call, outside its time.
     """
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
     timings = Timings(METHODS, "plain")
@@ -90,5 +90,5 @@ def compare(
 
 
 def with_range(speedup: Mapping[str, float]) -> str:
-    """Return a median with the least and the greatest value, as `spread` gives them, as text."""
+    """Format a median with the least and the greatest value, as `spread` returns them."""
     return f"{speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})"

@@ -51,7 +51,7 @@ def short(error: BaseException | str) -> str:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether this library itself refuses: a ValueError that a model raised is none of its own."""
+    """Tell whether an error is a refusal by this library: a ValueError from its own code, not from a model's."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
@@ -64,8 +64,8 @@ def judged(model: Any, plain: torch.Tensor, decode: Callable[[], torch.Tensor]) 
 
     Args:
         model: an enabled model.
-        plain: its plain text, token ids.
-        decode: makes the same text by the library.
+        plain: token ids of its plain text.
+        decode: function that makes the same text with the library.
     """
     try:
         drafted = decode()
@@ -78,18 +78,18 @@ def judged(model: Any, plain: torch.Tensor, decode: Callable[[], torch.Tensor]) 
 
 
 def as_markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table as lines of Markdown.
+    """Return a table as lines of Markdown.
 
     Args:
         head: headings of the columns.
-        rows: cells, as many in each row.
+        rows: cells of each row, one for each heading.
     """
     heading = "|".join(f" {name} " if name else " " for name in head)
     return [f"|{heading}|", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 class Notes:
-    """Reasons, numbered in the order in which they come up, with those that they hold for."""
+    """Notes: reasons, numbered in the order of their first use, with the names of the rows that they apply to."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[str]] = {}
@@ -98,9 +98,9 @@ class Notes:
         """Return the text of a cell in the table, and note its reason.
 
         Args:
-            cell: the outcome.
-            reason: the same without what differs from one to the next.
-            who: the name of its row.
+            cell: outcome.
+            reason: the outcome without details that differ from row to row.
+            who: name of its row.
         """
         kind = kind_of(cell)
         if not cell or kind == YES:
@@ -114,14 +114,14 @@ class Notes:
         return f"{'crashed' if kind == 'crashed' else 'no'} ({number})"
 
     def lines(self, title: str) -> list[str]:
-        """The notes as lines of Markdown; `title` is what they call those that they hold for."""
+        """Return the notes as lines of Markdown; `title` is the word before the names that a note applies to."""
         return [
             f"{n}. {for_markdown(why)}. {title}: {', '.join(of)}." for n, (why, of) in enumerate(self._of.items(), 1)
         ]
 
 
 def counted(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A table of how many cells of each column are of which kind, as lines of Markdown.
+    """Return a table with the number of cells of each kind in each column, as lines of Markdown.
 
     Args:
         columns: headings by name.
@@ -135,7 +135,7 @@ def counted(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> li
 
 
 def versions() -> str:
-    """Versions of what a page was made with."""
+    """Return the versions of the software that a page was made with."""
     return (
         f"ssd_generation {version('ssd_generation')}, transformers {transformers.__version__}, "
         f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
@@ -146,11 +146,11 @@ def versions() -> str:
 def stored_rows(
     folder: Path | None, run: Mapping[str, Any]
 ) -> Iterator[tuple[list[dict[str, Any]], Callable[[Mapping[str, Any]], None]]]:
-    """Open the folder of a run: the rows of an earlier one, and a function that stores another one at once on the disk.
+    """Open the folder of a run; yield its stored rows, and a function that writes another row to the disk at once.
 
     Args:
-        folder: made where there is none; `None`: nothing is stored.
-        run: what is tried with what, as plain JSON types: a run does not continue another one.
+        folder: folder of the run, created if missing; `None`: nothing is stored.
+        run: description of the run, as plain JSON types; rows of a run with another description are not continued.
 
     Raises:
         OSError: the folder cannot be made or written.

@@ -1,1 +1,1 @@
-"""A tiny model of each family of transformers: is its text plain `generate`'s? For docs/models.md."""
+"""Texts of a tiny model of each family of transformers, compared with plain `generate`'s, for docs/models.md."""

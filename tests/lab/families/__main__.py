@@ -29,13 +29,13 @@ __all__ = ["main"]
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.
 
     Raises:
-        SystemExit: of status 1 where a text is another one, so that nobody overlooks it.
+        SystemExit: with status 1 if a text differs, so that it is not overlooked.
     """
     program = Program("families", __doc__)
     program.add_page("model types, instead of all")
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
             program.error(str(error))
         rows = [Row(**row) for row in found]
         done = {(row.family, row.kind) for row in rows}
-        # The children read these: nothing is fetched, and what is measured of tiny models is forgotten.
+        # Read by the child processes: nothing is downloaded, and measurements of tiny models are not retained.
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         os.environ.update(HF_HUB_OFFLINE="1", SSD_GENERATION_CACHE=folder, OMP_NUM_THREADS="1")
         for row in try_families([each for each in families if each not in done]):

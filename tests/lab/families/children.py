@@ -20,7 +20,7 @@ from .trial import COLUMNS, Row, try_family
 __all__ = ["Child", "try_families"]
 
 SECONDS = 150.0
-"""A family that takes longer hangs."""
+"""Seconds after which a family counts as hung."""
 
 
 def _work(pipe: Connection) -> None:
@@ -35,7 +35,7 @@ def _work(pipe: Connection) -> None:
 
 
 class Child:
-    """A process that tries one family after the other; another replaces it when it dies or hangs."""
+    """Process that tries one family after the other; another replaces it when it dies or hangs."""
 
     def __init__(self) -> None:
         self.family: tuple[str, Kind] | None = None
@@ -54,7 +54,7 @@ class Child:
         self.pipe.send(self.family)
 
     def outcome(self) -> Row | None:
-        """Return the row of the family under way once there is one, also where the process died or hangs."""
+        """Return the row of the current family, also if the process died or hangs; `None` while it is being tried."""
         assert self.family is not None
         (family, kind), row = self.family, None
         problem = None
@@ -83,14 +83,14 @@ class Child:
 
 
 def try_families(families: Sequence[tuple[str, Kind]], processes: int = 2) -> Iterator[Row]:
-    """`try_family` of each, in child processes.
+    """Run `try_family` for each family, in child processes.
 
     Args:
-        families: model types, and which of their classes.
-        processes: how many at the same time.
+        families: model types, each with a kind of model.
+        processes: number of child processes.
 
     Yields:
-        Rows, as they are ready. A family whose process crashes or hangs has a row that says so.
+        Rows in the order in which they are ready. A family whose process crashes or hangs has a row that reports it.
     """
     waiting = list(reversed(families))
     children = [Child() for _ in range(min(processes, len(waiting)))]

@@ -22,10 +22,10 @@ from .sizes import DEPTHS, EXCEPTIONS, FIRST_RESERVED, LAYERS, SIZES, SPECIAL_TO
 __all__ = ["KINDS_OF_MODELS", "Kind", "build", "class_name", "known_families", "on_meta", "prompts", "tiny_config"]
 
 MOST_PARAMETERS = 8_000_000
-"""A model with more was not made small: nothing is allocated for it."""
+"""Most parameters of a model: one with more was not made small, and no memory is allocated for it."""
 
 PROMPT = 12
-"""Tokens of a prompt: more than a sliding window or a chunk of attention (8 tokens) holds."""
+"""Length of a prompt in tokens: more than a sliding window or a chunk of attention (8 tokens) holds."""
 
 Kind = Literal["causal", "image-text"]
 KINDS_OF_MODELS: tuple[Kind, ...] = ("causal", "image-text")
@@ -44,7 +44,7 @@ def class_name(family: str, kind: Kind = "causal") -> str:
 
 
 def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
-    """Arguments that make a config of this class small, the configs inside it included."""
+    """Return arguments that make a config of this class small, the configs inside it included."""
     arguments: dict[str, Any] = {}
     parts = getattr(config_class, "sub_configs", {})
     whole = config_class() if parts else None
@@ -82,7 +82,7 @@ def _small_arguments(config_class: type[Any], family: str) -> dict[str, Any]:
 
 
 def _all_kinds(config_class: type[Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Lists of layer kinds in which each kind of a full-sized model occurs, where few layers would lose one."""
+    """Return lists of layer kinds with every kind of a full-sized model, where the few layers would lack one."""
     lists: dict[str, Any] = {}
     try:
         full, few = config_class(), config_class(**arguments)
@@ -102,7 +102,7 @@ def tiny_config(family: str) -> Any:
         family: a model type, such as "llama".
 
     Returns:
-        The config. Sizes that the table does not know keep the value that the class gives them.
+        The config. Sizes that are not in the table keep the value that the class gives them.
     """
     config_class = CONFIG_MAPPING[family]
     config = config_class(**_small_arguments(config_class, family))
@@ -111,7 +111,7 @@ def tiny_config(family: str) -> Any:
         ignored = getattr(part, "ignore_keys_at_rope_validation", ())
         has_axes = rope and not any(isinstance(value, dict) for value in rope.values())
         if has_axes and (rope.get("mrope_section") or "mrope_section" in ignored):
-            # Time, height and width have a share each of what is turned of a head.
+            # Time, height and width each have a share of the rotated part of a head.
             size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
             turned = int(size * rope.get("partial_rotary_factor", 1.0)) // 2
             rope["mrope_section"] = [turned // 3, turned // 3, turned - 2 * (turned // 3)]
@@ -130,7 +130,7 @@ def build(family: str, kind: Kind = "causal") -> PreTrainedModel:
 
     Args:
         family: a model type, such as "llama".
-        kind: which of its classes.
+        kind: kind of model: which of the family's classes.
 
     Returns:
         The model. Its weights are large enough for the layers to matter and for the text to be varied.
@@ -149,7 +149,7 @@ def build(family: str, kind: Kind = "causal") -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if parameter.numel() == 1 and not parameter.any():
                 parameter.fill_(0.5)  # a gate that is shut until training opens it
-            # Decays and convolutions of recurrent layers are not matrices, and keep what the class gives them.
+            # Decays and convolutions of recurrent layers are not matrices, and keep the values of the class.
             if parameter.dim() < 2 or not parameter.is_floating_point() or re.search("A_log|conv|decay", name):
                 continue
             is_embedding = re.search("emb|wte|wpe", name) is not None
@@ -163,11 +163,11 @@ def build(family: str, kind: Kind = "causal") -> PreTrainedModel:
 
 
 def prompts(picture: Picture | None = None, in_both: bool = False) -> dict[str, torch.Tensor]:
-    """Return two random prompts of unlike lengths, the shorter one padded at the left.
+    """Return two random prompts of different lengths, the shorter one padded at the left.
 
     Args:
-        picture: what the first one holds; `None`: text alone.
-        in_both: the second one holds it as well.
+        picture: picture in the first prompt; `None`: text alone.
+        in_both: whether the second prompt has it as well.
     """
     generator = torch.Generator(device="cpu").manual_seed(1)
     ids = torch.randint(3, FIRST_RESERVED, (2, PROMPT), generator=generator, device="cpu")

@@ -138,7 +138,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row], notes: Notes) -> list[str]:
-    """Return the lines of a table. Reasons are added to the notes, with the families that they hold for."""
+    """Return the lines of a table; add reasons to the notes, with the families that they apply to."""
     with_picture = any(row.kind == "image-text" for row in rows)
     headings = ["family", "class", *(["picture"] if with_picture else []), *COLUMNS.values()]
     lines = []

@@ -1,7 +1,7 @@
-"""A picture for a tiny image-text model: pixel values, and the tokens that represent it in the prompt.
+"""Picture for a tiny image-text model: pixel values, and the tokens that represent it in the prompt.
 
-Every family wants pixels in a shape of its own, which its processor would make. No processor is needed here: the shapes
-that there are get tried one after the other, and the model itself says how many tokens a picture takes. What is found
+Every family takes pixels in a shape of its own, which its processor would make. No processor is needed here: all known
+shapes are tried one after the other, and the model itself gives the number of tokens that a picture takes. The picture
 has to matter: other pixels in the same shape must change the logits.
 """
 
@@ -38,13 +38,13 @@ _ALONG = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in the shape that a model wants.
+    """Picture in the shape that a model takes.
 
     Attributes:
-        arguments: of the model's pass over the prompt, such as `pixel_values`.
-        token: that represents the picture in the prompt.
-        count: how many of them.
-        along: names of arguments as long as the prompt: which tokens represent a picture, or which ones see it.
+        arguments: arguments of the model's pass over the prompt, such as `pixel_values`.
+        token: token that represents the picture in the prompt.
+        count: number of these tokens.
+        along: names of arguments as long as the prompt: they mark the tokens that represent a picture, or that see it.
         opening: the token before these, or `None`.
     """
 
@@ -60,11 +60,11 @@ class Picture:
         return torch.cat((before, before.new_tensor([tokens]), after), dim=1)
 
     def inputs(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Return the arguments of a call: ids `(B, n)` with the picture's tokens in some row, and what goes with them.
+        """Return the arguments of a call: ids `(B, n)` with the picture's tokens in some row, mask, and the picture.
 
         Args:
-            ids: the prompts, which hold the picture once.
-            mask: over them; by default nothing is masked.
+            ids: prompts, which hold the picture once.
+            mask: attention mask of the prompts; by default nothing is masked.
         """
         mask = torch.ones_like(ids) if mask is None else mask
         is_picture = (ids == self.token).long()
@@ -81,7 +81,7 @@ class Picture:
 
 
 def find_picture(model: Any) -> Picture:
-    """Find a random picture that the model takes, in the first shape that it does.
+    """Find a random picture that the model takes, in the first shape that works.
 
     Args:
         model: an image-text model of a tiny config.
@@ -90,21 +90,21 @@ def find_picture(model: Any) -> Picture:
         The picture. The model's pass over it was run, and other pixels give other logits.
 
     Raises:
-        ValueError: no shape that is known here will do, with the error of the last one.
+        ValueError: no known shape works; the message is the error of the last one.
     """
     config = model.config
     token = next((v for n in _IMAGE_TOKENS if isinstance(v := getattr(config, n, None), int)), None)
     takes = _taken(model)
     along = tuple(name for name in _ALONG if name in takes)
     if token is None:
-        token = int(config.get_text_config().vocab_size) - 1  # given by an argument, if at all
+        token = int(config.get_text_config().vocab_size) - 1  # if at all, an argument marks the picture
     before = torch.tensor([[5, 17, 29]], device="cpu")
     after = torch.tensor([[31, 8, 44]], device="cpu")
     said = "no shape of pixels is known for it"
     for arguments in _shapes(model):
         try:
             counts = _counts(model, arguments)
-        except Exception as error:  # whatever a model's code raises for a shape that is none of its own
+        except Exception as error:  # any error of a model's code for a shape that it does not take
             said = f"{type(error).__name__}: {error}"
             continue
         for count in counts:
@@ -131,7 +131,7 @@ def _logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _counts(model: Any, arguments: dict[str, torch.Tensor]) -> list[int]:
-    """Return how many tokens the picture may take: the model's own answer, or the numbers in its config."""
+    """Return the numbers of tokens the picture may take: the model's own answer, or candidates from its config."""
     features = getattr(model, "get_image_features", None)
     if features is not None and not _takes_anything(features):
         wanted = inspect.signature(features).parameters
@@ -146,7 +146,7 @@ def _counts(model: Any, arguments: dict[str, torch.Tensor]) -> list[int]:
     for config in (model.config, getattr(model.config, "vision_config", None)):
         counts += [count for name in _COUNTS if isinstance(count := getattr(config, name, None), int)]
     patches = _patches(next(value for value in arguments.values() if value.is_floating_point()), model)
-    # None at all: the picture comes before the text without tokens, or is seen by cross-attention.
+    # The last is none at all: the picture precedes the text without tokens, or is seen by cross-attention.
     return [
         count
         for count in dict.fromkeys((*counts, patches, patches + 1, patches // 4, patches // 16, 0))
@@ -155,7 +155,7 @@ def _counts(model: Any, arguments: dict[str, torch.Tensor]) -> list[int]:
 
 
 def _taken(model: Any) -> set[str]:
-    """Return the names of arguments that the model's pass takes, or the functions that it hands them on to."""
+    """Return the names of arguments that the model's pass takes, or the functions that it passes them on to."""
     functions = [type(model).forward]
     for owner in (model, getattr(model, "model", None)):
         functions += [f for f in (getattr(owner, "get_image_features", None), getattr(owner, "forward", None)) if f]
@@ -167,7 +167,7 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
 
 
 def _rows(features: Any) -> int:
-    """Vectors in the features of a picture, of whatever shape they are."""
+    """Return the number of vectors in the features of a picture, whatever their shape."""
     if isinstance(features, torch.Tensor):
         return features.numel() // features.shape[-1]
     return sum(map(_rows, features))
@@ -191,7 +191,7 @@ def _patches(pixels: torch.Tensor, model: Any) -> int:
 
 
 def _shapes(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Pixel values, with the sizes and masks that go with them, in every shape that some family has."""
+    """Yield pixel values, with the sizes and masks that belong to them, in every shape that some family takes."""
     config = model.config
     vision = next((v for n in ("vision_config", "vq_config") if (v := getattr(config, n, None)) is not None), config)
     takes = _taken(model)

@@ -1,4 +1,4 @@
-"""Sizes of tiny models: what each argument of a config class becomes, by its name, and the exceptions by family."""
+"""Sizes of tiny models: values of the arguments of config classes by name, and the exceptions by family."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["DEPTHS", "EXCEPTIONS", "FIRST_RESERVED", "LAYERS", "SIZES", "SPECIAL
 VOCABULARY = 96
 LAYERS = 4
 FIRST_RESERVED = 72
-"""First token that may represent pictures and the like, by a config: prompts with a picture hold none from here on."""
+"""First token id that configs may use for pictures and the like: the random tokens of prompts are smaller."""
 _SPECIAL = (
     "image_token_id image_token_index video_token_id video_token_index audio_token_id image_start_token_id "
     "image_end_token_id vision_start_token_id vision_end_token_id video_start_token_id video_end_token_id"
 )
 SPECIAL_TOKENS = {name: VOCABULARY - 1 - place for place, name in enumerate(_SPECIAL.split())}
 
-# What a size-like argument of a config class becomes, by its name. Arguments whose default is None or 0 are left
-# alone: the class works them out, or has no such part.
+# Values of the size-like arguments of config classes, by name. Arguments whose default is None or 0 are left alone:
+# the class derives them, or has no such part.
 _WIDTH, _INNER, _HEADS, _HEAD, _WINDOW, _EXPERTS = 32, 48, 4, 8, 8, 4
 _DEPTHS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks encoder_layers "
@@ -101,7 +101,7 @@ DEPTHS = frozenset(_DEPTHS.split())
 """Numbers of layers."""
 SIZES: dict[str, int] = {name: size for size, names in _NAMES for name in names.split()}
 
-# Arguments that a class needs besides, or that it has under the name of something else.
+# Further arguments that a class needs, or whose names mean something else in it.
 _HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _WINDOWED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _CONVOLVED = ["conv", "full_attention"] * (LAYERS // 2)
@@ -132,7 +132,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (32, 16)},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2)},
-    # What is below takes pictures.
+    # The families below take pictures.
     "aria": {"projector_patch_to_query_dict": {16: 4, 4: 2}},
     "blip-2": {"image_token_index": SPECIAL_TOKENS["image_token_index"]},
     "chameleon": {"vocabulary_map": {"<image>": SPECIAL_TOKENS["image_token_id"]}},

@@ -1,4 +1,4 @@
-"""Try one family: its self-speculative texts are compared with its plain ones."""
+"""Trial of one family: comparison of its self-speculative texts with its plain ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .sizes import LAYERS
 __all__ = ["COLUMNS", "NEW_TOKENS", "PICTURES", "Row", "try_family"]
 
 NEW_TOKENS = 28
-"""Long enough for sliding windows and chunks of attention (8 tokens) to be passed after the prompt, too."""
+"""New tokens of a text: enough to exceed sliding windows and chunks of attention (8 tokens) after the prompt, too."""
 
 PICTURES = (YES, "in both")
 
@@ -43,14 +43,14 @@ class Row:
     """Outcome of one family.
 
     Attributes:
-        family: its model type.
-        name: the class of the model.
-        cells: by column of `COLUMNS`: "yes", "WRONG", "crashed: …", or why the library refuses.
-        untried: why nothing could be tried, if so: no tiny model can be made, or its plain `generate` fails.
-        drafted: by column, the tokens that were drafted.
+        family: model type.
+        name: class of the model.
+        cells: outcomes by column of `COLUMNS`: "yes", "WRONG", "crashed: …", or the reason of a refusal.
+        untried: reason why nothing could be tried, if so: no tiny model can be made, or its plain `generate` fails.
+        drafted: numbers of drafted tokens by column.
         kind: "causal" or "image-text".
-        picture: of an image-text model, which prompts held a picture: "yes" (in the batch one of two), "in both" (in
-            the batch in both of them), or why none did.
+        picture: prompts of an image-text model that have a picture: "yes" (in the batch one of two), "in both" (in the
+            batch both of them), or the reason why none has.
     """
 
     family: str
@@ -67,7 +67,7 @@ class Row:
 
 
 def _skipped(model: Any) -> SkipConfig:
-    """Return one attention (or what replaces it) and one MLP of a model; where none can be skipped, a refused one."""
+    """Return a skip set of one attention (or what replaces it) and one MLP, or of one of them; else a refused one."""
     attentions, mlps = ([at % LAYERS for at in range(first, first + LAYERS)] for first in (1, 2))
     both = [SkipConfig(attention=[one], mlp=[other]) for one, other in itertools.product(attentions, mlps)]
     alone = [SkipConfig(**{kind: [one]}) for kind, ones in (("attention", attentions), ("mlp", mlps)) for one in ones]
@@ -79,13 +79,13 @@ def _skipped(model: Any) -> SkipConfig:
 
 
 def _requests(low_bits: bool, skip: SkipConfig) -> dict[str, tuple[SelfSpeculativeConfig, dict[str, Any]]]:
-    """Return by column the request and other options of the call. Costs are given, so that none are measured."""
+    """Return, by column, the request and other options of the call. Costs are given, so that none are measured."""
     costs = Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
     fixed = DraftingConfig(policy="fixed", max_draft_length=4)
     lookup = LookupConfig()
 
     def config(**fields: Any) -> SelfSpeculativeConfig:
-        # Bitwise exactness takes long to check and is declined here: a text depends on it at a tie only.
+        # Bitwise exactness takes long to check and is not requested: a text depends on it at a tie only.
         return SelfSpeculativeConfig(**{"drafting": fixed, "costs": costs, "exactness": "numeric", **fields})
 
     greedy = {"do_sample": False}
@@ -96,7 +96,7 @@ def _requests(low_bits: bool, skip: SkipConfig) -> dict[str, tuple[SelfSpeculati
         "low bits": (config(precision="int8"), greedy),
         "skipping": (config(skip=skip), greedy),
         "batch": (config(lookup=lookup), greedy),
-        # Low-bit drafts are often right, so that both ways out of a round are taken.
+        # Low-bit drafts are often accepted, so that some rounds end in acceptance and others in rejection.
         "sampling": (config(precision="int8", lookup=lookup) if low_bits else config(lookup=lookup), sampled),
     }
 
@@ -106,11 +106,11 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
 
     Args:
         family: a model type, such as "llama".
-        columns: what is tried, of `COLUMNS`.
-        kind: which of its classes.
+        columns: columns of `COLUMNS` to try.
+        kind: kind of model: which of the family's classes.
 
     Returns:
-        The row. Its cells say what goes wrong; nothing is raised.
+        The row, whose cells report what goes wrong; nothing is raised.
     """
     row = Row(family, class_name(family, kind), kind=kind)
     options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
@@ -145,7 +145,7 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
         request, extra = _requests(row.cells.get("low bits", YES) == YES, skip)[column]
         try:
             plain[column] = text(column, **extra)
-        except Exception as error:  # padding is beyond some models
+        except Exception as error:  # some models cannot take padding
             row.cells[column] = "plain `generate` fails: " + short(f"{type(error).__name__}: {error}")
             continue
 
@@ -158,7 +158,7 @@ def try_family(family: str, columns: Sequence[str] = tuple(COLUMNS), kind: Kind 
 
 
 def _refusal_of_class(family: str, kind: Kind) -> str | None:
-    """Return why an encoder-decoder is refused, whatever its sizes are; `None` for all others."""
+    """Return the reason for which an encoder-decoder is refused, whatever its sizes; `None` for all others."""
     if not tiny_config(family).is_encoder_decoder:
         return None
     try:
@@ -170,7 +170,7 @@ def _refusal_of_class(family: str, kind: Kind) -> str | None:
 
 
 def _inputs(model: Any, row: Row) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the inputs of a single call and of a batch. The row says whether there is a picture in them."""
+    """Return the inputs of a single call and of a batch; set in the row whether there is a picture in them."""
     picture = None
     if row.kind == "image-text":
         try:

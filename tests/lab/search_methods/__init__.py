@@ -1,1 +1,1 @@
-"""Ways of searching, compared: what each finds, and after how many passes. For docs/search.md."""
+"""Comparison of search methods for docs/search.md: what each finds, and after how many passes."""

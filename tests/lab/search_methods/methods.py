@@ -26,13 +26,13 @@ __all__ = ["METHODS", "ComparisonSettings", "SearchMethod", "check_methods", "co
 
 @dataclass(frozen=True)
 class SearchMethod:
-    """A way of searching.
+    """Search method.
 
     Attributes:
         what: description in a few words.
-        settings: of the search.
+        settings: settings of the search.
         skip_only: whether sub-layers are only skipped or not, never in low bits.
-        share: number of trials relative to the one asked for; the paper's search takes many.
+        share: number of trials relative to the requested one; the paper's search takes many.
     """
 
     what: str
@@ -69,9 +69,9 @@ class ComparisonSettings:
 
     Args:
         methods: names in `METHODS`.
-        trials: of each method, times its share, ≥ 1.
+        trials: number of trials of each method, to be multiplied by its share, ≥ 1.
         draft_memory: share of the weights' bytes that low-bit copies may take, where a method makes any.
-        timed: time the winners in generation.
+        timed: whether the winners are timed in generation.
     """
 
     methods: Sequence[str]
@@ -93,11 +93,11 @@ def compare_methods(
 
     Args:
         model: the target model.
-        texts: that drafts are judged on.
+        texts: texts that drafts are judged on.
         held_out: texts that the best drafts are judged and timed on.
-        profile: costs.
+        profile: cost profile of the model.
         storage: URL of the storage of the studies.
-        settings: which methods, and how long each searches.
+        settings: settings of the comparison.
         progress: callback with a line of text.
 
     Returns:
@@ -161,10 +161,10 @@ def compare_methods(
 
 
 def check_methods(methods: Sequence[str]) -> None:
-    """Check names of methods, and that what they need is installed.
+    """Check the names of methods, and that the packages that they need are installed.
 
     Raises:
-        ImportError: a package that one of them needs is not.
+        ImportError: a package that one of them needs is not installed.
         ValueError: there is no such method.
     """
     unknown = [name for name in methods if name not in METHODS]
@@ -175,7 +175,7 @@ def check_methods(methods: Sequence[str]) -> None:
 
 
 def _passes_until(found: Found, speedup: float) -> int | None:
-    """Return the forward passes until a draft had this theoretical speed-up; `None` where none has it."""
+    """Return the forward passes until a draft had this theoretical speed-up; `None` if none had it."""
     spent = 0
     for t, passes in zip(found.tried, found.passes, strict=True):
         spent += passes

@@ -1,4 +1,4 @@
-"""The table of a comparison, and the page and the plot of several."""
+"""Table of a comparison, and page and plot of several comparisons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["plot_methods", "put_together", "table"]
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the methods as a Markdown table; with the paper's search among them, also the passes to get as far."""
+    """Return the methods as a Markdown table; if the paper's search is among them, also the passes to equal it."""
     paper = next((name for name in ("paper", "paper-judged") if name in rows), None)
     head = ["method", "drafts", "passes", *([f"until as good as {paper}"] if paper else []), "promised"]
     head += ["on texts held back", "measured", "draft step", "acceptance"]
@@ -42,11 +42,11 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def plot_methods(founds: Mapping[str, Mapping[str, Found]], path: Path) -> None:
-    """Plot the progress of several search methods, see `plot_progress`, a panel for each model.
+    """Plot the progress of several search methods as `plot_progress` does, in a panel for each model.
 
     Args:
-        founds: by model and method.
-        path: of the file.
+        founds: results by model and method.
+        path: path of the file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -73,14 +73,14 @@ def put_together(folders: Sequence[Path], output: Path) -> str:
     """Put runs for several models on one page (methods.md), and in one plot (methods.png).
 
     Args:
-        folders: that earlier runs have written.
+        folders: folders that earlier runs have written.
         output: folder of the page and the plot.
 
     Returns:
         The page.
 
     Raises:
-        ImportError: matplotlib is not installed; the page is written then.
+        ImportError: matplotlib is not installed; the page is written all the same.
         ValueError: a folder holds no finished run, or one that cannot be read.
     """
     pages, founds = [], {}

@@ -1,1 +1,1 @@
-"""One model in every form of its weights, quantised or with adapters: is the text the same? For docs/quantised.md."""
+"""Texts of one model in every form of its weights, compared with plain `generate`'s, for docs/quantised.md."""

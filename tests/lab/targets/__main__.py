@@ -38,13 +38,13 @@ _TEXTS = (
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring.
+    """Run the command of the module's docstring.
 
     Args:
         words: the command line; `None` for that of the process.
 
     Raises:
-        SystemExit: of status 1 where a text is another one, so that nobody overlooks it.
+        SystemExit: with status 1 if a text differs, so that it is not overlooked.
     """
     names = [target.name for target in TARGETS]
     program = Program("targets", __doc__)
@@ -93,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _hush() -> None:
-    """Silence transformers, and the quantisers at each layer."""
+    """Silence transformers, and the messages of quantisers about each layer."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The forms of a model's weights: quantised by each library, read from a GGUF file, with adapters."""
+"""Forms of a model's weights: quantised by each library, read from a GGUF file, with adapters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["TARGETS", "Target"]
 
 @dataclass(frozen=True)
 class Target:
-    """A form of the model's weights.
+    """Form of the model's weights.
 
     Attributes:
-        name: what the table calls it.
-        make: loads it from a folder, or a GGUF file.
-        needs: packages that it takes.
-        states: of a model with adapters: the names of its states, and what brings the model to each.
+        name: name in the table.
+        make: function that loads it from a folder or a GGUF file.
+        needs: packages that it needs.
+        states: states of a model with adapters: functions by name that bring the model to them.
         reads_gguf: whether it is loaded from a GGUF file.
     """
 
@@ -103,7 +103,7 @@ def _gguf(file: str) -> Any:
 
 
 def _with_adapters(make: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Two LoRA adapters of random weights, `first` in use."""
+    """Return a maker that adds two LoRA adapters of random weights, with `first` in use."""
 
     def make_both(folder: str) -> Any:
         import peft

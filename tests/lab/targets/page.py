@@ -43,8 +43,8 @@ def page(rows: Sequence[Row], model: str, needed: Sequence[str] = ()) -> str:
     """Return all outcomes as a page of Markdown.
 
     Args:
-        rows: of the forms and states.
-        model: what the model is called.
+        rows: rows of the forms and states.
+        model: name of the model.
         needed: packages whose versions are listed.
     """
     tried = [row for row in rows if row.untried is None]

@@ -1,4 +1,4 @@
-"""Try one form: its self-speculative texts are compared with its plain ones."""
+"""Trial of one form: comparison of its self-speculative texts with its plain ones."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Row:
     """Outcome of one form, in one state.
 
     Attributes:
-        name: of the form, and of the state of its adapters.
-        cells: by column of `COLUMNS`: "yes", "WRONG", "crashed: …", or why the library refuses.
-        untried: why nothing could be tried.
-        alone: what is done for each token by itself in passes over several.
-        apart: how far the logits of passes over 8 tokens lie from those of passes over one, in standard deviations, at
-            the most: with the model as it is, and with that done.
-        drafted: by column, the tokens that were drafted.
+        name: name of the form, and of the state of its adapters.
+        cells: outcomes by column of `COLUMNS`: "yes", "WRONG", "crashed: …", or the reason of a refusal.
+        untried: reason why nothing could be tried.
+        alone: parts of the model that passes over several tokens run for each token separately.
+        apart: largest distance of the logits of passes over 8 tokens from those of passes over one, in standard
+            deviations: with the model as it is, and with those parts run separately.
+        drafted: numbers of drafted tokens by column.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Row:
 
 
 def _requests(layers: int) -> dict[str, tuple[Any, dict[str, Any], bool]]:
-    """Return by column the request, other options of the call, and whether it is a batch. Costs are given."""
+    """Return, by column, the request, other options of the call, and whether it is a batch. Costs are given."""
     costs = Costs(plain_step=1.0, draft_step=0.1, verify=[(1, 1.0), (16, 1.1)])
     fixed = DraftingConfig(policy="fixed", max_draft_length=4)
 
@@ -88,12 +88,12 @@ def try_target(target: Target, source: str, prompts: Sequence[dict[str, torch.Te
     """Load a form and compare its self-speculative texts with its plain ones.
 
     Args:
-        target: the form.
-        source: the model's folder, or the GGUF file.
-        prompts: arguments of `generate` with the prompt: of a single text, and of a batch.
+        target: form of the weights.
+        source: folder of the model, or the GGUF file.
+        prompts: arguments of `generate` with the prompt: those of a single text, and those of a batch.
 
     Yields:
-        A row for each state. It says what goes wrong; nothing is raised.
+        A row for each state, which reports what goes wrong; nothing is raised.
     """
     for package in target.needs:
         try:
@@ -139,7 +139,7 @@ def _try_state(caller: Any, row: Row, prompts: Sequence[dict[str, torch.Tensor]]
                 enable_self_speculative(caller, always=False)
 
         row.cells[column], row.drafted[column] = judged(model, plain, decode)
-    why_no_drafts(caller)  # the last check was of a batch
+    why_no_drafts(caller)  # checks a single text again: the last check was of a batch
     row.alone = state_of(model).get(RowByRowPart).row_by_row.get(False)
     row.apart = _apart(model)
 
@@ -174,7 +174,7 @@ def _apart(model: Any, width: int = 8, tokens: int = 40) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _as_is(model: Any) -> Iterator[None]:
-    """Do nothing for each token by itself meanwhile."""
+    """Run no part of the model for each token separately within the block."""
     known = state_of(model).get(RowByRowPart).row_by_row
     before = dict(known)
     known.clear()
