@@ -25,12 +25,12 @@ def test_a_look_is_taken_once_inside_and_each_time_outside() -> None:
 
     @looked_at_once
     def look(model: object, what: str = "") -> int:
-        """What it says."""
+        """Return what it says."""
         looks[id(model), what] += 1
         return looks.total()
 
     one, other = object(), object()
-    assert look(one) == 1 and look(one) == 2 and look.__doc__ == "What it says."
+    assert look(one) == 1 and look(one) == 2 and look.__doc__ == "Return what it says."
     with looking_once():
         assert look(one) == 3 == look(one) and look(other) == 4 and look(one, "more") == 5 and look(other) == 4
         with looking_once():
