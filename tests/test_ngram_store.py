@@ -217,7 +217,7 @@ def test_another_process_knows_the_texts(tmp_path: Path) -> None:
 )
 def test_tokens_that_are_none(token: Any, error: type[Exception]) -> None:
     model = enable_self_speculative(tiny_model())
-    with pytest.raises(error, match="(?i)token"):
+    with pytest.raises(error, match=r"(?i)token"):
         add_lookup_texts(model, [[1, 2, 3], [1, token]])
     assert len(state_of(model).get(StorePart).store) == 0
 
