@@ -1,11 +1,13 @@
 """Time to the first token by the length of the prompt, and whole conversations, with and without a cache of prefixes.
 
-    python -m tests.lab.prompts [--model demo] [--dtype bfloat16] [--lengths 64 256 500 2000] [--turns 6]
+    python -m tests.lab.prompts [--model demo] [--dtype bfloat16] [--lengths 64 256 500 2000] [--turns 6] [--rows 8]
 
 First tokens: plain `generate`, this library with its defaults, and with `exactness="numeric"`, interleaved; median and
 range in seconds. Prompts are parts of an English text. A conversation asks about one document in turns of 32 new tokens
 each: plain `generate` that reads the whole text again in each turn, plain `generate` that passes its own cache on, this
 library with lookup, and the same with `prefix_cache`. Reports seconds of all turns, and whether the texts are the same.
+Two batches ask `--rows` questions each about the same document: plain `generate`, this library with nothing drafted,
+and the same with `prefix_cache`, which shares the document among rows and batches.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ssd_generation.tuning.measuring import describe_machine
 
 from .program import Program
 
-__all__ = ["measure_conversation", "measure_first_tokens"]
+__all__ = ["measure_batches", "measure_conversation", "measure_first_tokens"]
 
 _TEXT = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 _NEW = 32
@@ -48,15 +50,8 @@ def _tokens(tokenizer: Any, count: int) -> torch.Tensor:
 
 
 def _generate(model: Any, ids: torch.Tensor, new: int, **options: Any) -> Any:
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        **options,
-    )
+    options = {"attention_mask": torch.ones_like(ids), **options}
+    return model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
 
 
 def measure_first_tokens(
@@ -134,6 +129,45 @@ def measure_conversation(model: Any, tokenizer: Any, document: int, turns: int) 
     return found
 
 
+def measure_batches(model: Any, tokenizer: Any, document: int, rows: int) -> dict[str, Any]:
+    """Time two batches of questions about a document.
+
+    Args:
+        model: the target model, enabled.
+        tokenizer: its tokenizer.
+        document: length of the document in tokens.
+        rows: number of questions in each batch.
+
+    Returns:
+        By method, `seconds` of each batch and `texts`.
+    """
+    text, nothing = _tokens(tokenizer, document), SelfSpeculativeConfig(drafting=_NOTHING)
+    asked = [[f"\n{number}. {_QUESTIONS[number % len(_QUESTIONS)]}\n" for number in range(rows)] for _ in range(2)]
+    asked[1] = [f"\nOnce more: {question}" for question in asked[0]]
+
+    def answers(config: SelfSpeculativeConfig | None) -> dict[str, Any]:
+        seconds, texts = [], []
+        for questions in asked:
+            ends = [tokenizer(question, return_tensors="pt").input_ids for question in questions]
+            width = max(end.shape[1] for end in ends)
+            ids = torch.cat(
+                [torch.nn.functional.pad(torch.cat((text, end), 1), (width - end.shape[1], 0)) for end in ends]
+            )
+            mask = torch.stack([torch.arange(ids.shape[1]) >= width - end.shape[1] for end in ends]).long()
+            began = time.perf_counter()
+            found = _generate(model, ids, _NEW, attention_mask=mask, self_speculative=config)
+            seconds.append(time.perf_counter() - began)
+            texts.append(found.tolist())
+        return {"seconds": seconds, "texts": texts}
+
+    _generate(model, _tokens(tokenizer, 64).repeat(rows, 1), 4, self_speculative=nothing)
+    found = {"plain": answers(None), "nothing drafted": answers(nothing)}
+    enable_self_speculative(model, prefix_cache="2GB")
+    found["nothing drafted, prefix_cache"] = answers(nothing)
+    enable_self_speculative(model, prefix_cache=False)
+    return found
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command of the module's docstring.
 
@@ -143,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> None:
     program = Program("prompts", __doc__)
     program.add_model(dtype="bfloat16")
     program.add_argument("--lengths", type=int, nargs="*", default=[64, 256, 500, 2000], help="tokens of prompts")
-    program.add_counts(repeats=3, turns=6, document=1000)
+    program.add_counts(repeats=3, turns=6, document=1000, rows=8)
     program.add_json()
     arguments = program.parsed(words)
     model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
@@ -151,8 +185,19 @@ def main(words: Sequence[str] | None = None) -> None:
     machine = describe_machine(model)
     first = measure_first_tokens(model, tokenizer, arguments.lengths, arguments.repeats)
     talk = measure_conversation(model, tokenizer, arguments.document, arguments.turns)
+    batches = measure_batches(model, tokenizer, arguments.document, arguments.rows)
     if arguments.json:
-        print(json.dumps({"machine": machine, "lengths": arguments.lengths, "first": first, "conversation": talk}))
+        print(
+            json.dumps(
+                {
+                    "machine": machine,
+                    "lengths": arguments.lengths,
+                    "first": first,
+                    "conversation": talk,
+                    "batches": batches,
+                }
+            )
+        )
         return
     print(machine)
     print(f"{'seconds to the first token':30}" + "".join(f"{n:>24}" for n in arguments.lengths))
@@ -169,6 +214,13 @@ def main(words: Sequence[str] | None = None) -> None:
         others = statistics.mean(seconds[1:]) if len(seconds) > 1 else float("nan")
         said = f"{same} of {len(seconds)} plain's" + (", lookup's" if drafted else "")
         print(f"{name:36}{sum(seconds):12.2f}{seconds[0]:10.2f}{others:10.2f}  {said}")
+    print(
+        f"\ntwo batches of {arguments.rows} questions{'first':>26}{'second':>10}  rows with the text of nothing drafted"
+    )
+    for name, one in batches.items():
+        others = batches["nothing drafted"]["texts"]
+        same = sum(a == b for x, y in zip(one["texts"], others, strict=True) for a, b in zip(x, y, strict=True))
+        print(f"{name:36}" + "".join(f"{s:10.2f}" for s in one["seconds"]) + f"  {same} of {2 * arguments.rows}")
 
 
 if __name__ == "__main__":
