@@ -444,7 +444,7 @@ class _Profiler:
             attention = attention[1:]
         if not attention or not mlp:
             raise ValueError(
-                "A cost profile tells sub-layers apart by leaving them out, which takes a model with at least two "
+                "A cost profile measures sub-layers by leaving them out, which needs a model with at least two "
                 f"attention sub-layers and an MLP; {type(self.model).__name__} has fewer that can be skipped."
             )
         return SkipConfig(attention=attention), SkipConfig(mlp=mlp)

@@ -105,7 +105,7 @@ def storage_errors(study_name: str) -> Iterator[None]:
         message = next((str(e).splitlines()[0] for e in chain if e is not None and str(e)), type(error).__name__)
         raise OSError(
             f"The storage of the study {study_name!r} fails: {_without_password(message)}. Is the disk full, or the "
-            "database gone? Drafts judged before are kept; the same command goes on from there."
+            "database gone? Drafts judged before are stored; the same command continues from there."
         ) from error
 
 

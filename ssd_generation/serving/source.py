@@ -103,7 +103,7 @@ def _downloaded(repo_id: str) -> Path:
     ) as error:
         reason = clipped((str(error).strip().splitlines() or [type(error).__name__])[0], most=150)
         raise FileNotFoundError(
-            f"{shown(repo_id)} is no folder here, and the Hub did not give it: {reason} {_ALLOWED}"
+            f"{shown(repo_id)} is not a local folder, and the Hub did not provide it: {reason} {_ALLOWED}"
         ) from error
 
 
