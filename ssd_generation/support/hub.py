@@ -133,8 +133,8 @@ def write_into(folder: str | os.PathLike[str], name: str, text: str, what: str) 
     target = Path(os.path.expanduser(os.fspath(folder)))
     if str(target).startswith("~"):
         raise ValueError(
-            f"{path_shown(target)} begins with the home folder of somebody who has none here. Give the whole path, or "
-            "put './' in front of a folder that is called so."
+            f"{path_shown(target)} begins with the home folder of an unknown user. Give the absolute path, or "
+            "put './' in front of a folder of that name."
         )
     if os.path.exists(target) and not os.path.isdir(target):
         raise ValueError(f"{what} needs a folder, but {path_shown(target)} is a file. Give the folder it lies in.")
