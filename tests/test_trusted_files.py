@@ -607,7 +607,7 @@ def test_without_owners_regular_files_are_read(tmp_path: Path, monkeypatch: pyte
     tmp_path.chmod(0o777)
     assert read_bytes(file, MEASUREMENT, within=tmp_path) == b"content"
     as_fifo(file)
-    with pytest.raises(trusted.UntrustedError, match="no regular file"):
+    with pytest.raises(trusted.UntrustedError, match="not a regular file"):
         read_bytes(file, MEASUREMENT, within=tmp_path)
 
 

@@ -152,7 +152,7 @@ def encode_all(
         if isinstance(longest, int) and ids.shape[1] + new_tokens > longest:
             raise ValueError(
                 f"The calibration prompt {prompt.id!r} has {ids.shape[1]} tokens; with {new_tokens} new ones that is "
-                f"more than the model's context of {longest}. Take it out, or shorten it."
+                f"more than the model's context of {longest}. Remove it, or shorten it."
             )
         encoded.append(ids.to(input_device(model)))
     return encoded
@@ -266,5 +266,5 @@ def _read_continuation(
         and all(type(token) is int and 0 <= token < vocabulary for token in tokens)
         and tokens[: len(prompt)] == prompt
     ):
-        raise ValueError("it is no continuation of this prompt")
+        raise ValueError("it is not a continuation of this prompt")
     return torch.tensor([tokens], device=ids.device)

@@ -225,7 +225,7 @@ class CostProfile:
             if not all(math.isfinite(number) and number >= 0 for number in numbers):
                 raise ValueError("a number that is negative or not finite")
         if not (isinstance(self.measured_on, str) and isinstance(self.model_type, str)):
-            raise ValueError("measured_on and model_type are no texts")
+            raise ValueError("measured_on and model_type are not strings")
         self.costs(SelfSpeculativeConfig())
 
     def save(self, path: str | os.PathLike[str]) -> None:

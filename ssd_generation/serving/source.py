@@ -140,7 +140,7 @@ def check_fits(folder: Path, default: SelfSpeculativeConfig | Literal["auto"]) -
 
     document: Any = read_json(folder / "config.json", CONFIG)
     if not isinstance(document, Mapping):
-        raise ValueError(f"{path_shown(folder / 'config.json')} is no model's config: it holds no JSON object.")
+        raise ValueError(f"{path_shown(folder / 'config.json')} is not a model's config: it holds no JSON object.")
     if "auto_map" in document:  # a class that comes with the model, whose code is not run for this check
         return
     config = AutoConfig.from_pretrained(folder)

@@ -110,8 +110,9 @@ def _download(
         reason = clipped((str(error).strip().splitlines() or [type(error).__name__])[0], most=150)
         at = f" (revision {shown(revision)})" if revision is not None else ""
         raise FileNotFoundError(
-            f"Found no config {shown(repo_id)}: there is no folder and no JSON file of that name here, it is no preset "
-            f"({', '.join(presets)}), and as a Hub id{at} it gave no {name}: {reason} Check the spelling; for the Hub, "
+            f"Found no config {shown(repo_id)}: there is no folder and no JSON file of that name here, it is not a "
+            f"preset ({', '.join(presets)}), and as a Hub id{at} it gave no {name}: {reason} Check the spelling; for "
+            f"the Hub, "
             "also the connection and, if the repository is private or gated, `token`."
         ) from error
 

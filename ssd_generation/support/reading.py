@@ -240,7 +240,7 @@ def _named_errors(shown: str) -> Iterator[None]:
 
 def _check_regular(status: os.stat_result, shown: str, kind: Kind) -> None:
     if not stat.S_ISREG(status.st_mode):
-        what = next((name for test, name in _NOT_REGULAR if test(status.st_mode)), "no regular file")
+        what = next((name for test, name in _NOT_REGULAR if test(status.st_mode)), "not a regular file")
         raise ValueError(f"{shown} is {what}; {kind.name} is a regular file.")
     _check_size(status.st_size, shown, kind)
 

@@ -120,7 +120,7 @@ def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
             if error.errno in (errno.ELOOP, errno.EMLINK):
                 raise UntrustedError(f"{path_shown(path)} is a link, which a stored file must not be.") from error
             if error.errno == errno.ENXIO:
-                raise UntrustedError(f"{path_shown(path)} is no regular file.") from error
+                raise UntrustedError(f"{path_shown(path)} is not a regular file.") from error
             raise
     try:
         status = os.fstat(descriptor)
@@ -292,7 +292,7 @@ def _open_folder(path: Path, flags: int, above: int | None) -> int:
 
 def _check_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise UntrustedError(f"{path_shown(path)} is no regular file.")
+        raise UntrustedError(f"{path_shown(path)} is not a regular file.")
 
 
 def _reason(status: os.stat_result) -> str | None:

@@ -286,14 +286,14 @@ def refused_shape(rows: int, columns: int, precision: str, group_size: int, on_c
     """Return why the kernel does not take a weight of shape `(rows, columns)`; `None` if it does."""
     if precision == "int8" and columns % 16:
         # ATen's kernel does not check: it reads beyond the rows, and gives wrong numbers or kills the process.
-        return f"its {columns} input channels are no multiple of 16"
+        return f"its {columns} input channels are not a multiple of 16"
     if precision == "int4":
         if columns % group_size:
-            return f"its {columns} input channels are no multiple of the group size {group_size}"
+            return f"its {columns} input channels are not a multiple of the group size {group_size}"
         if not on_cpu:
             return why_not_int4(rows, columns)
         if rows % 16:
-            return f"its {rows} output channels are no multiple of 16"
+            return f"its {rows} output channels are not a multiple of 16"
     return None
 
 
