@@ -489,7 +489,7 @@ def test_the_text_is_that_of_the_changed_model(model: Any, name: str) -> None:
     assert torch.equal(plain, ours)
     assert name == "another dtype" or not torch.equal(plain, before), "the change changed nothing"
     passes = captured_target(model)
-    assert passes is not None and passes.refusal is None and any(passes._programs.values()), "no longer replayed"
+    assert passes is not None and passes.refusal is None and any(passes._programs.values()), "not captured any more"
 
 
 def test_a_patched_class_is_captured_anew(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
