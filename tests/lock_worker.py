@@ -32,6 +32,6 @@ def enter_and_leave(saying: Saying, base: Path, seconds: float, way: str) -> tup
                 time.sleep(0.0005)
                 os.unlink(base / "inside")
         except ValueError as error:
-            if "Another run is going on" not in str(error):
+            if "Another run is in progress" not in str(error):
                 raise
     return entries, violations

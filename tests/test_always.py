@@ -97,7 +97,7 @@ def test_a_generation_config_of_the_call_is_honoured(model: PreTrainedModel, pla
     generate(model, self_speculative=other)
     assert drafts["other"] == (model.last_speculation.accepted_tokens, model.last_speculation.drafted_tokens)
     assert drafts["other"] != drafts["stored"]
-    with pytest.raises(TypeError, match="holds the config itself"):
+    with pytest.raises(TypeError, match="must be the config itself"):
         generate(model, GenerationConfig(self_speculative="/a/path", **OPTIONS))
     with pytest.raises(ValueError, match="9"):
         generate(model, GenerationConfig(self_speculative={"skip": {"attention": [9]}}, **OPTIONS))
@@ -240,11 +240,11 @@ def test_without_a_default_it_is_auto() -> None:
 
 
 def test_what_is_wrong_with_it_is_said_when_it_is_switched_on() -> None:
-    with pytest.raises(TypeError, match=r"`always` is True or False, but got 'yes'"):
+    with pytest.raises(TypeError, match=r"`always` must be True or False, but got 'yes'"):
         enable_self_speculative(tiny_model(), always="yes")  # type: ignore[arg-type]
     model = tiny_model()
     model.generation_config.self_speculative_always = "true"
-    with pytest.raises(TypeError, match="self_speculative_always` is true or false, but got 'true'"):
+    with pytest.raises(TypeError, match="self_speculative_always` must be true or false, but got 'true'"):
         enable_self_speculative(model)
     for stored, error in (({"skip": {"attention": [9]}}, ValueError), ("/a/path", TypeError)):
         model = tiny_model()

@@ -97,7 +97,7 @@ def test_a_short_call_is_not_prepared_for_drafts(request_: Any, tokens: int, mon
         assert torch.equal(plain, generate(model, max_new_tokens=tokens, self_speculative=request_))
         config = GenerationConfig(max_new_tokens=tokens, do_sample=False)
         assert torch.equal(plain, model.generate(prompt(9), config, self_speculative=request_))
-    assert "so few tokens" in str(model.last_speculation.refusal)
+    assert "too few tokens" in str(model.last_speculation.refusal)
     assert model.last_speculation.generated_tokens == tokens
     with pytest.raises(AssertionError, match="prepared"):
         generate(model, max_new_tokens=3, self_speculative=request_)

@@ -53,7 +53,9 @@ def test_what_cannot_be_combined(model: PreTrainedModel, kwargs: dict[str, Any],
 
 def test_a_transformers_that_was_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_RELEASE", Version("5.25.0"))
-    with pytest.warns(UserWarning, match=r"not been tried with transformers 5\.\d+\.\d+.*'transformers>=5\.18,<5\.25'"):
+    with pytest.warns(
+        UserWarning, match=r"not been tested with transformers 5\.\d+\.\d+.*'transformers>=5\.18,<5\.25'"
+    ):
         model = enable_self_speculative(tiny_model(seed=4))
     assert generate(model).shape[0] == 1
 
@@ -127,7 +129,7 @@ def test_a_default_that_is_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model: Any = enable_self_speculative(tiny_model())
     model.generation_config.self_speculative = stored
     with pytest.raises(
-        TypeError, match=r"self_speculative` holds the config itself.*to_dict.*\(model, default="
+        TypeError, match=r"self_speculative` must be the config itself.*to_dict.*\(model, default="
     ) as caught:
         generate(model, True)
     assert "password" not in str(caught.value) and len(str(caught.value)) < 400

@@ -128,7 +128,10 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
     monkeypatch.setattr(Caller, "call", call)
     run = ssd(*common)
     assert run.status == 130 and run.out == ""
-    assert "Interrupted. 3 measured rows are kept in r; the same command with --output r goes on from there." in run.err
+    assert (
+        "Interrupted. 3 measured rows are stored in r; the same command with --output r continues from there."
+        in run.err
+    )
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["complete"] is False
     run = ssd(*common)
     assert run.status == 0 and json.loads((tmp_path / "r" / "summary.json").read_text())["complete"]
@@ -153,7 +156,7 @@ def test_a_model_that_is_not_there_leaves_no_folder(ssd: Callable[..., Run], tmp
         (["--prompts", "nowhere.txt"], "no prompt file 'nowhere.txt'"),
         (["--category", "poetry"], "no prompt is of the category 'poetry'"),
         (["--paired", "."], "holds no ssd_generation/__init__.py"),
-        (["--skip-attention", "a"], "'a' is no layer"),
+        (["--skip-attention", "a"], "'a' is not a layer"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(
@@ -184,7 +187,7 @@ def test_help(ssd: Callable[..., Run]) -> None:
         assert word in page
     assert "llama.cpp-NAME" in page and "--gguf" in page
     flat = " ".join(page.split())
-    assert "goes on after an interruption" in flat
+    assert "continues after an interruption" in flat
 
 
 # --- two checkouts --------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 OWN_ATTENTION = "not sdpa"
 BY_LENGTH = "depends on the length of the text"
-SLIDING = r"of its own kind \(sliding_window\)"
+SLIDING = r"an unsupported attention \(sliding_window\)"
 # `None`: captured. Only speed depends on a family's entry here, but a change should be noticed.
 REFUSALS = {
     **dict.fromkeys(FAMILIES),
@@ -489,7 +489,7 @@ def test_the_text_is_that_of_the_changed_model(model: Any, name: str) -> None:
     assert torch.equal(plain, ours)
     assert name == "another dtype" or not torch.equal(plain, before), "the change changed nothing"
     passes = captured_target(model)
-    assert passes is not None and passes.refusal is None and any(passes._programs.values()), "not recorded any more"
+    assert passes is not None and passes.refusal is None and any(passes._programs.values()), "not captured any more"
 
 
 def test_a_patched_class_is_captured_anew(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:

@@ -247,7 +247,7 @@ def test_a_conversation_ends_where_the_model_does() -> None:
     first = ask(conversation, "the rain")
     assert first is not None and first.ended_by == "length"
     assert first.prompt_tokens + len(first.token_ids) == 40
-    with pytest.raises(ValueError, match=r"was made for 40\. /reset begins anew"):
+    with pytest.raises(ValueError, match=r"context is 40\. /reset starts over"):
         ask(conversation, "and then?")
     assert conversation.turns == [first]
     conversation.reset()
@@ -392,7 +392,7 @@ def test_a_typed_conversation(ssd: Callable[..., Run], folder: str, typed: Calla
     assert run.status == 0
     rain = said_by(folder, ["the rain"])[0]
     assert run.out == "".join(f"{text}\n" for text in (*said_by(folder, ["the rain", "a river\n runs"]), rain))
-    for said in ("/help lists the commands", "no command '/nonsense'", "/save needs", "/save FILE", "begins anew"):
+    for said in ("/help lists the commands", "no command '/nonsense'", "/save needs", "/save FILE", "starts over"):
         assert said in " ".join(run.err.split())
 
 

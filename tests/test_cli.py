@@ -414,7 +414,7 @@ def test_compare_tells_what_auto_chose_and_its_memory(ssd: Callable[..., Run], f
     assert run.status == 0
     flat = " ".join(run.out.split())
     assert re.search(r"`auto` chose copies in int\S+ (\(head too\) )?and prompt lookup\.", flat)
-    assert "a draft step costs 0.10 of a plain one, a check of 16 tokens 1.10" in flat
+    assert "a draft step costs 0.10 of a plain one, verifying 16 tokens 1.10" in flat
     assert re.search(r"Expected of the copies alone: \d+\.\d\d times plain speed", flat)
     assert re.search(r"Low-bit copies: \S+ kB, \d+\.\d% of the weights' \S+ kB\. Other extra memory \(computed\)", flat)
     assert "draft alone" in run.out
@@ -498,7 +498,7 @@ def test_compare_shows_both_texts_where_they_differ(
     monkeypatch.setattr(Caller, "call", wrong)
     run = ssd("generate", "rain", "-m", folder, *SKIP, *SHORT, "--compare", "--repeats", "1")
     flat = " ".join(run.out.split())
-    assert "Plain decoding says:" in flat and "The text differs from plain decoding at token 4." in flat
+    assert "Plain decoding gives:" in flat and "The text differs from plain decoding at token 4." in flat
 
 
 # --- --show-draft and --html ----------------------------------------------------------------------
@@ -611,7 +611,7 @@ def test_presets(ssd: Callable[..., Run]) -> None:
         (["generate", "x", "-m", "{}", "--skip-attention", "9"], "0 to 3"),
         (["generate", "x", "-m", "{}", "--skip-attention", "0-3"], "all 4 attention"),
         (["generate", "x", "-m", "{}", "--skip-mlp", "1,1"], "more than once"),
-        (["generate", "x", "-m", "{}", "--skip-mlp", "a"], "--skip-mlp: 'a' is no layer"),
+        (["generate", "x", "-m", "{}", "--skip-mlp", "a"], "--skip-mlp: 'a' is not a layer"),
         (["generate", "x", "-m", "{}", "--skip-mlp", "3-1"], "runs backwards. Write 1-3"),
         (["generate", "x", "-m", "{}", "--config", "llama-2-13b"], "made for a model"),
         (["generate", "x", "-m", "{}", "--config", "./nowhere.json"], "no file or folder './nowhere.json'"),
@@ -671,7 +671,7 @@ def test_a_file_that_is_no_model(ssd: Callable[..., Run], tmp_path: Path) -> Non
     ("config", "message"),
     [
         (lambda: transformers.RwkvConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32), "recurrent"),
-        (lambda: transformers.T5Config(), "t5 model, which is no causal language model"),
+        (lambda: transformers.T5Config(), "t5 model, which is not a causal language model"),
     ],
 )
 def test_a_model_that_cannot_draft(

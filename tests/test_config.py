@@ -947,14 +947,14 @@ def test_files_in_every_format_are_read(tmp_path: Path) -> None:
     [
         ('{"attention": [3],\n "mlp": [4,]}', ValueError, "line 2, column "),
         ("", ValueError, "line 1, column 1: malformed JSON"),
-        ('{"attention": [3], "attention": [4]}', ValueError, "'attention' stands twice"),
+        ('{"attention": [3], "attention": [4]}', ValueError, "'attention' occurs twice"),
         ("[3, 5]", TypeError, "but got [3, 5]"),
         ('{"atention": [3]}', ValueError, "Did you mean 'attention'?"),
         ('{"attention": [3.0]}', TypeError, "3.0, which is not an integer"),
         ('{"attention": [true]}', TypeError, "True, which is not an integer"),
         ('{"attention": null}', TypeError, "[] to skip none"),
         ('{"drafting": {"threshold": NaN}}', ValueError, "NaN is not a number in JSON"),
-        ('{"precision": {"mlp": {"3": "int4", "3": null}}}', ValueError, "'3' stands twice"),
+        ('{"precision": {"mlp": {"3": "int4", "3": null}}}', ValueError, "'3' occurs twice"),
         ("[" * 100_000, ValueError, "deeper than 64 levels"),
     ],
 )
@@ -1027,8 +1027,8 @@ REPEATED = "{" + ", ".join(f'"k{n}": 0' for n in range(60_000)) + ', "k59999": 1
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (REPEATED, "'k59999' stands twice"),
-        ("{" + '"a": 0, ' * 100_000 + '"b": 0}', "'a' stands twice"),
+        (REPEATED, "'k59999' occurs twice"),
+        ("{" + '"a": 0, ' * 100_000 + '"b": 0}', "'a' occurs twice"),
         ('{"' + "a" * 10**6 + '": 0}', "Unknown key 'aaa"),
         ('{"attention": ["' + "a" * 10**6 + '"]}', "which is not an integer"),
         ('{"attention": [' + "9" * 4500 + "]}", "4500 digits"),
@@ -1103,7 +1103,7 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_without_a_home_folder_none_is_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without $HOME and without a password entry
-    with pytest.raises(ValueError, match=r"'~/mine' begins with the home folder of somebody who has none here"):
+    with pytest.raises(ValueError, match=r"'~/mine' begins with the home folder of an unknown user"):
         FULL.save_pretrained("~/mine")
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         SelfSpeculativeConfig.from_pretrained("~/mine")

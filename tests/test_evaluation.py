@@ -231,7 +231,7 @@ def conversations(tmp_path: Path) -> Task:
 def test_later_turns_go_on_after_plain_decodings_answer(model: Any, tmp_path: Path) -> None:
     task = conversations(tmp_path)
     assert [s.id.partition(", ")[2] for s in task.samples] == ["", "turn 2", "", "", "turn 2", "turn 3"]
-    with pytest.raises(ValueError, match="turns-1, turn 2 goes on where turns-1 ended, but that has no answer"):
+    with pytest.raises(ValueError, match="turns-1, turn 2 continues turns-1, which has no answer"):
         task.inputs(CHATTY, 1)
     for settings in ({}, {"do_sample": True, "repeats": 2}):
         folder = tmp_path / f"r{len(settings)}"
@@ -265,7 +265,7 @@ def test_a_turn_after_one_that_failed_is_reported(model: Any, tmp_path: Path, mo
     assert summary is not None
     failed = {(row["prompt"], row["method"]): row["error"] for row in summary["failed_rows"]}
     assert set(failed) == {("turns-1", "plain"), *(("turns-1, turn 2", name) for name in METHODS)}
-    assert "goes on where turns-1 ended" in failed["turns-1, turn 2", "config"]
+    assert "continues turns-1" in failed["turns-1, turn 2", "config"]
 
 
 def test_a_conversation_stays_in_one_process(model: Any, tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_part_that_holds_something_else_as_well_stays(model: Any, tmp_path: Pa
     ("name", "content", "complaint"),
     [
         ("rows.jsonl", '{"kind": "call"}\n', "line 1 is damaged ('prompt' is missing)"),
-        ("rows.jsonl", "[" * 9999 + "\n", "line 1 is damaged (it goes deeper than 64 levels)"),
+        ("rows.jsonl", "[" * 9999 + "\n", "line 1 is damaged (it is nested deeper than 64 levels)"),
         ("rows.jsonl", "3\n", "line 1 is damaged (not an object)"),
         ("environment.json", '{"sessions": {}}', "environment.json"),
         ("config.json", "[]", "does not hold the arguments of a run"),
@@ -523,11 +523,11 @@ def test_a_machine_that_cannot_hold_programs_is_told_before_anything_is_made(
     ssd: Callable[..., Run], folder: str, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> None:
-        raise RuntimeError("The kernel of this machine cannot hold a program.")
+        raise RuntimeError("The kernel of this machine cannot confine a program.")
 
     monkeypatch.setattr(evaluation_module, "run_program", refuse)
     monkeypatch.setattr(Caller, "call", lambda *args: pytest.fail("was asked"))
-    with pytest.raises(RuntimeError, match="cannot hold"):
+    with pytest.raises(RuntimeError, match="cannot confine"):
         run(model, tmp_path / "r", code_task(tmp_path), code=CodeExecution())
     monkeypatch.setattr(sandbox, "run_program", refuse)
     data = problems(tmp_path)
@@ -613,7 +613,7 @@ def test_evaluate_and_report(ssd: Callable[..., Run], folder: str, tmp_path: Pat
         (tmp_path / "mine").mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_text("mine")
         refused = ssd("report", "first", "-o", "mine")
-        assert refused.status == 2 and "is not of `ssd report`" in refused.err
+        assert refused.status == 2 and "was not written by `ssd report`" in refused.err
         assert (tmp_path / "mine" / name).read_text() == "mine"
         (tmp_path / "mine" / name).unlink()
     assert not list((tmp_path / "mine").iterdir())

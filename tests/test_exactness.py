@@ -136,7 +136,7 @@ def test_without_it_a_plain_step_is_the_models_own(dtype: torch.dtype) -> None:
         own, bits = decode(model, numeric)
         assert own == tokens and torch.equal(bits, logits)
         assert model.last_speculation.exactness == "numeric"
-        assert model.last_speculation.exactness_reason == "it was asked for"
+        assert model.last_speculation.exactness_reason == 'exactness="numeric" was requested'
 
 
 # --- certification
@@ -258,7 +258,7 @@ def test_a_kernel_that_looks_at_other_rows_is_noticed(only_kernel: Any, kernel: 
     model = model_of("llama", torch.bfloat16)
     found = certificate_of(model)
     assert found.batch_invariance is None and "the same bits" in str(found.refusal)
-    with pytest.warns(UserWarning, match="cannot decode exactly to the bit here: no kernel here"):
+    with pytest.warns(UserWarning, match="cannot decode bitwise here: no kernel here"):
         decode(model, WAYS["fixed 4"])
     assert model.last_speculation.exactness == "numeric"
     assert model.last_speculation.exactness_reason == found.refusal
@@ -273,8 +273,10 @@ def test_sizes_that_vectors_do_not_divide_are_refused(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "why_not", lambda: "of the test")
     model = model_of("llama", torch.bfloat16, intermediate_size=48)
     found = certificate_of(model)
-    assert found.batch_invariance is None and "silu may round a token otherwise for its place" in str(found.refusal)
-    with pytest.warns(UserWarning, match="to the bit here: .*silu"):
+    assert found.batch_invariance is None and "silu may round a token differently, depending on its place" in str(
+        found.refusal
+    )
+    with pytest.warns(UserWarning, match="bitwise here: .*silu"):
         decode(model, UNDRAFTED)
 
 
@@ -318,9 +320,9 @@ def test_by_default_where_it_is_nearly_free(
     model = model_of("llama", dtype)
     way, reason = batch_invariance_of(model, None)
     assert (way is not None) == is_exact == (reason is None)
-    assert is_exact or 'exactness="bitwise" asks for them' in str(reason)
+    assert is_exact or 'exactness="bitwise" requests them' in str(reason)
     assert batch_invariance_of(model, "bitwise") == (found.batch_invariance, None)
-    assert batch_invariance_of(model, "numeric") == (None, "it was asked for")
+    assert batch_invariance_of(model, "numeric") == (None, 'exactness="numeric" was requested')
 
 
 @pytest.mark.skipif(why_not() is not None, reason="no code is made here")
@@ -342,17 +344,17 @@ def test_what_cannot_be_exact_says_why() -> None:
     model.generate(**left_padded([7, 9]), **options)
     assert model.last_speculation.exactness == "bitwise"
     other = enable_self_speculative(tiny_model("gemma2", attn_implementation="eager"))
-    with pytest.warns(UserWarning, match="to the bit here: its passes run by the model's own code"):
+    with pytest.warns(UserWarning, match="bitwise here: its passes run by the model's own code"):
         other.generate(**left_padded([7, 9]), **options)
     assert "not sdpa" in other.last_speculation.exactness_reason
     model.generate(prompt(9), **options, output_hidden_states=True, return_dict_in_generate=True)
     assert "hidden states" in model.last_speculation.exactness_reason
     model.model.layers[0].register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match="to the bit here: its passes run by the model's own code"):
+    with pytest.warns(UserWarning, match="bitwise here: its passes run by the model's own code"):
         model.generate(prompt(9), **options)
     assert "a hook is installed" in model.last_speculation.exactness_reason
     eager = enable_self_speculative(tiny_model("llama", attn_implementation="eager"))
-    with pytest.warns(UserWarning, match="cannot decode exactly"):
+    with pytest.warns(UserWarning, match="cannot decode bitwise"):
         eager.generate(prompt(9), **options)
     assert eager.last_speculation.to_dict()["exactness"] == "numeric"
 

@@ -212,7 +212,7 @@ def test_the_figures_are_on_the_card(ssd: Callable[..., Run], folder: str) -> No
     assert metadata_of("out")["tags"] == ["custom_generate"]
     for figure in ("someone/model", "2025-01-31", "cpu (someone's, 2 threads)", "20 ms", "4 ms", "8 tokens 30 ms"):
         assert figure in text
-    assert "0.90, 0.80" in text and "speed-up that these figures promise" in text
+    assert "0.90, 0.80" in text and "speed-up predicted from these figures" in text
 
 
 def test_a_models_own_card_stays_a_card(ssd: Callable[..., Run], folder: str) -> None:
@@ -267,7 +267,7 @@ def test_a_hub_id_is_downloaded(ssd: Callable[..., Run], folder: str, monkeypatc
 
 def test_a_hub_that_gives_nothing_is_refused(ssd: Callable[..., Run]) -> None:
     run = ssd("export", "someone/nothing", "out")  # the tests are offline
-    assert run.status == 2 and "the Hub did not give it" in run.err and not os.path.exists("out")
+    assert run.status == 2 and "the Hub did not provide it" in run.err and not os.path.exists("out")
 
 
 # --- refusals -------------------------------------------------------------------------------------

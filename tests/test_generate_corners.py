@@ -285,7 +285,7 @@ def test_a_difference_is_found_whatever_the_call_has_asked_for() -> None:
     assert found is not None and found.token == 3 and found.logit_margin is not None and found.logit_margin > 0
 
 
-@pytest.mark.parametrize(("given", "message"), [("Auto", 'in small letters: "auto"'), ("int8", "is a precision")])
+@pytest.mark.parametrize(("given", "message"), [("Auto", 'in lower case: "auto"'), ("int8", "is a precision")])
 def test_names_that_are_nearly_right(given: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         greedily(enabled(), prompt(10), 3, self_speculative=given)

@@ -206,7 +206,7 @@ def test_a_run(tmp_path: Path, children: list[Child]) -> None:
     for row in rows_of(tmp_path / "r", NAME):
         assert len(row["token_ids"]) == 4 and row["costs"] is None and row["speculation"] is None
     page = markdown(summary, "Benchmark")
-    assert "xllamacpp 1.2.3" in page and "llama.cpp has a process of its own" in page
+    assert "xllamacpp 1.2.3" in page and "llama.cpp runs in a process of its own" in page
     assert not any(line.startswith(f"| {NAME}") for line in page.partition("Where the time goes")[2].splitlines())
     (session,) = json.loads((tmp_path / "r" / "environment.json").read_text())["sessions"]
     assert session["versions"]["xllamacpp"] == "1.2.3"

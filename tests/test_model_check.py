@@ -95,7 +95,7 @@ def test_not_several_at_once(number: int) -> None:
 
 def test_a_model_without_a_cache_is_told_by_that() -> None:
     model = enable_self_speculative(odd_model(NOT_SEVERAL_AT_ONCE["openai-gpt"]))
-    with pytest.warns(UserWarning, match="keeps no KV cache"):
+    with pytest.warns(UserWarning, match="has no KV cache"):
         model.generate(**SINGLE, **GREEDY, max_new_tokens=4, self_speculative=DRAFTS["lookup"])
 
 
@@ -118,7 +118,7 @@ def test_not_recorded(name: str) -> None:
         statistics = assert_text_of_plain(model, draft, SINGLE)
         assert statistics.drafted_tokens > 0 and statistics.refusal is None
         assert assert_text_of_plain(model, draft, RAGGED).refusal is None
-    assert "gives other logits" in str(why_not_captured(model))
+    assert "gives different logits" in str(why_not_captured(model))
 
 
 def test_rows_in_step_end_at_different_places() -> None:

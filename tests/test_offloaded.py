@@ -396,7 +396,7 @@ def test_what_a_killed_process_left_is_taken_away(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file where the folder should be")
     model = on_disk(tmp_path)
-    with pytest.warns(UserWarning, match=r"could not be kept in .*they are in memory for this process") as given:
+    with pytest.warns(UserWarning, match=r"could not be stored in .*they are in memory for this process") as given:
         plain, drafted = texts(model)
     assert len(given) == 1
     assert torch.equal(plain, drafted) and model.last_speculation.drafted_tokens > 0
@@ -410,7 +410,9 @@ def test_a_folder_that_disappears(tmp_path: Path) -> None:
     texts(model)
     folder.rename(tmp_path / "elsewhere")
     for request in (INT4, "auto", SelfSpeculativeConfig(lookup=True)):
-        with pytest.raises(ValueError, match=r"offloaded to .*which is gone or cannot be read.*load the model again"):
+        with pytest.raises(
+            ValueError, match=r"offloaded to .*which is missing or cannot be read.*load the model again"
+        ):
             model.generate(prompt(6), max_new_tokens=4, self_speculative=request)
     (tmp_path / "elsewhere").rename(folder)
     plain, drafted = texts(model)
@@ -421,7 +423,7 @@ def test_copies_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model = on_disk(tmp_path)
     monkeypatch.setattr(resident, "available_bytes", lambda: 1000)
     with pytest.raises(
-        ValueError, match=r"do not fit into memory: beside the largest layer.*0.00 GB of memory are left"
+        ValueError, match=r"do not fit into memory: next to the largest layer.*0.00 GB of memory are free"
     ):
         texts(model)
     with pytest.warns(UserWarning, match="by prompt lookup alone: no low-bit copies fit"):

@@ -170,7 +170,9 @@ def test_zeros_of_another_shape_are_not_handed_on() -> None:
     for layer in model.model.layers:
         layer.mlp, layer.back = nn.Linear(32, 16), nn.Linear(16, 32)
         layer.forward = _through_back.__get__(layer)
-    with pytest.raises(ValueError, match=r"mlp of layer 2.*does not give what it is given.*other parts \(back: Linear"):
+    with pytest.raises(
+        ValueError, match=r"mlp of layer 2.*does not return what it receives.*other parts \(back: Linear"
+    ):
         layout_of(model).sublayer("mlp", 2)
     assert layout_of(model).sublayer("attention", 2).name == "self_attn"
 
@@ -276,7 +278,7 @@ def test_what_others_are_told_by_a_sublayer_cannot_be_left_out() -> None:
     for layer in model.model.layers:
         layer.mlp, layer.gain = _Telling(layer.mlp), nn.Linear(1, 32)
         layer.forward = _with_gain.__get__(layer)
-    with pytest.raises(ValueError, match=r"mlp of layer 0 .* gives other parts more than its output"):
+    with pytest.raises(ValueError, match=r"mlp of layer 0 .* passes more than its output to other parts"):
         locate_sublayers(model).sublayer("mlp", 0)
 
 

@@ -185,10 +185,10 @@ def test_a_run(tmp_path: Path, children: list[Child]) -> None:
     assert all(row["prompt_seconds"] > 0 for row in rows_of(tmp_path / "r", NAME))
     assert all(row["prompt_seconds"] == 0 for row in rows_of(tmp_path / "r", CACHED))
     page = markdown(summary, "Benchmark").replace("\\", "")
-    assert "openvino-genai 1.2.3" in page and "OpenVINO GenAI has a process of its own" in page
+    assert "openvino-genai 1.2.3" in page and "OpenVINO GenAI runs in a process of its own" in page
     assert f"{CACHED}: the prompt is in the prefix cache" in page and "llama.cpp" not in page
     without = markdown(run(tmp_path / "s", {NAME: models[NAME]}), "Benchmark")
-    assert "OpenVINO GenAI has a process of its own" in without and "prefix cache" not in without
+    assert "OpenVINO GenAI runs in a process of its own" in without and "prefix cache" not in without
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def test_passes_with_exact_bits_behind_a_picture() -> None:
         model = enabled(family)
         with warnings.catch_warnings():
             # With such small heads, torch computes part of cos by other instructions on processors with AVX2 alone.
-            warnings.filterwarnings("ignore", message=".* cannot decode exactly to the bit here: cos may round")
+            warnings.filterwarnings("ignore", message=".* cannot decode bitwise here: cos may round")
             same_text(model, with_picture(family), config)
         is_even = "cos may round" not in str(model.last_speculation.exactness_reason)
         assert (model.last_speculation.exactness == "bitwise") is is_even, model.last_speculation.exactness_reason

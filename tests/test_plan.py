@@ -20,7 +20,7 @@ INVARIANT = BatchInvariance("linear", WIDTHS)
 @pytest.fixture(autouse=True)
 def certified(monkeypatch: pytest.MonkeyPatch) -> None:
     def batch_invariance_of(model: Any, exactness: str | None) -> tuple[BatchInvariance | None, str | None]:
-        return (None, "it was asked for") if exactness == "numeric" else (INVARIANT, None)
+        return (None, 'exactness="numeric" was requested') if exactness == "numeric" else (INVARIANT, None)
 
     monkeypatch.setattr(plan, "batch_invariance_of", batch_invariance_of)
 
@@ -58,7 +58,7 @@ def test_bits_that_cannot_be_had_are_said_once_where_they_were_asked_for(monkeyp
     model = enable_self_speculative(tiny_model())
     config = SelfSpeculativeConfig(SkipConfig(attention=[1]), exactness="bitwise")
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "self_speculative": config}
-    with pytest.warns(UserWarning, match="cannot decode exactly to the bit here: this test says so") as found:
+    with pytest.warns(UserWarning, match="cannot decode bitwise here: this test says so") as found:
         model.generate(prompt(5), **options)
     assert [warning.filename for warning in found] == [__file__], "it points at the line that called generate"
     model.generate(prompt(5), **options)

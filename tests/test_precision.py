@@ -186,11 +186,11 @@ REFUSED = [
     ("int8", 64, (17, 64), None),
     ("int8", 64, (16, 16), None),
     # With the next two shapes the kernel would return wrong numbers or crash the process.
-    ("int8", 64, (16, 24), "24 input channels are no multiple of 16"),
-    ("int8", 64, (16, 33), "33 input channels are no multiple of 16"),
+    ("int8", 64, (16, 24), "24 input channels are not a multiple of 16"),
+    ("int8", 64, (16, 33), "33 input channels are not a multiple of 16"),
     ("int4", 32, (16, 96), None),
-    ("int4", 64, (16, 96), "96 input channels are no multiple of the group size 64"),
-    ("int4", 32, (24, 64), "24 output channels are no multiple of 16"),
+    ("int4", 64, (16, 96), "96 input channels are not a multiple of the group size 64"),
+    ("int4", 32, (24, 64), "24 output channels are not a multiple of 16"),
 ]
 
 
@@ -251,7 +251,7 @@ def test_layers_that_the_kernels_refuse_stay_and_are_reported() -> None:
         config = PrecisionConfig(default="int4", group_size=group)
         copies = LowBitCopies(model, SkipConfig(), config)
         assert len(copies.left) == count and len(copies.modules) == 14 - count
-        assert all(f"no multiple of the group size {group}" in reason for reason in copies.left)
+        assert all(f"not a multiple of the group size {group}" in reason for reason in copies.left)
         assert copies.left[-1].startswith("model.layers.1.mlp.down_proj (its 48 input channels")
         plain, ours = texts(model, SelfSpeculativeConfig(drafting=FIXED, precision=config))
         assert torch.equal(plain, ours)
@@ -260,7 +260,7 @@ def test_layers_that_the_kernels_refuse_stay_and_are_reported() -> None:
     odd = enable_self_speculative(tiny_model("llama", num_hidden_layers=2, intermediate_size=40))
     copies = LowBitCopies(odd, SkipConfig(), INT8)
     assert [reason.split(" ", 1) for reason in copies.left] == [
-        [f"model.layers.{i}.mlp.down_proj", "(its 40 input channels are no multiple of 16)"] for i in (0, 1)
+        [f"model.layers.{i}.mlp.down_proj", "(its 40 input channels are not a multiple of 16)"] for i in (0, 1)
     ]
     plain, ours = texts(odd, SelfSpeculativeConfig(drafting=FIXED, precision=INT8))
     assert torch.equal(plain, ours) and model.last_speculation.drafted_tokens > 0

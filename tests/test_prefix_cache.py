@@ -365,7 +365,7 @@ def test_sizes(size: Any, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [("1 pound", "is no size: give bytes"), (-1, "is negative"), ("", "is no size"), ("-1GB", "is no size")],
+    [("1 pound", "is not a size: give bytes"), (-1, "is negative"), ("", "is not a size"), ("-1GB", "is not a size")],
 )
 def test_sizes_that_are_none(size: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -173,7 +173,7 @@ def test_chat_template() -> None:
     assert tokenizer.decode(plain["input_ids"][0]) == "rain"
     assert tokenizer.decode(chat["input_ids"][0]) == "<|start|>user\nrain<|end|><|start|>assistant\n"
     assert chat["attention_mask"].shape == chat["input_ids"].shape == (1, chat["input_ids"].shape[1])
-    with pytest.raises(ValueError, match="makes nothing of the prompt ''"):
+    with pytest.raises(ValueError, match="finds no tokens in the prompt ''"):
         encode_prompt(tokenizer, "", False)
     tokenizer.chat_template = "{{ raise_exception('No systems here.') }}"
     with pytest.raises(ValueError, match=r"chat template refused the prompt: No systems here\.$"):

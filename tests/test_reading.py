@@ -54,7 +54,7 @@ def test_what_is_json() -> None:
     assert parse_json(deep) is not None
     assert parse_json('{"a": [1, -2.5e3, "\\ud83d\\ude00"]}') == {"a": [1, -2500.0, "😀"]}
     assert parse_json('{"a": 1, "a": 2}') == {"a": 2}
-    with pytest.raises(ValueError, match="'a' stands twice"):
+    with pytest.raises(ValueError, match="'a' occurs twice"):
         parse_json('{"a": 1, "a": 2}', unique_keys=True)
 
 

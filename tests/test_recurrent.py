@@ -483,7 +483,7 @@ def test_states_that_find_no_room(by: str, rows_: int, copies: int, monkeypatch:
             return copy(state)
 
     monkeypatch.setattr(recurrent, "_copy", no_room)
-    with pytest.warns(UserWarning, match=r"decoded without drafts from here on: a copy of states of [\d,]+ bytes"):
+    with pytest.warns(UserWarning, match=r"decoded without drafts from here on: no memory is left for a checkpoint"):
         found = decoded(model, ids, 60, config, **options)
     assert torch.equal(found.sequences, plain.sequences)
     assert made_before == copies + 1  # it is tried only once
@@ -552,7 +552,7 @@ def test_a_model_whose_passes_differ_is_decoded_plainly(
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         assert torch.equal(decoded(model, ids, 60, Lies(plain[0].tolist(), EVERY_PATTERN)), plain)
-    assert any("gives other logits than passes over one" in str(warning.message) for warning in given)
+    assert any("gives different logits from passes over one" in str(warning.message) for warning in given)
     assert "other logits" in model.last_speculation.refusal
 
 

@@ -275,7 +275,7 @@ def test_what_is_called_bitwise_is(family: str, dtype: torch.dtype) -> None:
         assert drafted.speculation.exactness == "bitwise" and torch.equal(undrafted.sequences, drafted.sequences)
         assert all(torch.equal(*pair) for pair in zip(undrafted.logits, drafted.logits, strict=True))
     else:
-        assert "hang on its place" in undrafted.speculation.exactness_reason
+        assert "depend on its place" in undrafted.speculation.exactness_reason
 
 
 class _Pretended:
@@ -303,7 +303,7 @@ class _Pretended:
     ("passes", "reason"),
     [
         (_Pretended(0.0), None),
-        (_Pretended(1e-6), "hang on its place"),
+        (_Pretended(1e-6), "depend on its place"),
         (_Pretended(0.0, is_free=False), "another text was being decoded"),
     ],
 )
@@ -378,7 +378,7 @@ def test_where_sampling_cannot_be_recorded_it_goes_on_without(
     for _ in range(2):
         assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist()), **options))
         assert model.last_speculation.replayed_passes == model.last_speculation.target_passes - 1
-    assert "out of memory" in choice_of(model).refusal and "Sampling is not recorded" in caplog.text
+    assert "out of memory" in choice_of(model).refusal and "Sampling is no longer replayed" in caplog.text
 
 
 def test_where_there_is_no_room_for_noise_it_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -772,7 +772,7 @@ def test_where_recording_fails_the_models_own_code_goes_on(
     assert torch.equal(plain, plain_text(model, 60, self_speculative=Guesses(plain[0].tolist(), lengths=(3, 1))))
     passes = graphs_of(model).passes[None]
     assert "out of memory" in passes.refusal and not passes.table.graphs and passes.arena.bytes == 0
-    assert "not replayed any more" in caplog.text
+    assert "no longer replayed" in caplog.text
     assert "out of memory" in str(model.last_speculation.replay_refusal)
 
 
@@ -938,7 +938,7 @@ def test_passes_are_compiled_beside_and_stay_if_they_are_faster(outcome: str, mo
         elif outcome == "no compiler":
             assert "working compiler" in graphs_of(model).fusing.refusal
         else:
-            words = {"slower": "without compiled operations take 100.0", "wrong": "other logits than the model"}
+            words = {"slower": "without compiled operations take 100.0", "wrong": "different logits from the model's"}
             assert words[outcome] in graphs_of(model).fusing.passes.refusal and passes.refusal is None
     finally:
         fused.fused_rows.cache_clear()
@@ -990,7 +990,7 @@ def test_whole_calls_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gpu, "built_in_prompts", lambda: built_in_prompts()[:2])
     clock = gpu.Clock(1e6)
     found = gpu.measure_calls(model, _Tokenizer(), clock, new_tokens=24)
-    assert clock.missing == ["host time in a round: on a CPU it cannot be told from that of its pass"]
+    assert clock.missing == ["host time in a round: on a CPU it cannot be separated from the time of the pass"]
     assert set(found["first"]) == {"plain", "plain-loop", "lookup", "auto", "static"}
     assert len(found["calls"]) == 2
     for row in found["calls"]:

@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with (
         RunFolder(tmp_path, ARGUMENTS),
-        pytest.raises(ValueError, match="Another run is going on"),
+        pytest.raises(ValueError, match="Another run is in progress"),
         RunFolder(tmp_path, ARGUMENTS),
     ):
         pass

@@ -912,7 +912,7 @@ def test_a_sandbox_that_does_not_come_up_runs_nothing(monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "_settings", settings)
-        with pytest.raises(RuntimeError, match=r"did not come up .* nothing was run: AttributeError: .*NONSENSE"):
+        with pytest.raises(RuntimeError, match=r"did not start .* nothing was run: AttributeError: .*NONSENSE"):
             run("pass")
     with monkeypatch.context() as patch:
         patch.setattr(sandbox, "_START", "raise ImportError('no such thing')")
@@ -940,7 +940,7 @@ def test_everything_is_covered_or_nothing_runs(monkeypatch: pytest.MonkeyPatch) 
         assert run_program("pass").passed
         assert not any("hook" in by for by in protections().values())
     monkeypatch.setattr(sandbox, "_kernel", lambda: sandbox._Kernel(seccomp=True, landlock=0))
-    with pytest.raises(RuntimeError, match=r"cannot hold a program as it should: reading would be .*allow_weaker=True"):
+    with pytest.raises(RuntimeError, match=r"cannot confine a program fully: reading would be .*allow_weaker=True"):
         run_program("pass")
     assert [name for name, by in protections().items() if "hook" in by] == ["reading", "environment"]
     monkeypatch.setattr(sandbox, "_kernel", lambda: sandbox._Kernel(seccomp=False, landlock=0))

@@ -201,7 +201,7 @@ def test_the_built_in_prompts_take_turns() -> None:
     assert {"prose", "chat", "code", "summarisation", "translation", "arithmetic"} == {p.category for p in prompts}
     first, later = calibration_prompts(count=8), calibration_prompts(count=6, skip=8)
     assert not {p.id for p in first} & {p.id for p in later}
-    with pytest.raises(ValueError, match="none is left behind the first 99"):
+    with pytest.raises(ValueError, match="none is left after the first 99"):
         calibration_prompts(skip=99)
     with pytest.raises(ValueError, match="At least one"):
         calibration_prompts(count=0)
@@ -423,7 +423,7 @@ SMALL: dict[str, Any] = {"settings": SKIPPING, "texts": TEXTS}
     [
         ({"texts": replace(TEXTS, new_tokens=1)}, "at least two tokens"),
         ({"texts": replace(TEXTS, new_tokens=508)}, "context of 512"),
-        ({"settings": replace(SKIPPING, start_from=(SelfSpeculativeConfig(precision="int8"),))}, "not to be had"),
+        ({"settings": replace(SKIPPING, start_from=(SelfSpeculativeConfig(precision="int8"),))}, "is not available"),
         ({"settings": replace(SKIPPING, depth=4), "results": "a study"}, "made for something else"),
     ],
 )
@@ -528,8 +528,8 @@ def test_profile_and_search_and_retarget(ssd: Any, folder: str, tmp_path: Path) 
     assert run.status == 0, run.err
     assert "12 drafts judged" in run.out
     for row in (
-        "promised, over",
-        "… on 1 texts held back",
+        "predicted, over",
+        "… on 1 held-out texts",
         "measured, over",
         "… the loop alone",
         "… what the draft adds",
@@ -559,7 +559,7 @@ def test_profile_and_search_and_retarget(ssd: Any, folder: str, tmp_path: Path) 
         (["search", "demo", "--costs", "nowhere.json"], "no cost profile 'nowhere.json'"),
         (["profile", "demo", "--contexts", "many"], "--contexts takes numbers"),
         (["profile", "demo", "-o", "no/folder/costs.json"], "no folder 'no/folder'"),
-        (["search", "demo", "--sampler", "nsga2", "--objective", "acceptance"], "cannot go by the objective"),
+        (["search", "demo", "--sampler", "nsga2", "--objective", "acceptance"], "cannot optimise the objective"),
         (["search", "demo", "--new-tokens", "1"], "--new-tokens"),
     ],
 )

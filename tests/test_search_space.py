@@ -51,7 +51,7 @@ def test_configs_and_choices_say_the_same(data: st.DataObject) -> None:
 
 
 def test_a_config_from_elsewhere_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"'int8' is not to be had for attention\.0"):
+    with pytest.raises(ValueError, match=r"'int8' is not available for attention\.0"):
         space_of(MODEL).from_config(SelfSpeculativeConfig(precision="int8"))
     with pytest.raises(ValueError, match=r"attention\.9"):
         SPACE.from_config(SelfSpeculativeConfig(SkipConfig([9], [])))

@@ -136,7 +136,7 @@ def test_blank_lines_without_end_take_no_memory(tmp_path: Path) -> None:
     file = tmp_path / "blank.log"
     file.write_bytes(b"\n" * (64 << 20))
     tracemalloc.start()
-    with pytest.raises(ValueError, match="line 1 is no line of a journal"):
+    with pytest.raises(ValueError, match="line 1 is not a line of a journal"):
         storage_to_read(f"journal:{file}")
     assert tracemalloc.get_traced_memory()[1] < 400 << 20
     tracemalloc.stop()

@@ -157,7 +157,7 @@ def test_given_configs_come_first_and_must_fit() -> None:
     config = SelfSpeculativeConfig(SkipConfig([2], [1, 3]))
     search, space = worker(memory(), SearchSettings(depth=3, start_from=(config,)))
     assert space.config(search.run(1).tried[0].choices).skip == config.skip
-    with pytest.raises(ValueError, match="not to be had"):
+    with pytest.raises(ValueError, match="is not available"):
         worker(memory(), SearchSettings(depth=3, start_from=(SelfSpeculativeConfig(precision="int8"),)))
 
 
@@ -186,8 +186,8 @@ def test_no_trials_is_no_search() -> None:
         ({"exact_depth": 0}, "1 to 6, but got 0"),
         ({"depth": 2, "exact_depth": 3}, "1 to 2, but got 3"),
         ({"budget": 1.5}, "up to 1, but got 1.5"),
-        ({"sampler": "nsga2", "objective": "acceptance"}, "cannot go by the objective 'acceptance'"),
-        ({"sampler": "nsga2", "objective": "tokens-per-second"}, "cannot go by the objective 'tokens-per-second'"),
+        ({"sampler": "nsga2", "objective": "acceptance"}, "cannot optimise the objective 'acceptance'"),
+        ({"sampler": "nsga2", "objective": "tokens-per-second"}, "cannot optimise the objective 'tokens-per-second'"),
     ],
 )
 def test_settings_are_checked(arguments: dict[str, Any], message: str) -> None:
@@ -314,7 +314,7 @@ def test_a_storage_that_fails_in_the_middle_is_told(tmp_path: Path) -> None:
 
     engine = search.study._storage._backend.engine  # type: ignore[attr-defined]
     event.listen(engine, "before_cursor_execute", full)
-    with pytest.raises(OSError, match=r"storage of the study 's' fails: .*disk is full.*judged before are kept"):
+    with pytest.raises(OSError, match=r"storage of the study 's' fails: .*disk is full.*judged before are stored"):
         search.run(4)
     event.remove(engine, "before_cursor_execute", full)
     assert len(worker(storage_of(f"{tmp_path}/s.db"))[0].run(4).tried) == 4

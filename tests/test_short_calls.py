@@ -75,14 +75,14 @@ def test_a_call_that_was_found_short_is_not_prepared_again(
         patch.setattr(request, "automatic_config", lambda *_: config_of(2.0, 1e-3))
         # `check` would forbid or allow captures by its result.
         patch.setattr(prepare, "check", lambda *_, **__: prepare_check())
-        assert "so few tokens" in str(generate(self_speculative="auto"))
+        assert "too few tokens" in str(generate(self_speculative="auto"))
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("prepared")
 
     monkeypatch.setattr(request, "automatic_config", prepared)
     monkeypatch.setattr(prepare, "check", prepared)
-    assert "so few tokens" in str(generate(self_speculative="auto"))
+    assert "too few tokens" in str(generate(self_speculative="auto"))
     # An explicitly requested draft is always made.
     with pytest.raises(AssertionError, match="prepared"):
         generate(self_speculative=SkipConfig(attention=[1]))

@@ -31,13 +31,13 @@ def test_counts() -> None:
 
 def test_a_call_in_a_sentence() -> None:
     statistics = SpeculationStatistics(generated_tokens=5, target_passes=3, total_seconds=0.5)
-    assert str(statistics) == "5 tokens in 3 passes of the whole model, 0.50 s; nothing was drafted."
+    assert str(statistics) == "5 tokens in 3 passes of the target model, 0.50 s; nothing was drafted."
     statistics.round_accepted = [[]]
     statistics.draft_passes = 2
     statistics.record_round([4], [3], [0], [2])
     assert str(statistics) == (
-        "5 tokens in 3 passes of the whole model and 2 of the draft, 0.50 s: 4 tokens drafted (2 of them looked up), 3 "
-        "accepted (75%), 4.00 tokens per round."
+        "5 tokens in 3 passes of the target model and 2 of the draft, 0.50 s: 4 tokens drafted (2 of them looked up), "
+        "3 accepted (75%), 4.00 tokens per round."
     )
     assert "looked up" not in str(recorded(([3], [1])))
 

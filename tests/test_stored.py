@@ -123,7 +123,7 @@ def test_rows_are_refused_or_can_be_summed_up(kind: str) -> None:
         (call("own", "a-1", "a", 0.0), '"seconds": a number above 0 is needed, but it is 0.0'),
         (call("own", "a-1", "a", 1.0, ()), '"token_ids": a list of at least 1 is needed'),
         (call("other", "a-1", "a", 1.0), 'this run has no method "other"'),
-        (call("plain", "x" * 300, "a", 1.0), 'this run asks nothing that is called "xxx'),
+        (call("plain", "x" * 300, "a", 1.0), 'this run has no prompt called "xxx'),
         (call("plain", "a-1", "a", 1.0, costs={"plain_step": 1}), "lacks 'draft_step'"),
     ],
 )

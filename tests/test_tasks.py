@@ -138,7 +138,7 @@ def test_problems_are_read_packed_or_not(problems: str, tmp_path: Path) -> None:
         (b"not JSON\n", "line 1"),
         (b'{"prompt": "def f(): ..."}\n', "'entry_point' holds no text"),
         (b'{"prompt": "x", "entry_point": "no name", "test": "y"}\n', "not the name of a function"),
-        (b'{"task_id": 1, "prompt": "x", "entry_point": "f", "test": "y"}\n' * 2, "stands there twice"),
+        (b'{"task_id": 1, "prompt": "x", "entry_point": "f", "test": "y"}\n' * 2, "occurs there twice"),
     ],
 )
 def test_files_of_problems_that_cannot_be_read(content: bytes, message: str, tmp_path: Path) -> None:

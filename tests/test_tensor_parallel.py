@@ -48,4 +48,4 @@ def test_the_text_is_that_of_plain_decoding(name: str, said: list[dict[str, Any]
 
 
 def test_weights_that_are_spread_have_no_low_bit_copies(said: list[dict[str, Any]]) -> None:
-    assert "spread over processes" in said[0]["int8"]
+    assert "sharded over processes" in said[0]["int8"]

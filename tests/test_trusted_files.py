@@ -239,15 +239,15 @@ def test_a_relative_cache_folder_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SSD_GENERATION_CACHE", "cache")
     assert (Path("cache") / "code" / code.name).exists()
-    with pytest.raises(ValueError, match=r"SSD_GENERATION_CACHE must be a whole path, but got 'cache'"):
+    with pytest.raises(ValueError, match=r"SSD_GENERATION_CACHE must be an absolute path, but got 'cache'"):
         files.default_cache_dir()
-    with pytest.raises(ValueError, match="must be a whole path"):
+    with pytest.raises(ValueError, match="must be an absolute path"):
         loading.fetch_demo(progress=False)
     for _ in range(2):
         assert compilations(monkeypatch) == 1
         assert measured_anew({"what": "relative"})
     (said,) = warnings_of(caplog)
-    assert "'cache'" in said and "whole path" in said
+    assert "'cache'" in said and "absolute path" in said
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["code"]
 
 
@@ -255,7 +255,7 @@ def test_a_relative_home_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("SSD_GENERATION_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "here")
-    with pytest.raises(ValueError, match=r"must be a whole path, but got 'here/.cache'"):
+    with pytest.raises(ValueError, match=r"must be an absolute path, but got 'here/.cache'"):
         files.default_cache_dir()
 
 
@@ -488,7 +488,7 @@ def test_copies_in_a_folder_that_others_can_write_to(tmp_path: Path, spoil: Call
     names = sorted((tmp_path / FOLDER).iterdir())
     spoil(tmp_path / FOLDER)
     model = on_disk_again(tmp_path)
-    with pytest.warns(UserWarning, match="could not be kept in .*they are in memory for this process") as given:
+    with pytest.warns(UserWarning, match="could not be stored in .*they are in memory for this process") as given:
         assert counts_of(model) == (made, 0)
     assert len(given) == 1 and str(tmp_path / FOLDER) in str(given[0].message)
     assert sorted((tmp_path / FOLDER).iterdir()) == names
@@ -607,7 +607,7 @@ def test_without_owners_regular_files_are_read(tmp_path: Path, monkeypatch: pyte
     tmp_path.chmod(0o777)
     assert read_bytes(file, MEASUREMENT, within=tmp_path) == b"content"
     as_fifo(file)
-    with pytest.raises(trusted.UntrustedError, match="no regular file"):
+    with pytest.raises(trusted.UntrustedError, match="not a regular file"):
         read_bytes(file, MEASUREMENT, within=tmp_path)
 
 

@@ -139,7 +139,7 @@ def measure_passes(model: Any, clock: Clock, fuses: str | None = None) -> list[d
             passes = GraphPasses(model, arena, backend, mode, _WIDTHS, fuses)
         for behind in _BEHIND:
             for width in widths:
-                name = f"{what}, {width} behind {behind}"
+                name = f"{what}, {width} after {behind}"
                 row = clock.attempt(name, partial(_row, model, passes, width, behind, half if what == "half" else None))
                 if row is not None:
                     rows.append(row)
@@ -273,7 +273,7 @@ def measure_calls(
     if is_asynchronous(model.device):
         host = clock.attempt("host time", lambda: _host_seconds(lambda: call("lookup", 0)))
     else:
-        clock.missing.append("host time in a round: on a CPU it cannot be told from that of its pass")
+        clock.missing.append("host time in a round: on a CPU it cannot be separated from the time of the pass")
     return {"first": first, "calls": calls, "host": host}
 
 
@@ -346,12 +346,12 @@ def _loaded(arguments: argparse.Namespace) -> tuple[Any, Any]:
 def _tables(report: dict[str, Any]) -> Iterator[str]:
     yield report["machine"]
     yield ""
-    yield f"{'milliseconds of a pass':34}{'own code':>12}{'replayed':>12}{'recording':>12}"
+    yield f"{'milliseconds of a pass':34}{'own code':>12}{'replayed':>12}{'capture':>12}"
     for row in report["passes"] or ():
         what = "" if row["what"] == "model" else "half left out, "
         cells = [row["eager"], row["replayed"], row["recording"]]
         shown = "".join(f"{'-' if value is None else f'{1e3 * value:.2f}':>12}" for value in cells)
-        yield f"{what + str(row['width']) + ' behind ' + str(row['behind']):34}{shown}"
+        yield f"{what + str(row['width']) + ' after ' + str(row['behind']):34}{shown}"
     if calls := (report["calls"] or {}).get("calls"):
         yield ""
         yield f"{'whole calls':34}{'x plain':>12}{'least':>12}{'greatest':>12}{'x static':>12}"
@@ -383,7 +383,7 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         if report["calls"]["host"] is not None:
             yield f"host time in a round: {1e3 * report['calls']['host']:.3f} ms"
     yield ""
-    yield f"a token's bits do not depend on its place: {report['keeps_bits']}"
+    yield f"bitwise, whatever the width of the pass: {report['keeps_bits']}"
     yield f"keys and values at fixed addresses: {report['arena_bytes'] / 1e6:.0f} MB"
     if report["reserved_bytes"] is not None:
         yield f"memory of the device in use: {report['reserved_bytes'] / 1e9:.2f} GB"
@@ -402,12 +402,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape instead")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=400.0, help="that the run may take, loading apart")
+    parser.add_argument("--seconds", type=float, default=400.0, help="time limit of the run, loading not included")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument(
         "--fused",
         choices=["none", "rows", "whole"],
-        help="what to compile before passes are recorded: nothing, norms with gated activations and rotary embeddings, "
+        help="what to compile before passes are captured: nothing, norms with gated activations and rotary embeddings, "
         "or all of a pass; left out: what decoding does by itself",
     )
     parser.add_argument("--methods", default=",".join(_METHODS), help="of whole calls; default: %(default)s")

@@ -364,7 +364,7 @@ class GhostLayer(CacheLayerMixin):
         raise RuntimeError(
             "This cache was filled in draft mode: it has no keys and values for the attention sub-layers that were "
             "skipped. "
-            "Start the whole model with a new cache."
+            "Start the target model with a new cache."
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

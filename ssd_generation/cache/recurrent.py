@@ -118,7 +118,9 @@ def _copy(state: torch.Tensor) -> torch.Tensor:
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        raise NoRoomForStates(f"a copy of states of {state.nbytes:,} bytes finds no room") from error
+        raise NoRoomForStates(
+            f"no memory is left for a checkpoint of recurrent states of {state.nbytes:,} bytes"
+        ) from error
 
 
 def fork_states(layer: Any) -> Any:

@@ -27,9 +27,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `ValueError` for a tokenizer without a chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
-            "This model's tokenizer has no chat template, so it is most likely a base model, which continues texts and "
-            "answers nobody. Give an instruct or chat model, or a template with --chat-template FILE; `ssd generate` "
-            "continues a text."
+            "This model's tokenizer has no chat template, so it is most likely a base model, which continues texts "
+            "instead of answering. Give an instruct or chat model, or a template with --chat-template FILE; `ssd "
+            "generate` continues a text."
         )
 
 
@@ -204,8 +204,8 @@ class Conversation:
             return longest
         if tokens >= most:
             raise ValueError(
-                f"The conversation is {tokens} tokens long with this turn, but the model was made for {most}. /reset "
-                "begins anew."
+                f"The conversation is {tokens} tokens long with this turn, but the model's context is {most}. /reset "
+                "starts over."
             )
         return min(longest, most - tokens)
 

@@ -12,19 +12,19 @@ from . import benchmark, chat, evaluate, export, generate, inspect, presets, pro
 HELP = """Self-speculative decoding: a language model drafts for itself.
 
 It drafts a few tokens cheaply (from low-bit copies of its own weights, with sub-layers left out, or copied from the \
-text), then checks them all in one pass. No second model, no training, the same text.
+text), then verifies them all in one pass. No second model, no training, the same text.
 
 [bold]Start here[/bold]
 
-  ssd generate --compare                      beside plain decoding: text, speed, memory
+  ssd generate --compare                      compared with plain decoding: text, speed, memory
   ssd generate "Why is the sky blue?"         just the answer
   ssd generate --show-draft                   where each token came from
   ssd chat                                    a conversation, coloured by where tokens came from
-  ssd inspect demo                            what there is to leave out
-  ssd search demo                             what is best left out, on this machine
+  ssd inspect demo                            what a draft can leave out
+  ssd search demo                             the best draft on this machine
   ssd profile demo                            what drafting costs, part by part
-  ssd benchmark --limit-per-category 1        beside its peers, on many kinds of prompts
-  ssd evaluate summarisation --limit 8        is it still as good?
+  ssd benchmark --limit-per-category 1        compared with its peers, on many kinds of prompts
+  ssd evaluate summarisation --limit 8        are the answers as good?
   ssd serve demo                              a server that drafts (transformers' own)
   ssd export demo smollm2-drafting            a folder that drafts in any program
 """
@@ -43,7 +43,7 @@ app = typer.Typer(
 @app.callback(help=HELP)
 def ssd(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Print the version, or the help where no sub-command is named."""
     if version:

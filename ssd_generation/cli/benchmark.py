@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from ..harness.results import RunFolder
     from ..harness.texts import Prompt
 
-HELP = """Measure this library beside plain decoding and its peers.
+HELP = """Compare the speed of this library with plain decoding and its peers.
 
-All methods decode the same prompts, taking turns prompt by prompt, with a fixed number of new tokens. \
-Results go to a folder as they are made; the same command with the same folder goes on after an interruption.
+All methods decode the same prompts, interleaved prompt by prompt, with a fixed number of new tokens. \
+Results go to a folder as they are made; the same command with the same folder continues after an interruption.
 
 [bold]Examples[/bold]
 
@@ -37,8 +37,8 @@ Results go to a folder as they are made; the same command with the same folder g
 
 [bold]Methods[/bold]
 
-  auto             self_speculative="auto": whatever pays on this machine
-  auto-free        the same without low-bit copies: lookup, and skipping once some pays
+  auto             self_speculative="auto": the fastest way to draft on this machine
+  auto-free        the same without low-bit copies: lookup, and layer skipping once it pays
   lookup           drafting by prompt lookup alone
   int8, int4       all linear layers low-bit while drafting
   config, skip     --config as it is; its skip set alone
@@ -78,7 +78,7 @@ class ComparisonOptions(MethodOptions):
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="The same model as a GGUF file: llama.cpp decodes by it beside the others, as the method "
+            help="The same model as a GGUF file: llama.cpp decodes with it alongside the others, as the method "
             "`llama.cpp-NAME` of NAME.gguf; may be repeated. Needs `pip install xllamacpp`.",
         ),
     ] = None
@@ -87,15 +87,15 @@ class ComparisonOptions(MethodOptions):
         typer.Option(
             metavar="PATH",
             help="The same model as a folder of `optimum-cli export openvino`, or as a GGUF file: OpenVINO GenAI "
-            "decodes by it, as the methods `openvino-NAME` and, with the prompt cached, `openvino-prefix-cache-NAME`; "
-            "may be repeated. Needs `pip install openvino-genai`.",
+            "decodes with it, as the methods `openvino-NAME` and, with the prompt cached, "
+            "`openvino-prefix-cache-NAME`; may be repeated. Needs `pip install openvino-genai`.",
         ),
     ] = None
     paired: Annotated[
         Path | None,
         typer.Option(
             metavar="CHECKOUT",
-            help="Compare with another checkout of this library instead: each method by both, in turns.",
+            help="Compare with another checkout of this library instead: each method by both, interleaved.",
         ),
     ] = None
 
@@ -228,7 +228,7 @@ def _run(request: Request, model: MeasuredModelOptions, results: ResultOptions) 
 
         def kept() -> str:
             count = sum(row["kind"] in ("call", "pair") for row in folder.rows)
-            return f"{count} measured {'row is' if count == 1 else 'rows are'} kept in {folder.path}"
+            return f"{count} measured {'row is' if count == 1 else 'rows are'} stored in {folder.path}"
 
         with resumable(folder.path, kept):
             if request.other is None:

@@ -15,11 +15,11 @@ from .options import ModelArgumentOptions
 if TYPE_CHECKING:
     from .chat_run import ChatRequest
 
-HELP = """Talk with a model that drafts for itself.
+HELP = """Chat with a model that drafts for itself.
 
-The turns share one KV cache: of each turn only what is new is read. In a terminal the answer is coloured by where its \
-tokens came from, and a line after it says how fast it was. From a pipe each line is a turn, and only the answers go \
-to stdout.
+The turns share one KV cache: only the new tokens of each turn are processed. In a terminal the answer is \
+coloured by where its tokens came from, and a line after it says how fast it was. From a pipe each line is a turn, \
+and only the answers go to stdout.
 
 [bold]Examples[/bold]
 
@@ -29,9 +29,9 @@ to stdout.
 
 [bold]In the conversation[/bold]
 
-  /reset           begin anew
+  /reset           start over
   /save FILE       write the conversation as JSON
-  /help, /exit     Ctrl-D leaves too; Ctrl-C stops an answer
+  /help, /exit     Ctrl-D exits too; Ctrl-C stops an answer
 """
 
 

@@ -26,7 +26,7 @@ class ChatAnswerOptions(AnswerOptions):
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A Jinja file, in the place of the tokenizer's chat template.",
+            help="A Jinja file, in place of the tokenizer's chat template.",
             dir_okay=False,
         ),
     ] = None

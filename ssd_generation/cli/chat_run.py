@@ -119,7 +119,7 @@ class Dialogue:
                 if has_interrupted or not self._is_interactive:
                     raise
                 has_interrupted = True
-                self._view.say("\nCtrl-C once more, /exit or Ctrl-D leaves.")
+                self._view.say("\nCtrl-C once more, /exit or Ctrl-D exits.")
 
     def _obey(self, said: str) -> None:
         """Run a command or answer; in an interactive dialogue, print a user's error and continue."""
@@ -135,7 +135,9 @@ class Dialogue:
     def _command(self, line: str) -> None:
         name, _, rest = line.strip().partition(" ")
         if name not in self._commands:
-            raise ValueError(f"There is no command {name!r}. /help lists them; a space before it says it to the model.")
+            raise ValueError(
+                f"There is no command {name!r}. /help lists them; a space before it sends it to the model."
+            )
         self._commands[name](rest.strip())
 
     def _answer(self, question: str) -> None:
@@ -161,7 +163,7 @@ class Dialogue:
 
     def _reset(self, rest: str) -> None:
         self._conversation.reset()
-        self._view.say("The conversation begins anew.")
+        self._view.say("The conversation starts over.")
 
     def _save(self, rest: str) -> None:
         from ..support.files import write_whole

@@ -20,14 +20,14 @@ __all__ = ["ChatView"]
 
 _PROMPT = "> "
 _COMMANDS = (
-    ("/reset", "begin anew; the system message stays"),
+    ("/reset", "start over; the system message stays"),
     ("/save FILE", "write the conversation as JSON"),
     ("/help", "these lines"),
-    ("/exit", "leave, as Ctrl-D does"),
+    ("/exit", "exit, as Ctrl-D does"),
 )
 _HINTS = (
-    "Ctrl-C stops an answer; what there is of it stays in the conversation. A line that ends in \\ goes on in the "
-    "next. A space before / makes it part of what you say."
+    "Ctrl-C stops an answer; the part generated so far stays in the conversation. A line that ends in \\ continues on "
+    "the next. A space before / makes it part of your message."
 )
 
 
@@ -56,7 +56,7 @@ class ChatView:
 
             looked_up = [LOOKED_UP] if draft.config.lookup is not None else []
             self._err.print(legend([DRAFTED, *looked_up, DECIDED], {}, notes=True))
-        self.say("/help lists the commands, Ctrl-D leaves.")
+        self.say("/help lists the commands, Ctrl-D exits.")
 
     def read(self) -> str | None:
         """Return the user's next message; `None` at the end of the input."""
@@ -101,7 +101,7 @@ class ChatView:
     def end(self, turn: Turn | None) -> None:
         """Print the figures of an answer; `None`: it was stopped before it began."""
         if turn is None:
-            self.say("Stopped before the first token: this turn is no part of the conversation.")
+            self.say("Stopped before the first token: this turn is not part of the conversation.")
             return
         if not self._is_silent:
             sys.stdout.write("\n")

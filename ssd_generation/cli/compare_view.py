@@ -38,7 +38,7 @@ def comparison_view(answer: Answer) -> RenderableType:
     parts: list[RenderableType] = []
     if comparison.self_speculative.difference is not None:
         text = answer.tokenizer.decode(comparison.plain.token_ids[0], skip_special_tokens=True)
-        parts += [styled(("Plain decoding says:", "dim")), styled(text), styled()]
+        parts += [styled(("Plain decoding gives:", "dim")), styled(text), styled()]
     parts.append(_table(comparison))
     parts += [styled(line) for line in _verdict(comparison, draft)]
     parts.append(styled())
@@ -117,7 +117,7 @@ def _verdict(comparison: Comparison, draft: Draft) -> list[str]:
     config, result = draft.config, comparison.self_speculative
     lines = _text_verdict(comparison) + _exactness_verdict(comparison) + _sampling_verdict(comparison)
     if config.drafts_itself and not config.skip and not config.precision:
-        lines.append("The draft leaves out nothing, so it costs what the model costs: no speed-up can come of that.")
+        lines.append("The draft leaves out nothing, so it costs as much as the target: no speed-up is possible.")
         return lines
     lines.append(_speed_verdict(comparison, config))
     if result.ratio < 1 and config.drafting.policy != "none":
@@ -138,17 +138,18 @@ def _text_verdict(comparison: Comparison) -> list[str]:
     elif result.is_as_undrafted:
         line += (
             " Drafting has no part in it: undrafted decoding by this library gives the same text. Its kernels round "
-            "otherwise than the model's own, which can turn a near tie over: look at the logit margin."
+            "differently from the model's own, which can flip a near tie: look at the logit margin."
         )
     elif undrafted is not None and undrafted.token == difference.token:
         line += (
-            " Undrafted decoding by this library parts from plain decoding at the same token: its kernels round "
-            "otherwise than the model's own, which can turn a near tie over. Further on, drafting parts the two."
+            " Undrafted decoding by this library diverges from plain decoding at the same token: its kernels round "
+            "differently from the model's own, which can flip a near tie. Further on, drafted and undrafted text "
+            "diverge."
         )
     else:
         line += (
-            " Checking several tokens in one pass rounds differently from one at a time, which can turn a near tie "
-            "over: look at the logit margin. With --exact it does not, where this machine can; in float32 it is rare."
+            " Verifying several tokens in one pass rounds differently from one at a time, which can flip a near tie: "
+            "look at the logit margin. With --exact it does not, where this machine can; in float32 it is rare."
         )
     return [line]
 
@@ -160,9 +161,9 @@ def _exactness_verdict(comparison: Comparison) -> list[str]:
 
     last = comparison.self_speculative.speculation[-1]
     if last.exactness == BITWISE:
-        return ["Exact to the bit: the logits are those of undrafted decoding by this library, whatever was drafted."]
-    reason = (last.exactness_reason or "").replace(HOW_TO_ASK, "--exact asks for them")
-    return [f"Not certified to the bit: {reason}."] if reason else []
+        return ["Bitwise exact: the logits are those of undrafted decoding by this library, whatever was drafted."]
+    reason = (last.exactness_reason or "").replace(HOW_TO_ASK, "--exact requests them")
+    return [f"Not bitwise exact: {reason}."] if reason else []
 
 
 def _sampling_verdict(comparison: Comparison) -> list[str]:
@@ -196,9 +197,10 @@ def _speed_verdict(comparison: Comparison, config: SelfSpeculativeConfig) -> str
     if comparison.verify_cost is not None and config.drafting.policy != "none":
         check = f"{comparison.verify_cost:.2f}"
         if comparison.draft_cost is None:
-            line += f" In these runs a check cost {check} of a plain step"
+            line += f" In these runs a verification pass cost {check} of a plain step"
         else:
-            line += f" In these runs a drafted token cost {comparison.draft_cost:.2f} of a plain step, a check {check}"
+            drafted = f"{comparison.draft_cost:.2f}"
+            line += f" In these runs a drafted token cost {drafted} of a plain step, a verification pass {check}"
         line += f"; that gave {result.tokens_per_round:.2f} tokens per round." if result.tokens_per_round else "."
     if result.self_drafted_acceptance is not None and result.looked_up_acceptance is not None:
         line += (
@@ -218,7 +220,7 @@ def _why_slower(comparison: Comparison, draft: Draft) -> str:
         )
     if config.skip and not config.precision and comparison.parameters < _SMALL:
         return (
-            "That is how small models are: layer skipping alone gains them little or nothing. The published gains "
+            "This is typical of small models: layer skipping alone gains them little or nothing. The published gains "
             "are mostly for models of 8 billion parameters and more. Try it without the skip options, or --config auto."
         )
     if config.drafting.policy != "cost":
@@ -243,12 +245,12 @@ def _reasons(draft: Draft, costs: Costs | None) -> list[str]:
     if choice.precision is not None:
         line += f" Expected of the copies alone: {expected[choice.precision]:.2f} times plain speed"
     elif expected:
-        line += " Low-bit copies promise too little"
+        line += " Low-bit copies would gain too little"
     others = [f"{_named(name)} {speedup:.2f}" for name, speedup in expected.items() if name != choice.precision]
     if expected:
         line += f" ({', '.join(others)})." if others else "."
     if choice.draft_memory == 0:
-        line += " Copies in low bits were not allowed (draft_memory 0)."
+        line += " Low-bit copies were not allowed (draft_memory 0)."
     elif choice.ruled_out:
         # A reason that several precisions share is printed once.
         reasons: dict[str, list[str]] = {}
@@ -263,7 +265,7 @@ def _measured(costs: Costs, drafts_itself: bool) -> str:
     lengths = [n for n, _ in costs.verify if n in _VERIFY_LENGTHS] or [costs.verify[-1][0]]
     checks = ", ".join(f"{costs.verify_seconds(n) / costs.plain_step:.2f}" for n in lengths)
     draft = f"a draft step costs {costs.draft_step / costs.plain_step:.2f} of a plain one, " if drafts_itself else ""
-    return f"{draft}a check of {', '.join(map(str, lengths))} tokens {'' if draft else 'costs '}{checks}"
+    return f"{draft}verifying {', '.join(map(str, lengths))} tokens {'' if draft else 'costs '}{checks}"
 
 
 def _conditions(comparison: Comparison, answer: Answer) -> list[str]:
@@ -303,7 +305,7 @@ def _draft(comparison: Comparison, config: SelfSpeculativeConfig) -> str:
         )
     if config.precision:
         parts.append(f"computes from copies of the weights in {_bits(config)}")
-    return f"The draft {' and '.join(parts)}." if parts else "The draft is the whole model."
+    return f"The draft {' and '.join(parts)}." if parts else "The draft is the target model itself."
 
 
 def _bits(config: SelfSpeculativeConfig) -> str:
@@ -372,4 +374,4 @@ def drafts_from(draft: Draft) -> str:
         parts.append(f"copies of the weights in {_bits(config)} ({byte_size(draft.copy_bytes)}, {share:.0%} of them)")
     if config.lookup is not None:
         parts.append("prompt lookup")
-    return f"Drafted by {' and '.join(parts) if parts else 'the whole model'}."
+    return f"Drafted by {' and '.join(parts) if parts else 'the target model itself'}."

@@ -67,8 +67,8 @@ def requested_draft(draft: DraftOptions, length: DraftLengthOptions) -> SelfSpec
     config = requested_config(named, draft.precision, draft.lookup)
     if is_auto and config is not None:
         raise ValueError(
-            "--config auto finds out what to draft with, but --precision, --lookup, --skip-attention and --skip-mlp "
-            "say it. Leave one or the other out."
+            "--config auto chooses what to draft with, but --precision, --lookup, --skip-attention and --skip-mlp set "
+            "it. Leave one or the other out."
         )
     with_drafting(config, length.policy, length.draft_length)  # raises where policy or length is invalid
     return config

@@ -171,7 +171,7 @@ def resumable(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        line = f"Interrupted. {kept()}; the same command with --output {folder} goes on from there."
+        line = f"Interrupted. {kept()}; the same command with --output {folder} continues from there."
         err().print(line, soft_wrap=True)
         raise typer.Exit(130) from None
 

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from ..config import SelfSpeculativeConfig
     from ..evaluation.run_evaluation import CodeExecution, EvaluationSettings, Processes
 
-HELP = """Measure the quality of the answers, and the speed, of this library beside plain decoding and its peers.
+HELP = """Measure the quality of the answers, and the speed, of this library compared with plain decoding and its peers.
 
-All methods answer the same questions in one process, taking turns question by question. Answers end where the model \
-ends them. Results go to a folder as they are made; the same command with the same folder goes on after an interruption.
+All methods answer the same questions in one process, interleaved question by question. Answers end where the model \
+ends them. Results go to a folder as they are made; the same command with the same folder continues after an \
+interruption.
 
 [bold]Tasks[/bold]
 
   summarisation  articles with reference summaries: ROUGE-1, -2 and -L
   code           functions to write (HumanEval, pip install "ssd_generation\\[code]"): pass@k
-  chat           prompts of any kind, or the built-in mixed set: texts beside plain decoding's
+  chat           prompts of any kind, or the built-in mixed set: texts compared with plain decoding's
 
 [bold]Examples[/bold]
 
@@ -38,7 +39,7 @@ ends them. Results go to a folder as they are made; the same command with the sa
   accelerate launch --num_processes 4 -m ssd_generation evaluate chat --data questions.jsonl -o results
   ssd report results other-results
 
-`ssd benchmark --help` tells what the methods are.
+`ssd benchmark --help` describes the methods.
 """
 
 REPORT_HELP = """Put several runs side by side.
@@ -330,7 +331,7 @@ def _run(request: Request, results: ResultOptions, group: Processes | None) -> t
     path = Path(os.path.expanduser(output))
     is_first = group is None or group.process_index == 0
     view = live_progress(None if results.as_json else f"Results go to {path}") if is_first else contextlib.nullcontext()
-    with resumable(path, lambda: f"What was measured is kept in {path}"), view as observe:
+    with resumable(path, lambda: f"What was measured is stored in {path}"), view as observe:
         summary = run_evaluation(
             target,
             tokenizer,
@@ -373,7 +374,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
     except ValueError:
-        raise ValueError(f"--k wants numbers with commas between them, such as 1,10, but got {text!r}.") from None
+        raise ValueError(f"--k takes numbers with commas between them, such as 1,10, but got {text!r}.") from None
 
 
 def _check_vocabularies(tokenizer: Any, other: Any, name: str) -> None:
@@ -405,7 +406,7 @@ def _processes() -> Processes | None:
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER…", help="Of finished or unfinished runs.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER…", help="Folders of finished or unfinished runs.")],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FOLDER", help="Also write report.md and report.png there."),

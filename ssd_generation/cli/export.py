@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 HELP = """Write a folder from which transformers drafts.
 
 OUTPUT holds the model's files and a `custom_generate/`. Programs that load it with `trust_remote_code=True` draft \
-without a further line: `from_pretrained(…).generate`, `pipeline`, `transformers serve`. They need this package \
+without another line of code: `from_pretrained(…).generate`, `pipeline`, `transformers serve`. They need this package \
 installed.
 
 [bold]Examples[/bold]

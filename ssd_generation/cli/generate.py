@@ -22,9 +22,9 @@ DEFAULT_PROMPT = "Explain in three numbered steps how rain forms, then say in on
 
 HELP = """Generate an answer by self-speculative decoding.
 
-The model drafts a few tokens cheaply, then checks them all in one pass of the whole model. Greedy text is the same as \
-without; sampled text follows the same distribution. Unless options say how to draft, that is found out by measuring: \
-a few seconds, once per model and machine.
+The model drafts a few tokens cheaply, then verifies them all in one pass of the target model. Greedy text is the same \
+as without; sampled text follows the same distribution. Unless options say how to draft, that is chosen by \
+measuring: a few seconds, once per model and machine.
 
 [bold]Examples[/bold]
 

@@ -22,7 +22,7 @@ class DraftOptions(ConfigOptions):
         typer.Option(
             metavar="CONFIG",
             help="A JSON file, a folder that holds one, a Hub id, or a preset (`ssd presets`). Default: the one stored "
-            "with the model; else `auto`: whatever pays here.",
+            "with the model; else `auto`: the fastest way to draft here.",
         ),
     ] = None
     precision: Annotated[
@@ -118,7 +118,7 @@ class AnswerOptions:
         bool,
         typer.Option(
             "--exact",
-            help="Have the target's logits not depend on what is drafted, to the last bit, whatever that costs. "
+            help="Make the target's logits independent of the draft, bitwise, whatever that costs. "
             "Default: where it is nearly free.",
         ),
     ] = False

@@ -128,8 +128,8 @@ def _read_config(name: str, source: str, gguf_file: str | None) -> Any:
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            f"{name!r} is a {config.model_type} model, which is no causal language model in transformers, so it cannot "
-            "draft for itself."
+            f"{name!r} is a {config.model_type} model, which is not a causal language model in transformers, so it "
+            "cannot draft for itself."
         )
     return config
 
@@ -318,7 +318,7 @@ def _copies(document: dict[str, Any]) -> list[Text]:
         return []
     text = (
         f"Low-bit copies in int4 take {byte_size(found['int4'])}. Where weights are offloaded (accelerate), a draft "
-        f"keeps {byte_size(found['offloaded'])} in memory and reads none of them."
+        f"holds {byte_size(found['offloaded'])} of copies in memory and reads no offloaded weights."
     )
     return [styled(), styled(text)]
 
@@ -340,8 +340,8 @@ def _kernels(document: dict[str, Any]) -> Text:
 
     reason = document["kernels"]["reason"]
     if reason is None:
-        return styled("Kernels on the CPU: made for this processor, beside torch's.")
-    return styled(f"Kernels on the CPU: torch's alone. Faster ones cannot be made here: {reason}.")
+        return styled("Kernels on the CPU: JIT-compiled for this processor, next to torch's.")
+    return styled(f"Kernels on the CPU: torch's alone. JIT-compiled ones are not available here: {reason}.")
 
 
 def _layer_table(document: dict[str, Any]) -> Table:

@@ -25,8 +25,8 @@ def parse_layers(option: str, text: str | None) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:[-–](\d+))?", part)
         if part and match is None:
             raise ValueError(
-                f"{option}: {part!r} is no layer. Write layer numbers, counted from 0, and ranges, with commas between "
-                "them: 5,7,10-12."
+                f"{option}: {part!r} is not a layer. Write layer numbers, counted from 0, and ranges, with commas "
+                "between them: 5,7,10-12."
             )
         if match is not None:
             first, last = int(match[1]), int(match[2] or match[1])

@@ -131,7 +131,7 @@ class ResultOptions:
             "-o",
             metavar="FOLDER",
             help="Folder for the results. Default: a new one, named by the model and the time. The folder of an "
-            "interrupted run: go on with that run.",
+            "interrupted run: continue that run.",
         ),
     ] = None
     as_json: JsonOption = False

@@ -21,7 +21,7 @@ MS = 1000.0
 
 HELP = """Measure what drafting costs on this machine, part by part.
 
-A draft step is taken apart by sub-layer kind and precision, attention as a function of the context, and a verify pass \
+A draft step is broken down by sub-layer kind and precision, attention as a function of the context, and a verify pass \
 is measured for 1 to 32 tokens. `ssd search --costs FILE` searches with it; `ssd search --from STUDY --costs FILE` \
 picks another machine's best draft.
 
@@ -105,8 +105,8 @@ def warnings_of(profile: CostProfile) -> list[str]:
     lines = []
     if profile.spread > 1.25:
         lines.append(
-            f"The machine was busy: passes took a median of {profile.spread:.2f} times their least. Measure again when "
-            "it is quiet."
+            f"The machine was busy: passes took a median of {profile.spread:.2f} times their minimum. Measure again "
+            "when it is quiet."
         )
     off = [f"{name}: {ratio:.2f}" for name, ratio in profile.checked.items() if not 0.8 < ratio < 1.25]
     if off:
@@ -137,7 +137,7 @@ def _draft_step_table(profile: CostProfile) -> Table:
         box=SIMPLE_HEAD,
         title=f"A plain step takes {plain * MS:.1f} ms after {profile.contexts[0]} tokens",
         title_justify="left",
-        caption=f"{profile.measured_on}; passes took a median of {profile.spread:.2f} times their least",
+        caption=f"{profile.measured_on}; passes took a median of {profile.spread:.2f} times their minimum",
         caption_justify="left",
     )
     for column in ("of a draft step, in ms", "attention", "MLP", "head", "rest", "in all", "of a plain step"):

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ..search.run_search import SearchResult
     from .search_view import Picked
 
-HELP = """Find what a model is best to leave out while it drafts, and in which precision to keep the rest.
+HELP = """Search which sub-layers a model best leaves out while it drafts, and the precision of the rest.
 
 Each draft is judged on the model's own text in a few forward passes: its acceptance rate and this machine's costs \
 give a theoretical speed-up. The best draft is confirmed by timed generation. The study is an Optuna study: the same \
-command with the same folder goes on after an interruption, and several processes can work on one --storage at once.
+command with the same folder continues after an interruption, and several processes can work on one --storage at once.
 
 [bold]Examples[/bold]
 
@@ -101,7 +101,7 @@ class SamplerOptions:
 
     trials: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="How many drafts to judge in all, other workers' counted."),
+        typer.Option(min=1, metavar="N", help="How many drafts to judge in all, other workers' included."),
     ] = 120
     sampler: Annotated[str, typer.Option(metavar="NAME", help="tpe, gp, nsga2, random or forward.")] = "tpe"
     no_warm_start: Annotated[bool, typer.Option("--no-warm-start", help="Leave all proposals to the sampler.")] = False
@@ -236,7 +236,7 @@ def _search(
     folder = default_folder("search", model.model) if results.output is None else results.output
     set_threads(model.threads)
     target, tokenizer = load(model)
-    with resumable(folder, lambda: "What was judged is kept"), View(f"Results go to {folder}") as view:
+    with resumable(folder, lambda: "The drafts judged so far are stored"), View(f"Results go to {folder}") as view:
         result = run_search(
             target,
             tokenizer,

@@ -99,7 +99,7 @@ class View:
             self.at_start, self.started = done, time.monotonic()
         best = found.best()
         parts = [describe_tried(best[0])] if best else []
-        parts.append(f"{sum(t.pruned for t in found.tried)} given up early")
+        parts.append(f"{sum(t.pruned for t in found.tried)} pruned")
         made = done - self.at_start
         if made:
             left = (time.monotonic() - self.started) / made * (trials - done)
@@ -175,7 +175,7 @@ def picked_view(picked: Picked) -> list[str]:
     best = picked.best
     lines = [f"For {picked.profile.measured_on}:", f"  trial {best.number}, {describe_tried(best)}"]
     if best.pruned:
-        lines.append("  It was given up early there, so that its acceptance is that of a part of the texts.")
+        lines.append("  It was pruned there, so its acceptance is that of a part of the texts.")
     if best.speedup <= 1:
         lines.append("  No draft of the study pays there: with this one, generate decodes plainly.")
     return lines + [f"  {line}" for line in describe_draft(picked.config, picked.profile.num_layers)]
@@ -186,12 +186,11 @@ def result_view(result: SearchResult, num_layers: int) -> list[Any]:
     shown: list[Any] = [_figures_table(result)]
     shown += [f"  {line}" for line in describe_draft(result.config, num_layers)]
     if result.best.speedup < 1.0:
-        shown.append("  Nothing pays on this machine: with this config, drafting by cost comes to plain steps.")
+        shown.append("  Nothing pays on this machine: with this config, drafting by cost amounts to plain steps.")
     total = sum(result.passes.values())
     pruned = sum(t.pruned for t in result.found.tried)
     shown.append(
-        f"  {len(result.found.tried)} drafts judged, {pruned} of them given up early, in {total:,} forward passes of "
-        "the model"
+        f"  {len(result.found.tried)} drafts judged, {pruned} of them pruned, in {total:,} forward passes of the model"
     )
     if result.confirmed is not None:
         same = result.confirmed.identical[f"trial {result.best.number}"]
@@ -211,14 +210,14 @@ def _figures_table(result: SearchResult) -> Table:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     held = result.held_out
     table.add_row(
-        "promised, over this library's plain step",
+        "predicted, over this library's plain step",
         f"{best.speedup:.2f}×",
         str(best.draft_length),
         f"{mean_acceptance(best):.1%}",
     )
     if held is not None:
         table.add_row(
-            f"… on {held['texts']} texts held back",
+            f"… on {held['texts']} held-out texts",
             f"{held['speedup']:.2f}×",
             str(held["draft_length"]),
             f"{held['acceptance']:.1%}",

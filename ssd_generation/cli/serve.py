@@ -59,8 +59,8 @@ class AddressOptions:
         str,
         typer.Option(
             metavar="SIZE",
-            help="Memory for what requests have read, which a later one that begins with the same tokens need not read "
-            "again, such as 500MB; 0 for none.",
+            help="Memory for the caches of requests, which a later one that begins with the same tokens reuses, "
+            "such as 500MB; 0 for none.",
         ),
     ] = "1GB"
 

@@ -93,7 +93,7 @@ class SkipConfig(_BySublayer, title="a skip set"):
             raise ValueError(f"{problem} Read it with SelfSpeculativeConfig.from_dict and take its `.skip`.")
         check_keys(data, ("attention", "mlp"), cls._title, aliases=("attn",))
         if "attention" in data and "attn" in data:
-            raise ValueError("The skip set has both 'attention' and 'attn', two names of one thing. Keep 'attention'.")
+            raise ValueError("The skip set has both 'attention' and 'attn', two names of one key. Keep 'attention'.")
         return cls(attention=data.get("attention", data.get("attn", ())), mlp=data.get("mlp", ()))
 
     @classmethod
@@ -490,7 +490,7 @@ class SelfSpeculativeConfig(
         if flat and not parts.keys() & set(PARTS):
             return cls(skip=SkipConfig.from_dict(parts))
         if flat:
-            raise ValueError(f"The config has {listed(flat)} beside its other parts. Put {listed(flat)} under 'skip'.")
+            raise ValueError(f"The config has {listed(flat)} next to its parts. Put {listed(flat)} under 'skip'.")
         check_keys(parts, ("format_version", *PARTS), cls._title, aliases=SKIP_KEYS)
         # Optional parts may be null; a null for the others is more likely a mistake.
         parts |= {key: kind.from_dict(parts[key]) for key, kind in _NEEDED.items() if key in parts}

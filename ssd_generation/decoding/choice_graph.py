@@ -100,7 +100,7 @@ class ChoiceGraph:
         except Exception as error:  # any error of a driver or a processor
             self.refusal = f"{type(error).__name__}: {error}"
             self._recorded.clear()
-            logger.warning("Sampling is not recorded any more: %s", self.refusal)
+            logger.warning("Sampling is no longer replayed as a CUDA graph: %s", self.refusal)
             return None
 
     def _record(self, processors: PureProcessors, rows: int) -> Callable[[], tuple[torch.Tensor, ...]]:

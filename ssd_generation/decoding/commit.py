@@ -20,8 +20,8 @@ __all__ = ["Committer"]
 
 def _weights_changed(when: str) -> RuntimeError:
     return RuntimeError(
-        f"The weights of the model, or its adapters, were changed in the middle of a call: {when}. Tokens that were "
-        "verified with those of before cannot be told from others: change them between calls, or generate without "
+        f"The weights of the model, or its adapters, were changed in the middle of a call: {when}. Tokens verified "
+        "before the change cannot be told apart from later ones: change weights between calls, or generate without "
         "`self_speculative`."
     )
 
@@ -123,11 +123,12 @@ class Committer:
         """
         if not self._watch.are_of_a_kind:
             raise _weights_changed(
-                f"after {rows.committed} new tokens, to others of another type, device or vocabulary"
+                f"after {rows.committed} new tokens, to weights of another dtype, device or vocabulary"
             )
         if takes_back and not rows.roll_back_ahead():
             raise _weights_changed(
-                f"after {rows.committed} new tokens, by a logits processor, a streamer or a stopping criterion. That "
-                "can be followed in a single text, where no recurrent states are kept and windows reach back"
+                f"after {rows.committed} new tokens, by a logits processor, a streamer or a stopping criterion. Such a "
+                "change is supported for a single text only, without recurrent states and within the windows of the "
+                "cache"
             )
         self._forward.renew()

@@ -49,8 +49,8 @@ def no_draws(users: Iterable[object]) -> Iterator[None]:
     if watch.found is not None:
         names = ", ".join(dict.fromkeys(type(user).__name__ for user in users))
         raise CannotDraft(
-            f"{names} draws random numbers from torch's own generator ({watch.found}), which a drafted text is not "
-            "called as often for, or in the same order, as a plain one. Give it a `torch.Generator` of its own, or "
+            f"{names} draws random numbers from torch's own generator ({watch.found}), and drafting changes how often "
+            "and in which order it is called. Give it a `torch.Generator` of its own, or "
             "leave `self_speculative` out."
         )
 

@@ -28,8 +28,8 @@ class CannotDraft(ValueError):
 
 
 NO_CACHE = (
-    "keeps no KV cache: each of its passes computes the whole text anew, so that there is nothing to verify drafted "
-    "tokens behind"
+    "has no KV cache: each of its passes recomputes the whole text, so there is no cached prefix to verify drafted "
+    "tokens after"
 )
 
 
@@ -42,8 +42,8 @@ def refuse_model(model: PreTrainedModel) -> None:
     takes_cache = bool(takes(forward))
     if getattr(model, "_is_stateful", False) and not takes_cache:
         raise CannotDraft(
-            f"{name} is a recurrent (stateful) model that keeps its state in no transformers cache: it cannot take "
-            "rejected tokens back, so it cannot draft for itself."
+            f"{name} is a recurrent (stateful) model that keeps its state in no transformers cache: it cannot roll "
+            "back rejected tokens, so it cannot draft for itself."
         )
     parameters = inspect.signature(forward).parameters.values()
     if not takes_cache and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -52,8 +52,8 @@ def refuse_model(model: PreTrainedModel) -> None:
         raise CannotDraft(f"{name} cannot generate text; load the model with AutoModelForCausalLM.")
     if (inside := _decodes_inside(model)) is not None:
         raise CannotDraft(
-            f"{name} hands its decoding on to the model inside of it: call enable_self_speculative(model.{inside}), "
-            "and generate with the whole model as before. It hands `self_speculative=` on as well."
+            f"{name} delegates its decoding to an inner model: call enable_self_speculative(model.{inside}), "
+            "and generate with the outer model as before. It passes `self_speculative=` on as well."
         )
 
 
@@ -136,9 +136,9 @@ def refuse_beforehand(model: PreTrainedModel, generation_config: GenerationConfi
     tuned = getattr(model.__dict__.get("prepare_inputs_for_generation"), "__self__", None)
     if getattr(getattr(tuned, "active_peft_config", None), "is_prompt_learning", False):
         _refuse(
-            "a PEFT adapter of prompt learning (prefix, prompt and P-tuning): its virtual tokens stand in the cache, "
-            "and belong to no text",
-            "LoRA and its kind work.",
+            "a PEFT adapter of prompt learning (prefix, prompt and P-tuning): its virtual tokens are in the cache, but "
+            "not in the text",
+            "LoRA and similar adapters work.",
         )
 
 
@@ -157,7 +157,7 @@ def why_not_in(cache: Any, own: type | None) -> str | None:
         return None  # refused elsewhere
     for kind in (type(cache), *map(type, layers)):
         if kind is not own and kind.__module__.partition(".")[0] not in _OURS:
-            return f"its cache has a class of its own ({kind.__name__}), which may do more than keep keys and values"
+            return f"its cache has a class of its own ({kind.__name__}), which may do more than store keys and values"
     return None
 
 
@@ -168,7 +168,7 @@ def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
     """Raise `CannotDraft` for a cache from which rejected tokens cannot be removed."""
     if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
         raise CannotDraft(
-            f"{type(model).__name__} does not keep its keys and values in a transformers `DynamicCache` (but in "
+            f"{type(model).__name__} does not store its keys and values in a transformers `DynamicCache` (but in "
             f"{type(cache).__name__}), so that draft and target cannot share them."
         )
     if getattr(cache, "offloading", False):
@@ -184,8 +184,8 @@ def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
             continue
         if isinstance(layer, (QuantizedLayer, StaticLayer)) or not isinstance(layer, CacheLayerMixin):
             raise CannotDraft(
-                f"Layer {index} of the cache is a {type(layer).__name__}: rejected tokens cannot be taken out of "
-                "it again. Self-speculative decoding needs a DynamicCache(), and a model whose layers are all "
+                f"Layer {index} of the cache is a {type(layer).__name__}: it cannot be rolled back after rejected "
+                "tokens. Self-speculative decoding needs a DynamicCache(), and a model whose layers are all "
                 "attention layers."
             )
         if (
@@ -194,6 +194,6 @@ def refuse_cache(model: PreTrainedModel, cache: Any) -> None:
             or hasattr(layer, "recurrent_states")
         ):
             raise CannotDraft(
-                f"Layer {index} of the cache is a {type(layer).__name__}, which keeps a recurrent state: rejected "
-                "tokens cannot be taken out of it again. This model or cache cannot draft for itself."
+                f"Layer {index} of the cache is a {type(layer).__name__}, which holds a recurrent state: it cannot be "
+                "rolled back after rejected tokens. This model or cache cannot draft for itself."
             )

@@ -136,7 +136,7 @@ class SpeculationStatistics:
         self.exactness_reason = None if forward.is_bitwise else reason or "a pass was run by the model's own code"
         self.replayed_passes, self.replay_refusal = forward.replayed_passes, forward.replay_refusal
         if reused and not forward.plan.prompts:
-            self.exactness, self.exactness_reason = NUMERIC, "an earlier call has read the beginning of its prompt"
+            self.exactness, self.exactness_reason = NUMERIC, "an earlier call computed the beginning of its prompt"
 
     def record_round(
         self,
@@ -252,7 +252,7 @@ class SpeculationStatistics:
 
     def __str__(self) -> str:
         """Summarise the call in a sentence."""
-        summary = f"{self.generated_tokens} tokens in {self.target_passes} passes of the whole model"
+        summary = f"{self.generated_tokens} tokens in {self.target_passes} passes of the target model"
         if not self.drafted_tokens:
             why = f": {self.refusal}" if self.refusal else ""
             return f"{summary}, {self.total_seconds:.2f} s; nothing was drafted{why}."

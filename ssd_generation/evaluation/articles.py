@@ -70,7 +70,7 @@ def read_articles(path: str | os.PathLike[str]) -> list[Article]:
             raise ValueError(f"{path}, line {number}: {error} {_FORMAT}") from error
         if article.id in articles:
             raise ValueError(
-                f"{path}, line {number}: the id {shown(article.id)} stands there twice. Ids must be unique."
+                f"{path}, line {number}: the id {shown(article.id)} occurs there twice. Ids must be unique."
             )
         articles[article.id] = article
     if not articles:

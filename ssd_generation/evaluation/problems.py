@@ -86,7 +86,7 @@ def _parse_all(lines: Iterable[tuple[int, str]], source: str) -> list[Problem]:
         except ValueError as error:
             raise ValueError(f"{source}, line {number}: {error} {_FORMAT}") from error
         if problem.id in problems:
-            raise ValueError(f"{source}, line {number}: the task_id {shown(problem.id)} stands there twice.")
+            raise ValueError(f"{source}, line {number}: the task_id {shown(problem.id)} occurs there twice.")
         problems[problem.id] = problem
     if not problems:
         raise ValueError(f"{source!r} holds no problems. {_FORMAT}")

@@ -358,7 +358,7 @@ def check_report_folder(folder: Path) -> None:
     ours = os.path.lexists(page) and read_text(page, RESULT).startswith(_SIDE_BY_SIDE)
     for file in (page, picture):
         if os.path.lexists(file) and not ours:
-            raise ValueError(f"{str(file)!r} is not of `ssd report`. Choose another folder with --output.")
+            raise ValueError(f"{str(file)!r} was not written by `ssd report`. Choose another folder with --output.")
 
 
 def runs_markdown(summaries: Mapping[str, Mapping[str, Any]]) -> str:

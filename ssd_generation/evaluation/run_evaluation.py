@@ -265,7 +265,7 @@ def _gather(folder: RunFolder, methods: Sequence[str], questions: Collection[str
         if not path.name.isdecimal():
             continue
         if path.is_symlink():
-            raise ValueError(f"{str(path)!r} is a link: no process of a run has written it. Take it out.")
+            raise ValueError(f"{str(path)!r} is a link: no process of a run has written it. Remove it.")
         with RunFolder(path, folder.arguments) as part:  # refuses rows of any other run
             check_rows(part.rows, path / ROWS, methods, questions, Evaluation.fields_of_calls)
             for row in part.rows:

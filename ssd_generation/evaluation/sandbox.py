@@ -355,7 +355,7 @@ def protections() -> dict[str, str]:
 def _need_posix() -> None:
     if os.name != "posix" or not sys.executable:
         raise RuntimeError(
-            "Programs written by a model run on Linux only, where the kernel can hold them (or, weaker, on macOS); "
+            "Programs written by a model run on Linux only, where the kernel can confine them (or, weaker, on macOS); "
             f"this is {sys.platform!r}. Run the evaluation there, or in a container."
         )
 
@@ -365,7 +365,7 @@ def _usable_kernel(allow_weaker: bool) -> _Kernel:
     kernel = _kernel()
     if (uncovered := _uncovered(kernel)) and not allow_weaker:
         raise RuntimeError(
-            f"The kernel of this machine cannot hold a program as it should: {', '.join(uncovered)} would be guarded "
+            f"The kernel of this machine cannot confine a program fully: {', '.join(uncovered)} would be guarded "
             "by Python's audit hook only, which stops accidents and not a program that means harm (seccomp: "
             f"{'yes' if kernel.seccomp else 'no'}, Landlock: {'yes' if kernel.landlock else 'no'}; Linux has both "
             "from 5.13 on, some containers switch them off). Run it elsewhere, or pass allow_weaker=True."
@@ -573,7 +573,7 @@ def _judge(
     if not received.startswith(ready):
         received = received.removeprefix(f"{token} unprotected\n".encode()) or printed
         text = _one_line(received.decode("utf-8", "replace").strip()[-300:])
-        raise RuntimeError(f"The sandbox did not come up (exit code {code}), so nothing was run: {text}")
+        raise RuntimeError(f"The sandbox did not start (exit code {code}), so nothing was run: {text}")
     received = received[len(ready) :]
     first, _, detail = received.partition(b"\n")
     for status in _VERDICTS:

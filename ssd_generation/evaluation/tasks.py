@@ -24,7 +24,7 @@ __all__ = ["STYLES", "TASKS", "Sample", "Task", "check_data", "make_task"]
 STYLES: Mapping[str, str] = {
     "auto": "chat where the tokenizer has a chat template, else paper",
     "chat": "an instruction, in the tokenizer's chat template",
-    "paper": "text to go on with: as in Draft & Verify, with examples before it (--shots)",
+    "paper": "text to continue: as in Draft & Verify, with examples before it (--shots)",
 }
 
 
@@ -101,7 +101,7 @@ class Task:
             prompts = {other.id: other.prompt for other in self.samples} if sample.earlier else {}
             for name in sample.earlier:
                 if name not in answers:
-                    raise ValueError(f"{sample.id} goes on where {name} ended, but that has no answer.")
+                    raise ValueError(f"{sample.id} continues {name}, which has no answer.")
             earlier_turns = [(prompts[name], answers[name]) for name in sample.earlier]
             return encode_prompt(tokenizer, sample.prompt, self.is_chat, earlier_turns)
         messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.answer_start}]
@@ -213,7 +213,7 @@ def _summarisation(data: list[str], is_chat: bool, shots: int | None, limit: int
     if len({article.id for article, _ in articles}) < len(articles):
         articles = [(Article(f"{kind}-{a.id}", a.text, a.reference), kind) for a, kind in articles]
     if len({article.id for article, _ in articles}) < len(articles):
-        raise ValueError(f"Articles of the same name stand in {', '.join(data)}. Name each source once.")
+        raise ValueError(f"Articles of the same name occur in {', '.join(data)}. Name each source once.")
     if num_shots >= len(articles):
         raise ValueError(
             f"{num_shots} examples leave nothing to ask: there are {len(articles)} articles in all. Ask for fewer with "

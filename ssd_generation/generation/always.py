@@ -23,7 +23,7 @@ __all__ = ["asks_always", "drafts_always", "note_continuous_batching", "note_und
 _WINNERS = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "assistant_early_exit")
 """Other ways of decoding, which take precedence where a call requests one."""
 
-_CONTINUOUS_BATCHING = "continuous batching goes past `generate`, and its cache has no room for drafts"
+_CONTINUOUS_BATCHING = "continuous batching bypasses `generate`, and its cache has no room for drafts"
 
 
 def store_default(model: PreTrainedModel, default: Any, always: bool | None) -> None:
@@ -41,10 +41,10 @@ def store_default(model: PreTrainedModel, default: Any, always: bool | None) -> 
     config = model.generation_config
     assert config is not None
     if always is not None and not isinstance(always, bool):
-        raise TypeError(f"`always` is True or False, but got {shown(always)}.")
+        raise TypeError(f"`always` must be True or False, but got {shown(always)}.")
     asked = getattr(config, "self_speculative_always", None)
     if always is None and asked is not None and not isinstance(asked, bool):
-        raise TypeError(f"`generation_config.self_speculative_always` is true or false, but got {shown(asked)}.")
+        raise TypeError(f"`generation_config.self_speculative_always` must be true or false, but got {shown(asked)}.")
     if default is True:
         default = stored_default(model)
     if always and default is None and getattr(config, "self_speculative", None) is None:

@@ -120,7 +120,7 @@ class Call:
     def _why_not_for(self, config: GenerationConfig, batch: int) -> str | None:
         """Return why nothing can be drafted for these rows, or `None`; record whether they run in lockstep."""
         if _asks_for_states(config) and has_states(self.model):
-            return "attentions and hidden states are asked for of a model that keeps recurrent states"
+            return "attentions or hidden states were requested from a model with recurrent states"
         if self.check_batch is None or batch == 1:
             return None
         found = self.check_batch()

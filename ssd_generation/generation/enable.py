@@ -72,8 +72,8 @@ def enable_self_speculative(
         refuse_model(target)
         if is_untried():
             warn_user(
-                f"ssd_generation has not been tried with transformers {transformers.__version__}: texts may be wrong. "
-                f"Install one that it has been tried with: pip install 'transformers>=5.18,<{UNTRIED}'."
+                f"ssd_generation has not been tested with transformers {transformers.__version__}: texts may be wrong. "
+                f"Install one that it has been tested with: pip install 'transformers>=5.18,<{UNTRIED}'."
             )
         layout_of(target)
         target.__class__ = enabled_class(type(target))

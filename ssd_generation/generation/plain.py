@@ -16,7 +16,7 @@ from ..support.warn import warn_once
 
 __all__ = ["TOO_SHORT", "decode_plainly", "warn_undrafted"]
 
-TOO_SHORT = "it asks for so few tokens that drafting them cannot pay"
+TOO_SHORT = "it requests too few tokens for drafting to pay"
 
 
 def decode_plainly(

@@ -79,7 +79,7 @@ def bytes_of(size: PrefixCacheSize) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
         if found is not None and found[2] in _UNITS:
             return int(float(found[1]) * _UNITS[found[2]])
-        raise ValueError(f"`prefix_cache={shown(size)}` is no size: give {allowed}.")
+        raise ValueError(f"`prefix_cache={shown(size)}` is not a size: give {allowed}.")
     if not isinstance(size, int):
         raise TypeError(f"`prefix_cache` must be {allowed}, but got {type(size).__name__}.")
     if size < 0:

@@ -164,7 +164,7 @@ def resolve(
     """
     if isinstance(asked, str) and not os.path.exists(asked):
         if asked.strip().lower() == AUTO:
-            raise ValueError(f'`self_speculative={shown(asked)}` is written in small letters: "auto".')
+            raise ValueError(f'`self_speculative={shown(asked)}` is written in lower case: "auto".')
         if asked in PRECISIONS:
             raise ValueError(
                 f"`self_speculative={asked!r}` is a precision, not a config. Pass `SelfSpeculativeConfig(precision="
@@ -215,7 +215,7 @@ def stored_default(model: PreTrainedModel, generation_config: GenerationConfig |
         if is_config or (isinstance(stored, str) and stored == AUTO):
             return stored  # type: ignore[no-any-return]
         raise TypeError(
-            '`generation_config.self_speculative` holds the config itself, as its `to_dict()`, or "auto", but got '
+            '`generation_config.self_speculative` must be the config itself, as its `to_dict()`, or "auto", but got '
             f"{shown(stored)}. Store one with `enable_self_speculative(model, default=…)`, which takes a path too."
         )
     raise ValueError(
@@ -269,6 +269,7 @@ def warn_if_nothing_drafts(model: PreTrainedModel, args: tuple[Any, ...], kwargs
         warn_once(
             model,
             f"The generation config asks for `self_speculative={clipped(shown(asked), 80)}`, but this call decodes "
-            "plainly: drafting is asked for in the call, as `generate(..., self_speculative=…)`, or "
-            "`self_speculative=True` for what the config says. `self_speculative=False` is plain on purpose.",
+            "plainly: drafting must be requested in the call, as `generate(..., self_speculative=…)`, or "
+            "`self_speculative=True` for what the config says. `self_speculative=False` decodes plainly without this "
+            "warning.",
         )

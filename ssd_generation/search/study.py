@@ -108,7 +108,7 @@ def open_study(name: str, storage: Any, settings: SearchSettings, about: Mapping
     if changed:
         raise ValueError(
             f"The study {name!r} was made for something else ({'; '.join(changed)}). Choose another name with --study, "
-            "or repeat the arguments to go on with it."
+            "or repeat the arguments to continue it."
         )
     return study
 
@@ -122,7 +122,7 @@ def explain_unreadable(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # Optuna, too, assumes that it wrote the contents itself
         raise ValueError(
-            f"{what} cannot be understood ({type(error).__name__}: {shown(str(error))}): it was spoilt, or not made "
+            f"{what} cannot be understood ({type(error).__name__}: {shown(str(error))}): it was damaged, or not made "
             "by `ssd search`."
         ) from error
 

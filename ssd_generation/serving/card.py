@@ -83,7 +83,9 @@ def _section(name: str, default: SelfSpeculativeConfig | Literal["auto"], only: 
         "in transformers' own ways instead.\n",
     ]
     if not isinstance(default, SelfSpeculativeConfig):
-        parts.append("It drafts by whatever pays on the machine at hand: the first call measures that, in seconds.\n")
+        parts.append(
+            "It picks the fastest way to draft on this machine, or none: the first call measures that, in seconds.\n"
+        )
     else:
         parts += [_figures(default), f"The config:\n\n```json\n{default.to_json_string()}```\n"]
     return "\n".join(part for part in parts if part)
@@ -101,7 +103,7 @@ def _figures(config: SelfSpeculativeConfig) -> str:
         rows.append(("acceptance by depth", ", ".join(f"{share:.2f}" for share in acceptance)))
     if acceptance and config.costs is not None:
         speedup, length = theoretical_speedup(acceptance, config.costs, config.drafting.max_draft_length)
-        rows.append(("speed-up that these figures promise", f"{speedup:.2f}, with drafts of {length} tokens"))
+        rows.append(("speed-up predicted from these figures", f"{speedup:.2f}, with drafts of {length} tokens"))
     if not rows:
         return ""
     table = "".join(f"| {name} | {for_markdown(value)} |\n" for name, value in rows)

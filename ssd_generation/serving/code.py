@@ -22,7 +22,7 @@ Written by `ssd export`. Needs the package: pip install ssd_generation
 
 from ssd_generation import generate_drafting
 
-# A config, as `SelfSpeculativeConfig.to_dict()` has it; or "auto": by whatever pays on the machine at hand.
+# A config, as `SelfSpeculativeConfig.to_dict()` has it; or "auto": the fastest way to draft on the machine.
 DEFAULT = {default}
 
 

@@ -31,7 +31,7 @@ class ServerEnds(RuntimeError):
     """Error that ends a request because the server ends."""
 
     def __init__(self) -> None:
-        super().__init__("The server ends.")
+        super().__init__("The server is shutting down.")
 
 
 def enable(model: PreTrainedModel, default: Mapping[str, Any] | str) -> None:
@@ -113,7 +113,7 @@ def log_line(
     if statistics is None:
         return f"{took}, decoded without drafts"
     if statistics.reused_tokens:
-        took += f", {statistics.reused_tokens} of {statistics.prompt_tokens} prompt tokens known"
+        took += f", {statistics.reused_tokens} of {statistics.prompt_tokens} prompt tokens cached"
     if statistics.acceptance_rate is None:
         why = f": {clipped(statistics.refusal)}" if statistics.refusal else ""
         return f"{took}, nothing drafted{why}"

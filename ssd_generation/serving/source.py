@@ -103,7 +103,7 @@ def _downloaded(repo_id: str) -> Path:
     ) as error:
         reason = clipped((str(error).strip().splitlines() or [type(error).__name__])[0], most=150)
         raise FileNotFoundError(
-            f"{shown(repo_id)} is no folder here, and the Hub did not give it: {reason} {_ALLOWED}"
+            f"{shown(repo_id)} is not a local folder, and the Hub did not provide it: {reason} {_ALLOWED}"
         ) from error
 
 
@@ -140,7 +140,7 @@ def check_fits(folder: Path, default: SelfSpeculativeConfig | Literal["auto"]) -
 
     document: Any = read_json(folder / "config.json", CONFIG)
     if not isinstance(document, Mapping):
-        raise ValueError(f"{path_shown(folder / 'config.json')} is no model's config: it holds no JSON object.")
+        raise ValueError(f"{path_shown(folder / 'config.json')} is not a model's config: it holds no JSON object.")
     if "auto_map" in document:  # a class that comes with the model, whose code is not run for this check
         return
     config = AutoConfig.from_pretrained(folder)

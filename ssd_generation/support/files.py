@@ -43,8 +43,8 @@ def default_cache_dir() -> Path:
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError as error:
         raise ValueError(
-            "There is no home folder to keep files in. Name another folder with the environment variable "
-            "SSD_GENERATION_CACHE, by its whole path."
+            "There is no home folder to store files in. Name another folder with the environment variable "
+            "SSD_GENERATION_CACHE, by its absolute path."
         ) from error
     return _whole(root / "ssd_generation", "The home folder", str(root))
 
@@ -52,8 +52,8 @@ def default_cache_dir() -> Path:
 def _whole(path: Path, name: str, value: str) -> Path:
     if not path.is_absolute():
         raise ValueError(
-            f"{name} must be a whole path, but got {shown(value)}, which depends on the working directory. Name a "
-            "folder with the environment variable SSD_GENERATION_CACHE, by its whole path."
+            f"{name} must be an absolute path, but got {shown(value)}, which depends on the working directory. Name a "
+            "folder with the environment variable SSD_GENERATION_CACHE, by its absolute path."
         )
     return path
 

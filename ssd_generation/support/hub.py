@@ -110,8 +110,9 @@ def _download(
         reason = clipped((str(error).strip().splitlines() or [type(error).__name__])[0], most=150)
         at = f" (revision {shown(revision)})" if revision is not None else ""
         raise FileNotFoundError(
-            f"Found no config {shown(repo_id)}: there is no folder and no JSON file of that name here, it is no preset "
-            f"({', '.join(presets)}), and as a Hub id{at} it gave no {name}: {reason} Check the spelling; for the Hub, "
+            f"Found no config {shown(repo_id)}: there is no folder and no JSON file of that name here, it is not a "
+            f"preset ({', '.join(presets)}), and as a Hub id{at} it gave no {name}: {reason} Check the spelling; for "
+            f"the Hub, "
             "also the connection and, if the repository is private or gated, `token`."
         ) from error
 
@@ -133,8 +134,8 @@ def write_into(folder: str | os.PathLike[str], name: str, text: str, what: str) 
     target = Path(os.path.expanduser(os.fspath(folder)))
     if str(target).startswith("~"):
         raise ValueError(
-            f"{path_shown(target)} begins with the home folder of somebody who has none here. Give the whole path, or "
-            "put './' in front of a folder that is called so."
+            f"{path_shown(target)} begins with the home folder of an unknown user. Give the absolute path, or "
+            "put './' in front of a folder of that name."
         )
     if os.path.exists(target) and not os.path.isdir(target):
         raise ValueError(f"{what} needs a folder, but {path_shown(target)} is a file. Give the folder it lies in.")

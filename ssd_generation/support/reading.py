@@ -196,7 +196,7 @@ def parse_json(text: str, unique_keys: bool = False) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}, column {error.colno}: malformed JSON ({error.msg}).") from error
     except RecursionError as error:
-        raise ValueError(f"it goes deeper than {_DEEPEST} levels.") from error
+        raise ValueError(f"it is nested deeper than {_DEEPEST} levels.") from error
     if text.count("[") + text.count("{") > _DEEPEST or "\\ud" in text or "\\uD" in text:
         _check_document(document)
     return document
@@ -240,7 +240,7 @@ def _named_errors(shown: str) -> Iterator[None]:
 
 def _check_regular(status: os.stat_result, shown: str, kind: Kind) -> None:
     if not stat.S_ISREG(status.st_mode):
-        what = next((name for test, name in _NOT_REGULAR if test(status.st_mode)), "no regular file")
+        what = next((name for test, name in _NOT_REGULAR if test(status.st_mode)), "not a regular file")
         raise ValueError(f"{shown} is {what}; {kind.name} is a regular file.")
     _check_size(status.st_size, shown, kind)
 
@@ -283,7 +283,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key {key[:80]!r} stands twice in one object. Keep one of the two.")
+                raise ValueError(f"the key {key[:80]!r} occurs twice in one object. Keep one of the two.")
             seen.add(key)
     return document
 
@@ -300,7 +300,7 @@ def _check_document(document: Any) -> None:
         if not isinstance(value, (dict, list)):
             continue
         if depth > _DEEPEST:
-            raise ValueError(f"it goes deeper than {_DEEPEST} levels.")
+            raise ValueError(f"it is nested deeper than {_DEEPEST} levels.")
         waiting += [(entry, depth + 1) for entry in (value.values() if isinstance(value, dict) else value)]
         if isinstance(value, dict):
             waiting += [(key, depth) for key in value]

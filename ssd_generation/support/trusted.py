@@ -118,9 +118,9 @@ def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
                 descriptor = os.open(path.name, _READ_FILE, dir_fd=folder)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EMLINK):
-                raise UntrustedError(f"{path_shown(path)} is a link, and a stored file is none.") from error
+                raise UntrustedError(f"{path_shown(path)} is a link, which a stored file must not be.") from error
             if error.errno == errno.ENXIO:
-                raise UntrustedError(f"{path_shown(path)} is no regular file.") from error
+                raise UntrustedError(f"{path_shown(path)} is not a regular file.") from error
             raise
     try:
         status = os.fstat(descriptor)
@@ -272,7 +272,7 @@ def _open_folder(path: Path, flags: int, above: int | None) -> int:
         if error.errno == errno.ENOENT:
             raise
         if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EMLINK):
-            problem = "is no folder, or a link to one where none may be. Take it away"
+            problem = "is not a folder, or is a link to one where links are not allowed. Remove it"
         else:
             problem = f"cannot be opened ({error.strerror}). Allow it"
         raise UntrustedFolderError(f"{path_shown(path)} {problem}, or {_ADVICE}.") from error
@@ -292,7 +292,7 @@ def _open_folder(path: Path, flags: int, above: int | None) -> int:
 
 def _check_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise UntrustedError(f"{path_shown(path)} is no regular file.")
+        raise UntrustedError(f"{path_shown(path)} is not a regular file.")
 
 
 def _reason(status: os.stat_result) -> str | None:

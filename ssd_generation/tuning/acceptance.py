@@ -149,7 +149,7 @@ def verify_text(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int) -
     length = int(ids.shape[1])
     if not 1 <= prompt_length < length:
         raise ValueError(
-            f"A draft is judged on a continuation of at least one token behind a prompt of at least one, but got "
+            "A draft is judged on a continuation of at least one token after a prompt of at least one, but got "
             f"{length} tokens with prompt_length={prompt_length}."
         )
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -381,10 +381,10 @@ def why_not_judged(model: PreTrainedModel) -> str | None:
 
 def _try_out(model: PreTrainedModel) -> str | None:
     if has_states(model):
-        return "it keeps recurrent states, which go through a text in a row"
+        return "it has recurrent states, which process a text token by token"
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     if attention not in ("sdpa", "eager"):
-        return f"its attention implementation {attention} takes no mask of one's own"
+        return f"its attention implementation {attention} does not accept custom masks"
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator(device="cpu").manual_seed(0)
     ids = torch.randint(0, vocabulary, (1, cut_to_table(model, 24)), generator=generator, device="cpu").to(
@@ -400,5 +400,5 @@ def _try_out(model: PreTrainedModel) -> str | None:
     except Exception as error:  # whatever a model's code makes of such a mask
         return f"{type(error).__name__}: {error}"
     if not agree(in_rounds, logits[7:-1], model.dtype):
-        return "laid out in rounds, it says something else than in a row"
+        return "a text laid out in rounds gives different logits from the same text in sequence"
     return None

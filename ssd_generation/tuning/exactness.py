@@ -51,7 +51,7 @@ __all__ = [
     "is_free",
 ]
 
-HOW_TO_ASK = 'exactness="bitwise" asks for them'
+HOW_TO_ASK = 'exactness="bitwise" requests them'
 """Ending of the reason where bitwise passes are expensive; the command line has an option for it."""
 
 _FREE = {torch.float32: 1.02, torch.bfloat16: 1.05, torch.float16: 1.05}
@@ -132,7 +132,7 @@ def _decide(model: PreTrainedModel, exactness: str | None) -> tuple[BatchInvaria
     """Decide for `batch_invariance_of_captured`, without its memory."""
     if exactness is None and not is_free(model) and (cost := cost_of(model)) > _FREE.get(model.dtype, 1.0):
         # Timed before the bits are checked, which takes longer.
-        return None, f"passes exact to the bit would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
+        return None, f"bitwise passes would take {cost - 1:.0%} longer here; {HOW_TO_ASK}"
     found = certificate_of(model)
     return found.batch_invariance, found.refusal
 
@@ -149,14 +149,14 @@ def batch_invariance_of_graphs(
     if passes.refusal is not None:
         return None, f"its passes are not replayed: {passes.refusal}"
     if not passes.is_checked:
-        return None, "its passes have not been recorded yet"
+        return None, "its passes have not been captured yet"
     if passes.keeps_bits is None:
         with torch.no_grad():
             passes.keeps_bits = _same_bits(model, passes)
     if passes.keeps_bits is None:
-        return None, "another text was being decoded, so that the bits of its passes could not be checked"
+        return None, "another text was being decoded, so its passes could not be compared bitwise"
     if not passes.keeps_bits:
-        return None, "a token's bits hang on its place in a pass"
+        return None, "a token's logits depend on its place in a pass"
     return BatchInvariance(REPLAYED, passes.widths), None
 
 
@@ -220,7 +220,7 @@ def _find_out(model: PreTrainedModel) -> Any:
     """Determine a certificate; return it as a dictionary."""
     with (
         torch.no_grad(),
-        progress_bar(len(WIDTHS), "Checking the bits of this model's passes here, once") as bar,
+        progress_bar(len(WIDTHS), "Checking this model's passes for bitwise exactness here, once") as bar,
     ):
         text = _Text(model)
         for name in _kernels(model):
@@ -241,7 +241,7 @@ def _find_out(model: PreTrainedModel) -> Any:
                 agreeing = agreeing if once is not None and again is not None and torch.equal(once, again) else ()
             if agreeing:
                 return Certificate(BatchInvariance(name, agreeing)).to_dict()
-    reason = text.refusal or "no kernel here gives a token the same bits wherever it stands in a pass"
+    reason = text.refusal or "no kernel here gives a token the same bits at every place in a pass"
     return Certificate(None, refusal=reason).to_dict()
 
 
@@ -319,7 +319,7 @@ class _Text:
             logits = passes.run(cache, self.ids[:, at : at + count], positions, width=width)
             if logits is None:
                 if passes.uneven is not None:
-                    self.refusal = f"{passes.uneven} may round a token otherwise for its place in a pass"
+                    self.refusal = f"{passes.uneven} may round a token differently, depending on its place in a pass"
                 elif passes.refusal is not None:
                     self.refusal = passes.refusal.removeprefix("CannotCapture: ")
                 return None

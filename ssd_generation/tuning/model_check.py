@@ -309,7 +309,7 @@ def _check(model: PreTrainedModel, is_batch: bool, decode: _DecodeText) -> Model
                 output = decode(behind, False, False)
                 far = _difference(model, behind, output.logits, decode)
                 if far is not None:
-                    return ModelCheck(refusal=f"behind a text that is longer than its window, {far}")
+                    return ModelCheck(refusal=f"after a text that is longer than its window, {far}")
         return ModelCheck(capture_refusal=captured, row_by_row=how)
 
 
@@ -327,7 +327,7 @@ def _check_rows(
     model: PreTrainedModel, text: ForcedText, plain: Sequence[torch.Tensor], decode: _DecodeText
 ) -> ModelCheck:
     """Check passes over several rows by the model's own code."""
-    needed, uneven = least_needed(model), "its activations are rounded to few bits, so that masked slots count"
+    needed, uneven = least_needed(model), "its activations are quantised to few bits, so that masked slots affect them"
     if needed is None:
         parts, how = _least_difference(model, text, plain, decode, True)
         if parts is None:
@@ -374,7 +374,7 @@ def _difference(
     except CannotDraft:
         raise
     except Exception as error:
-        return f"its pass over several tokens behind a cache fails ({_said(error)})"
+        return f"its pass over several tokens after a cached prefix fails ({_said(error)})"
     if len(drafted) != len(plain):
         return f"its passes over several tokens gave {len(drafted)} tokens instead of {len(plain)}"
     if model.dtype not in (torch.bfloat16, torch.float16):
@@ -387,7 +387,7 @@ def _difference(
     if others <= _TOLERANCE and apart <= _TOLERANCE_HALF:
         return None
     if not distances(plain, decode(text, False, False).logits).max() <= _TOLERANCE:
-        return "the same passes over the same tokens give other logits from call to call"
+        return "the same passes over the same tokens give different logits from call to call"
     rounding = distances(plain, [step[::2] for step in decode(text.beside_itself(), False, False).logits])
 
     def allowed(least: float, rounding: torch.Tensor) -> float:
@@ -425,7 +425,7 @@ def _too_far(model: nn.Module, apart: torch.Tensor, allowed: float) -> str | Non
     """Describe the difference of two runs, `apart` standard deviations of the logits; `None` if it is allowed."""
     if apart <= allowed:
         return None
-    reason = "its pass over several tokens behind a cache gives other logits than passes over one"
+    reason = "its pass over several tokens after a cached prefix gives different logits from passes over one"
     return f"{_quantised_by_pass(model)}{reason} (they lie {float(apart):.2g} standard deviations apart)"
 
 
@@ -435,9 +435,7 @@ def _quantised_by_pass(model: nn.Module) -> str:
         kind = type(module)
         if "quantized.dynamic" in kind.__module__:
             of = kind.__module__.split(".modules")[0]
-            return (
-                f"its activations are quantised anew for each pass, all tokens alike ({of}.{kind.__name__}), so that "
-            )
+            return f"its activations are quantised per pass, all tokens alike ({of}.{kind.__name__}), so that "
     return ""
 
 

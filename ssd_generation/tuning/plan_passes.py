@@ -52,7 +52,7 @@ def plan_passes(
         return PassPlan(refusal is None, False, batch_invariance, False, own_kernels, "the model is checked")
     batch_invariance, reason = (None, refusal) if refusal is not None else batch_invariance_of(model, exactness)
     if exactness == BITWISE and reason is not None and not returns_states:
-        warn_once(model, f"{type(model).__name__} cannot decode exactly to the bit here: {reason}.")
+        warn_once(model, f"{type(model).__name__} cannot decode bitwise here: {reason}.")
     if refusal is None and rows > 1 and (batch_invariance is None or batch_invariance.linear != NATIVE):
         refusal = reason or _TOGETHER
     if refusal is not None:
@@ -71,7 +71,7 @@ def _why_by_own_code(model: PreTrainedModel, rows: int, exactness: str | None, r
     if rows == 1:
         return None
     if exactness == NUMERIC:
-        return "it was asked for"
+        return 'exactness="numeric" was requested'
     if (refusal := why_no_batch_captured(model)) is not None:
         return f"its passes run by the model's own code: {refusal}"
     return None if is_free(model) else _TOGETHER
@@ -85,7 +85,7 @@ def batch_invariance_of(model: PreTrainedModel, exactness: str | None) -> tuple[
         exactness: the requested exactness; `None`: bitwise where that is nearly free.
     """
     if exactness == NUMERIC:
-        return None, "it was asked for"
+        return None, 'exactness="numeric" was requested'
     graphs = target_graphs(model)
     if graphs is not None:
         return batch_invariance_of_graphs(model, graphs)

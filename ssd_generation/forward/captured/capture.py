@@ -344,9 +344,9 @@ def capture_pass(
             kwargs["sliding_window"] = None
         odd = [name for name in unknown if kwargs.get(name) is not None]
         if odd or attention_mask is not None or dropout or is_causal is False:
-            raise CannotCapture(f"an attention of its own kind ({', '.join(odd) or 'mask, dropout or not causal'})")
+            raise CannotCapture(f"an unsupported attention ({', '.join(odd) or 'mask, dropout or not causal'})")
         if query.ndim != 4 or query.shape[0] != 1 or query.shape[2] != length or query.shape[1] % key.shape[1]:
-            raise CannotCapture("an attention with shapes of its own")
+            raise CannotCapture("an attention with unsupported shapes")
         with torch._C.DisableTorchFunction():
             # The layout is that of a captured run, so that code that needs another one fails here already.
             result = query.new_zeros((1, query.shape[1], length, value.shape[3])).transpose(1, 2)
@@ -365,7 +365,7 @@ def capture_pass(
         )
         extra = {key for key, value in inputs.items() if isinstance(value, torch.Tensor)} - _INPUTS
         if extra or not isinstance(inputs.get("input_ids"), torch.Tensor):
-            raise CannotCapture(f"the model wants further tensors: {', '.join(sorted(extra))}")
+            raise CannotCapture(f"the model takes further tensors: {', '.join(sorted(extra))}")
         if inputs.get("position_ids") is None:
             raise CannotCapture("the model takes no position ids")
         capture.input("ids", inputs["input_ids"])
@@ -375,7 +375,7 @@ def capture_pass(
             logits = model(**inputs, return_dict=True).logits
         made = capture.node_of(logits)
         if made is None or tuple(logits.shape[:2]) != (1, length):
-            raise CannotCapture("the logits are not what a pass of the model gives")
+            raise CannotCapture("the logits are not a result of the captured operations, one row per token")
     capture.noted(capture.graph.output(made), None)
     captured = CapturedPass(capture.graph, capture.constants, length)
     captured.eliminate_dead_code()

@@ -84,7 +84,7 @@ def why_not_on(
     if getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None) != "sdpa":
         return "its attention implementation is not sdpa"
     if has_states(model):
-        return "it keeps recurrent states"
+        return "it has recurrent states"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:

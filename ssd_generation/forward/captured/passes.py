@@ -419,7 +419,7 @@ def _leave_out_head(model: PreTrainedModel, captured: CapturedPass) -> None:
             raise CannotCapture("the pass does not end with the head")
         node = node.all_input_nodes[0]
     if head is None or layer[0] is not head.weight:
-        raise CannotCapture("the logits come from something else than the head")
+        raise CannotCapture("the logits come from something other than the head")
     output.args = (node.args[0],)
     captured.eliminate_dead_code()
 

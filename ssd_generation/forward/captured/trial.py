@@ -51,7 +51,7 @@ def compare_with_model(model: PreTrainedModel, program: Program, attending: Atte
     if agreeing[0] != agreeing[1]:
         agreeing.append(_agrees(model, program, attending, knows_windows, 2))
     if sum(agreeing) < 2:
-        raise CannotCapture("the captured pass gives other logits than the model")
+        raise CannotCapture("the captured pass gives different logits from the model's")
 
 
 def _agrees(model: PreTrainedModel, program: Program, attending: Attending, knows_windows: bool, seed: int) -> bool:
@@ -72,7 +72,7 @@ def _agrees(model: PreTrainedModel, program: Program, attending: Attending, know
         expected = model(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: own}).logits.float()
         attention = attending(buffered, length)
         if attention is None:
-            raise CannotCapture("its cache has layers of a kind of their own")
+            raise CannotCapture("its cache has layers of an unsupported kind")
         got = program.run(ids, positions, attention).float()
         if got.shape != expected.shape:
             return False

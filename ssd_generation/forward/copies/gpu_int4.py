@@ -13,8 +13,8 @@ _TILES = (8, 4, 2)
 def why_not_int4(rows: int, columns: int) -> str | None:
     """Return why the kernel does not take a weight of shape `(rows, columns)`; `None` if it does."""
     if columns % (16 * _TILES[-1]):
-        return f"its {columns} input channels are no multiple of {16 * _TILES[-1]}"
-    return f"its {rows} output channels are no multiple of 8" if rows % 8 else None
+        return f"its {columns} input channels are not a multiple of {16 * _TILES[-1]}"
+    return f"its {rows} output channels are not a multiple of 8" if rows % 8 else None
 
 
 def pack_int4(quantised: torch.Tensor) -> torch.Tensor:

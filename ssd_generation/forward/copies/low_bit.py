@@ -286,14 +286,14 @@ def refused_shape(rows: int, columns: int, precision: str, group_size: int, on_c
     """Return why the kernel does not take a weight of shape `(rows, columns)`; `None` if it does."""
     if precision == "int8" and columns % 16:
         # ATen's kernel does not check: it reads beyond the rows, and gives wrong numbers or kills the process.
-        return f"its {columns} input channels are no multiple of 16"
+        return f"its {columns} input channels are not a multiple of 16"
     if precision == "int4":
         if columns % group_size:
-            return f"its {columns} input channels are no multiple of the group size {group_size}"
+            return f"its {columns} input channels are not a multiple of the group size {group_size}"
         if not on_cpu:
             return why_not_int4(rows, columns)
         if rows % 16:
-            return f"its {rows} output channels are no multiple of 16"
+            return f"its {rows} output channels are not a multiple of 16"
     return None
 
 
@@ -374,8 +374,8 @@ def check_precision(model: PreTrainedModel, precision: PrecisionConfig | None = 
     """
     if mesh_of(model) is not None:
         raise ValueError(
-            f"The weights of {type(model).__name__} are spread over processes (tensor parallel), where no low-bit "
-            "copies are made of them. Leave `precision` out there: skipping sub-layers and prompt lookup run there too."
+            f"The weights of {type(model).__name__} are sharded over processes (tensor parallel), which low-bit copies "
+            "do not support. Leave `precision` out there: skipping sub-layers and prompt lookup work."
         )
     devices = _device_types(model)
     if "meta" in devices:
@@ -423,7 +423,9 @@ def _what_holds_weights(model: nn.Module) -> str:
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None and tensor.ndim > 1 and not isinstance(module, nn.Embedding)
     }
-    return f"they are in {', '.join(sorted(kinds)) or 'none'}, not known for linear layers (in_features, out_features)"
+    return (
+        f"they are in {', '.join(sorted(kinds)) or 'none'}, not known to be linear layers (in_features, out_features)"
+    )
 
 
 def _why_not_read(model: PreTrainedModel, module: nn.Module) -> str | None:

@@ -112,7 +112,7 @@ def why_not_resident(model: PreTrainedModel) -> str | None:
     device = input_device(model)
     others = {p.device.type for p in model.parameters()} - {"meta", "cpu"}
     if device.type != "cpu" or others:
-        return f"low-bit drafts run on the CPU only, and its passes on {', '.join(sorted({device.type, *others}))}"
+        return f"low-bit drafts run on the CPU only, but its passes run on {', '.join(sorted({device.type, *others}))}"
     if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None) is not None:
         return "adapters are loaded"
     try:
@@ -152,7 +152,7 @@ def check_memory(model: PreTrainedModel, skip: SkipConfig, precision: PrecisionC
     needed = resident_bytes(model, skip, precision) + largest
     if available is not None and needed > available:
         needs, left = f"{needed / 1e9:.2f} GB", f"{available / 1e9:.2f} GB"
-        return f"beside the largest layer of a pass they take {needs}, and {left} of memory are left"
+        return f"next to the largest layer of a pass they take {needs}, but {left} of memory are free"
     return None
 
 
@@ -210,7 +210,7 @@ class ResidentDraft:
             layout, layers=tuple(layer.of_modules(modules) for layer in layout.layers)
         )
         linears = [m for m in self.model.modules() if type(m) is nn.Linear]
-        with progress_bar(len(linears), "Copying the offloaded weights in low bits, once") as bar:
+        with progress_bar(len(linears), "Quantising the offloaded weights, once") as bar:
             self._bar = bar
             copies = LowBitCopies(self.model, skip, precision, make=self._copy)
             del self._bar
@@ -332,8 +332,8 @@ class ResidentDraft:
         except (OSError, ValueError, SafetensorError) as error:
             self._may_write = False
             warnings.warn(
-                f"Low-bit copies of offloaded weights could not be kept in {path.parent}: they are in memory for this "
-                "process, and the next one makes them again, which takes about a pass of the model. "
+                f"Low-bit copies of offloaded weights could not be stored in {path.parent}: they are in memory for "
+                "this process, and the next one makes them again, which takes about a pass of the model. "
                 f"{clipped(error, 1000)}",
                 stacklevel=2,
             )

@@ -277,7 +277,7 @@ class GraphPasses:
         self.refusal = reason
         self.forget()
         if self.rival is None:
-            logger.warning("Passes of %s are not replayed any more: %s", self._model_name, reason)
+            logger.warning("Passes of %s are no longer replayed as CUDA graphs: %s", self._model_name, reason)
         else:
             logger.info("Compiled passes of %s are not used: %s", self._model_name, reason)
 
@@ -343,7 +343,7 @@ class GraphPasses:
             return
         self._tries.append(agree_on_average(found[0], logits[:, -count:]))
         if self._tries.count(False) > 1:
-            self._give_up("they give other logits than the model")
+            self._give_up("they give different logits from the model's")
         elif self.is_checked and self.backend.seconds:
             self._see_that_it_pays(ids, slot, position)
 

@@ -169,7 +169,7 @@ def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
     shape = features(module)
     name = _name(module)
     if shape is None:
-        raise CannotRead(f"{name} is not known for a linear layer: it has no in_features and out_features")
+        raise CannotRead(f"{name} is not known to be a linear layer: it has no in_features and out_features")
     columns, rows = shape
     with torch.no_grad():
         bias = getattr(module, "bias", None)
@@ -189,7 +189,7 @@ def dense(module: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
         except Exception as error:
             raise CannotRead(f"{name} fails for unit vectors ({type(error).__name__}: {error})") from error
         if not _agrees(weight, bias, probe, expected):
-            raise CannotRead(f"{name} is not linear: what it makes of unit vectors does not add up")
+            raise CannotRead(f"{name} is not linear: its outputs for unit vectors do not add up")
     return weight, bias
 
 

@@ -174,8 +174,8 @@ def why_unreadable(model: nn.Module) -> str | None:
     for path in dict.fromkeys(source.file() for source in sources_of(model).values()):
         if path is not None and not os.access(path, os.R_OK):
             return (
-                f"Weights of {type(model).__name__} are offloaded to {path}, which is gone or cannot be read: no pass "
-                "of the model can be made. Put the file back, or load the model again."
+                f"Weights of {type(model).__name__} are offloaded to {path}, which is missing or cannot be read, so "
+                "the model cannot run. Restore the file, or load the model again."
             )
     return None
 

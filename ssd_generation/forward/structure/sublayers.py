@@ -326,8 +326,8 @@ def _layouts(model: PreTrainedModel, depth: int) -> tuple[LayerLayout, ...]:
     except Exception as error:  # whatever a model's code raises
         said = " ".join(str(error).split())[:200]
         raise _DoesNotRun(
-            f"A pass of {type(model).__name__} over a single token, by which its sub-layers would be found, fails "
-            f"({type(error).__name__}: {said}). This model cannot be skipped in."
+            f"The pass of {type(model).__name__} over a single token that is to locate its sub-layers fails "
+            f"({type(error).__name__}: {said}). No sub-layers of this model can be skipped."
         ) from error
     # A tower for pictures or sound may have as many layers: text does not go through it.
     starts = range(0, len(traces), depth)
@@ -405,7 +405,7 @@ def _layer_lists(model: PreTrainedModel, num_layers: int) -> list[list[_Slot]]:
 def _one_list(model: PreTrainedModel, num_layers: int, but: str) -> str:
     return (
         f"{type(model).__name__} should have one list of {num_layers} decoder layers with an attention sub-layer "
-        f"(called {', '.join(_ATTENTION_NAMES)}); {but}. This model cannot be skipped in."
+        f"(called {', '.join(_ATTENTION_NAMES)}); {but}. No sub-layers of this model can be skipped."
     )
 
 
@@ -552,7 +552,9 @@ def _layer_layout(index: int, slot: _Slot, trace: _LayerTrace, used: set[int]) -
             residual_index = _given_again(last, own_inputs, trace.inner)
         if name.startswith("intermediate") and residual_index is None:
             where = f"The {kind} of layer {index} ({name})"
-            refusals[kind] = f"{where} is not given what it is to add its output to: skipping it would not be safe."
+            refusals[kind] = (
+                f"{where} does not receive the residual to add its output to: skipping it would not be safe."
+            )
             continue
         if residual_index is None:  # otherwise what follows is the residual stream
             private += [norm for norm in norms if _stands_behind(norm, output, trace.calls)]
@@ -610,16 +612,16 @@ def _why_kept(
     if kind == "attention":
         inside = [call for call in others if any(map(_holds_attention, call.module.modules()))]
         if inside:
-            return f"is not all of the layer's: there is more inside of {_listed(inside)}"
+            return f"is not all of the attention in the layer: there is more in {_listed(inside)}"
     calls = _calls_of(modules[-1], trace)
     if len(calls) != 1:
         return f"ran {len(calls)} times for one token instead of once"
     output = calls[0].output
     if isinstance(output, tuple) and any(isinstance(v, torch.Tensor) and id(v) in used for v in output[1:]):
-        return "gives other parts more than its output"
+        return "passes more than its output to other parts"
     first = _calls_of(modules[parts], trace)
     if others and not _is_of_shape(output, first[0].inputs if first else ()):
-        return f"does not give what it is given, and the layer has other parts ({_listed(others)})"
+        return f"does not return what it receives, and the layer has other parts ({_listed(others)})"
     return None
 
 

@@ -69,7 +69,9 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         if not self._with_folder(self._lock.acquire):
-            raise ValueError(f"Another run is going on in {str(self.path)!r}. Wait for it, or choose another folder.")
+            raise ValueError(
+                f"Another run is in progress in {str(self.path)!r}. Wait for it, or choose another folder."
+            )
         try:
             self._check_ownership()  # again: another run may have begun here meanwhile
             self._remove_temporary_files()
@@ -163,7 +165,7 @@ class RunFolder:
             if others:
                 raise ValueError(
                     f"{str(self.path)!r} holds {_some(map(visible, others), ', ')} without a {CONFIG}: these are not "
-                    f"the results of a run that could go on, and what is there is left alone. {self._advice}"
+                    f"the results of a run that can be continued, so they are left unchanged. {self._advice}"
                 )
             return
         try:
@@ -185,7 +187,7 @@ class RunFolder:
             shown = (text if len(text) < 200 else f"{text[:200]}…" for text in changed)
             raise ValueError(
                 f"{str(self.path)!r} holds a run with other arguments ({_some(shown, '; ')}). Choose another folder "
-                f"with {self._option}, or repeat the arguments to go on with that run."
+                f"with {self._option}, or repeat the arguments to continue that run."
             )
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -254,6 +256,6 @@ def _parse_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
 def damaged_row(file: Path, number: int, reason: object) -> ValueError:
     """Make the error of a row that cannot be what a run has written."""
     return ValueError(
-        f"{str(file)!r}, line {number} is damaged ({str(reason).rstrip('.')}). Take that line out, or choose another "
+        f"{str(file)!r}, line {number} is damaged ({str(reason).rstrip('.')}). Remove that line, or choose another "
         "folder."
     )

@@ -39,13 +39,13 @@ def _peers(names: Collection[str]) -> list[str]:
     lines = []
     if any(name.startswith(LLAMA_CPP) for name in names):
         lines.append(
-            "llama.cpp has a process of its own, is given the prompts as tokens, and rounds in its own way, by the "
-            "weights of its GGUF file."
+            "llama.cpp runs in a process of its own, receives the prompts as tokens, and rounds in its own way, with "
+            "the weights of its GGUF file."
         )
     if any(name.startswith(OPENVINO) for name in names):
         lines.append(
-            "OpenVINO GenAI has a process of its own, is given the prompts as tokens, and rounds in its own way, by "
-            "the weights of its folder or file."
+            "OpenVINO GenAI runs in a process of its own, receives the prompts as tokens, and rounds in its own way, "
+            "with the weights of its folder or file."
         )
     if cached := [name for name in names if name.startswith(OPENVINO_PREFIX_CACHE)]:
         lines.append(
@@ -127,7 +127,9 @@ def _cause(differences: Sequence[Mapping[str, Any]]) -> str:
     known = [entry["undrafted_parts_too"] for entry in differences if "undrafted_parts_too" in entry]
     if not known:
         return ""
-    return f" In {sum(known)} of these, undrafted decoding parts there or before: a kernel did it, not drafting."
+    return (
+        f" In {sum(known)} of these, undrafted decoding diverges there or before: because of a kernel, not of drafting."
+    )
 
 
 def sampling_notes(summary: Mapping[str, Any]) -> list[str]:

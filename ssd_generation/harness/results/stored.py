@@ -50,7 +50,7 @@ def _histogram(value: Any) -> str | None:
     if wrong := by_name(count)(value):
         return wrong
     odd = [key for key in value if not (key.isascii() and key.isdigit() and len(key) < 6 and int(key))]
-    return f"{quoted(odd[0])} is no number of tokens that a round can add" if odd else None
+    return f"{quoted(odd[0])} is not a number of tokens that a round can add" if odd else None
 
 
 _SPECULATION = fields(
@@ -84,9 +84,9 @@ def _measured(value: Any) -> str | None:
     if done is None:
         return None
     if not sum(done["tokens_per_round_histogram"].values()) == done["rounds"] <= len(value["token_ids"]):
-        return "\"speculation\": the rounds do not go with 'token_ids' and 'tokens_per_round_histogram'"
+        return "\"speculation\": the rounds do not match 'token_ids' and 'tokens_per_round_histogram'"
     if len(done["judged_by_depth"]) != len(done["accepted_by_depth"]):
-        return "\"speculation\": 'judged_by_depth' and 'accepted_by_depth' are not of one length"
+        return "\"speculation\": 'judged_by_depth' and 'accepted_by_depth' differ in length"
     if done.get("looked_up_tokens", 0) > sum(done["drafted_by_depth"]):
         return '"speculation": more tokens were looked up than drafted'
     if done["rounds"] and not (done["verify_seconds"] > 0 and done["draft_seconds"] >= 0):
@@ -159,7 +159,7 @@ def _unknown(row: Mapping[str, Any], methods: Collection[str], items: Collection
         return f"this run has no method {quoted(row['method'])}"
     prompt = row.get("prompt")
     if isinstance(prompt, str) and prompt not in items:
-        return f"this run asks nothing that is called {quoted(prompt)}"
+        return f"this run has no prompt called {quoted(prompt)}"
     return None
 
 
@@ -197,7 +197,7 @@ def check_sessions(document: Any, file: Path) -> None:
         ValueError: a run cannot have written them.
     """
     if wrong := _SESSIONS(document):
-        raise ValueError(f"{str(file)!r} is not what a run has written: {wrong}. Take the file out, or choose another.")
+        raise ValueError(f"{str(file)!r} was not written by a run: {wrong}. Remove the file, or choose another.")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Child:
             line = b""
         if not line.endswith(b"\n"):
             raise RuntimeError(
-                f"The worker {self.name!r} ended with exit status {self._process.wait()}. Its last words:\n"
+                f"The worker {self.name!r} ended with exit status {self._process.wait()}. Its last output:\n"
                 + "\n".join(f"  {text}" for text in self.last_words())
             )
         answer: dict[str, Any] = json.loads(line)

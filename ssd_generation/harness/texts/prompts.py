@@ -70,7 +70,7 @@ def hub_rows(source: str, count: int | None, split: str, advice: str) -> HubRows
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"{source!r} is no file, and reading it as a data set of the Hub needs `datasets`: pip install datasets"
+            f"{source!r} is not a file, and reading it as a data set of the Hub needs `datasets`: pip install datasets"
         ) from error
     rest, _, column = source.partition("#")
     rest, _, named = rest.partition("@")
@@ -80,7 +80,7 @@ def hub_rows(source: str, count: int | None, split: str, advice: str) -> HubRows
         first = list(rows if count is None else itertools.islice(rows, count))
     except Exception as error:  # datasets and huggingface_hub raise dozens of kinds
         raise ValueError(
-            f"{source!r} is no file, and could not be read as a data set of the Hub either ({type(error).__name__}: "
+            f"{source!r} is not a file, and could not be read as a data set of the Hub either ({type(error).__name__}: "
             f"{str(error).strip().splitlines()[0][:300] if str(error).strip() else 'no reason given'}). {advice}"
         ) from error
     if not first:
@@ -172,5 +172,5 @@ def encode_prompt(
     else:
         encoded = tokenizer(text, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:
-        raise ValueError(f"The tokenizer makes nothing of the prompt {shown(text)}: it has no tokens.")
+        raise ValueError(f"The tokenizer finds no tokens in the prompt {shown(text)}.")
     return {key: encoded[key] for key in ("input_ids", "attention_mask") if key in encoded}

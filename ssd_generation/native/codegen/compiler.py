@@ -59,9 +59,9 @@ def why_not() -> str | None:
         if not (features.get("avx2") and features.get("fma")):
             return "the processor has no AVX2"
     elif platform.machine().lower() not in ("aarch64", "arm64"):
-        return f"there is none for processors of the kind {platform.machine()}"
+        return f"there are none for processors of the kind {platform.machine()}"
     if openmp() is None:
-        return "torch's threads are not those of an OpenMP library that takes other code"
+        return "torch's OpenMP library cannot run other code on its threads"
     return None
 
 
@@ -198,7 +198,7 @@ def _read(key: str) -> bytes | None:
         return None
     digest, code = content[:_DIGEST], content[_DIGEST:]
     if not code or digest != _digest(key, code):
-        say_once(logger, "Compiling again", f"{path_shown(path)} holds something else than the code stored there.")
+        say_once(logger, "Compiling again", f"{path_shown(path)} holds something other than the code stored there.")
         return None
     return code
 

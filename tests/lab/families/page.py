@@ -54,7 +54,7 @@ any other error.
 def _reason(row: Row, cell: str) -> str:
     """Return the reason in a cell, without the names that differ from family to family."""
     text = cell.replace(row.name, "The model")
-    text = re.split(r"\.? This model cannot be skipped in|: skipping it would not be safe", text)[0]
+    text = re.split(r"\.? No sub-layers of this model can be skipped|: skipping it would not be safe", text)[0]
     text = re.sub(r" \([A-Z]\w+\)| \(they lie .* apart\)", "", text)
     text = re.sub(r"one list of \d+ decoder layers", "one list of its decoder layers", text)
     text = text.replace("Layer 0 has parts", "A layer has parts").rstrip(".")

@@ -25,7 +25,7 @@ python -m tests.lab.targets --model FOLDER --gguf FILE -o docs/quantised.md
 ```
 
 The columns, {tokens} new tokens each. Low-bit copies are made of what a form's layers compute with, whatever they are
-held in. Batches and sampled texts draft from int4 copies and lookup; `"auto"` by whatever pays on this machine; under
+held in. Batches and sampled texts draft from int4 copies and lookup; `"auto"` in the fastest way on this machine; under
 `always` the call does not ask, and the model's stored default drafts.
 
 `yes`: nothing was refused, and the text is the same to the token. `no`, with the number of a note below: the library
