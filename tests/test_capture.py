@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -388,6 +389,37 @@ def test_changed_models_are_run_as_they_are(model: Any, change: Any, message: st
         handle.remove()
     assert why_not_captured(model) is None
     assert all(torch.equal(text, before) for text in texts(model))
+
+
+def add_fused_head(model: Any) -> None:
+    """Wrap the forward as TRL does, whose wrapper is known by the module and the name of its code."""
+    code = """
+def add(model, types):
+    original_forward = model.forward
+    def _fused_forward(self, *args, fused_lm_head=False, **kwargs):
+        assert not fused_lm_head
+        return original_forward(*args, **kwargs)
+    model.forward = types.MethodType(_fused_forward, model)
+"""
+    names: dict[str, Any] = {"__name__": "trl.trainer.utils"}
+    exec(code, names)
+    names["add"](model, types)
+
+
+@pytest.mark.parametrize("change", [add_fused_head, lambda model: model.enable_input_require_grads()])
+def test_models_in_training_are_captured(model: Any, change: Any) -> None:
+    before, _ = texts(model)
+    change(model)
+    model.train()
+    assert why_not_captured(model) is None and captured_target(model) is not None
+    assert all(torch.equal(text, before) for text in texts(model))
+    assert same_text(model) and refusal(model) is None
+
+
+def test_a_wrapper_hides_no_patch(model: Any) -> None:
+    model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
+    add_fused_head(model)
+    assert "forward of LlamaForCausalLM is patched" in str(why_not_captured(model))
 
 
 def test_other_things_in_the_way(model: Any) -> None:

@@ -37,6 +37,7 @@ from ..forward.captured.conditions import (
     does_something,
     forbid_batch_capture,
     forbid_capture,
+    has_patched_forward,
     why_no_batch_captured,
     why_not_captured,
 )
@@ -569,6 +570,8 @@ def _seen(model: PreTrainedModel) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             if hooks:
                 installed += [id(hook) for hook in hooks.values() if does_something(hook)]
         patched = module.__dict__.get("forward")
+        if patched is not None and not has_patched_forward(module):
+            patched = None
         if patched is not None and offloaded and "_hf_hook" in module.__dict__:
             patched = None  # accelerate's, which loads weights into memory
         if patched is not None and not hasattr(patched, "is_ours"):  # another thread's skip mode

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.modules import module as global_hooks
 
 from ...cache.recurrent import has_states
@@ -23,6 +24,7 @@ __all__ = [
     "does_something",
     "forbid_batch_capture",
     "forbid_capture",
+    "has_patched_forward",
     "why_no_batch_captured",
     "why_not_captured",
     "why_not_on",
@@ -104,16 +106,48 @@ def why_not_on(
         hooks = module._forward_hooks or module._forward_pre_hooks  # most modules have none
         if hooks and any(map(does_something, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
             return f"a hook is installed on {type(module).__name__}"
-        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+        # Most modules have none, and all are looked at in each call.
+        if ("forward" in module.__dict__ and has_patched_forward(module)) or module._compiled_call_impl is not None:
             return f"the forward of {type(module).__name__} is patched or compiled"
         if not is_replaced and not type(module).__module__.startswith(("torch.nn.", "transformers.")):
             return f"{type(module).__name__} is not a class of torch or transformers"
     return active_dropout(model)
 
 
-def does_something(hook: Any) -> bool:
-    """Tell whether a hook is more than the one that transformers leaves after a call that requested hidden states.
+_TRANSPARENT = {("trl.trainer.utils", "_fused_forward"): "original_forward"}
+"""Wrappers of a model's forward that only pass calls of `generate` on, by module and name, with the variable that they
+call: TRL's head that computes log-probabilities where a trainer requests them."""
 
-    That one does nothing until the next such call, whose passes are not captured ones.
+
+def has_patched_forward(module: nn.Module) -> bool:
+    """Tell whether a module has a forward that does more than its class's.
+
+    Args:
+        module: any module.
     """
-    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
+    patched = module.__dict__.get("forward")
+    while patched is not None and getattr(patched, "__self__", None) is module:
+        function = patched.__func__
+        if function is type(module).forward:
+            return False
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return True
+        called = _TRANSPARENT.get((function.__globals__.get("__name__"), code.co_name))
+        if called not in code.co_freevars:
+            return True
+        patched = function.__closure__[code.co_freevars.index(called)].cell_contents
+    return patched is not None
+
+
+def does_something(hook: Any) -> bool:
+    """Tell whether a hook changes what a captured pass computes; two of transformers' own do not.
+
+    The one left by a call that requested hidden states does nothing until the next such call, whose passes are not
+    captured; the one that trainers install for gradient checkpointing marks embeddings as requiring gradients.
+    """
+    names = getattr(hook, "__module__", None), getattr(hook, "__name__", None)
+    return names[0] != "transformers.utils.output_capturing" and names != (
+        "transformers.modeling_utils",
+        "make_inputs_require_grads",
+    )
