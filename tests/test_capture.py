@@ -290,7 +290,7 @@ def test_a_wrong_capture_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPa
         share_results(made)
 
     monkeypatch.setattr(passes, "share_results", wrong)
-    assert "other logits" in str(refusal(model))
+    assert "different logits" in str(refusal(model))
 
 
 def test_attention_is_laid_out_as_when_it_is_played_back(

@@ -410,9 +410,7 @@ def test_a_folder_that_disappears(tmp_path: Path) -> None:
     texts(model)
     folder.rename(tmp_path / "elsewhere")
     for request in (INT4, "auto", SelfSpeculativeConfig(lookup=True)):
-        with pytest.raises(
-            ValueError, match=r"offloaded to .*which is missing or cannot be read.*load the model again"
-        ):
+        with pytest.raises(ValueError, match=r"offloaded to .*which is missing.*load the model again"):
             model.generate(prompt(6), max_new_tokens=4, self_speculative=request)
     (tmp_path / "elsewhere").rename(folder)
     plain, drafted = texts(model)

@@ -787,7 +787,7 @@ def test_a_wrong_pass_never_decides_a_token(monkeypatch: pytest.MonkeyPatch) -> 
     plain, drafted = texts(model, NOTHING, 40)
     assert torch.equal(plain, drafted)
     passes = graphs_of(model).passes[None]
-    assert not passes.is_checked and "other logits" in passes.refusal
+    assert not passes.is_checked and "different logits" in passes.refusal
 
 
 def test_what_is_not_a_number_in_one_text_does_not_come_into_the_next() -> None:
