@@ -117,7 +117,7 @@ def _found(captured: CapturedPass, patterns: Sequence[Graph]) -> Iterator[tuple[
 
 
 def _computes(value: Any, wanted: Any) -> bool:
-    """Whether a value is computed by the operations of a pattern, whatever they are applied to."""
+    """Tell whether a value is computed by the operations of a pattern, whatever they are applied to."""
     if not isinstance(wanted, Node) or wanted.op == "placeholder":
         return True
     return (
