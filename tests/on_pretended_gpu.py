@@ -405,7 +405,7 @@ def test_the_program_that_measures(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     )
     gpu.main()
     printed = capsys.readouterr().out
-    assert "4 behind 300" in printed and "half left out, 1 behind 20" in printed and "not measured" not in printed
+    assert "4 after 300" in printed and "half left out, 1 after 20" in printed and "not measured" not in printed
     monkeypatch.setattr(gpu, "built_in_prompts", lambda: built_in_prompts()[:2])
     clock = gpu.Clock(1e6)
     model = model_here(max_position_embeddings=512)
