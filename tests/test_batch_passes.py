@@ -211,9 +211,9 @@ def test_equal_prompts_are_read_once(by_kernels: None, monkeypatch: pytest.Monke
     written: list[TextPlace] = []
     write = CapturedPasses.write
 
-    def noted(self: Any, cache: Any, ids: Any, positions: Any, text: TextPlace) -> bool:
+    def noted(self: Any, cache: Any, ids: Any, positions: Any, text: TextPlace, known: int = 0) -> bool:
         written.append(text)
-        return write(self, cache, ids, positions, text)
+        return write(self, cache, ids, positions, text, known)
 
     monkeypatch.setattr(CapturedPasses, "write", noted)
     options = {"num_return_sequences": 4, "do_sample": True, "top_k": 20}

@@ -957,7 +957,7 @@ def small_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_program_that_measures_passes(small_benchmark: None, capsys: pytest.CaptureFixture[str]) -> None:
     gpu.main()
     printed = capsys.readouterr().out
-    assert "4 behind 300" in printed and "half left out, 1 behind 20" in printed and "not measured" not in printed
+    assert "4 after 300" in printed and "half left out, 1 after 20" in printed and "not measured" not in printed
 
 
 def test_the_program_says_what_it_could_not_measure(
@@ -966,7 +966,7 @@ def test_the_program_says_what_it_could_not_measure(
     monkeypatch.delitem(replay.KINDS, "cpu")
     gpu.main()
     printed = capsys.readouterr().out
-    assert "not measured: replayed passes: nothing is replayed on cpu" in printed and "4 behind 300" in printed
+    assert "not measured: replayed passes: nothing is replayed on cpu" in printed and "4 after 300" in printed
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--seconds", "0", "--json"])
     gpu.main()
     report = json.loads(capsys.readouterr().out)

@@ -67,8 +67,10 @@ def save_lookup_texts(model: PreTrainedModel, path: str | os.PathLike[str]) -> i
     """
     tensors: dict[str, torch.Tensor] = {}
     for kind, texts in zip(_KINDS, _store_of(model).texts(), strict=True):
-        tensors[f"{kind}.tokens"] = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
-        tensors[f"{kind}.lengths"] = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+        tensors[f"{kind}.tokens"] = torch.tensor(
+            [token for text in texts for token in text], dtype=torch.int64, device="cpu"
+        )
+        tensors[f"{kind}.lengths"] = torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu")
     with replacing(Path(path)) as temporary:
         save_file(tensors, temporary, metadata={"lookup_texts": _FORMAT})
     return int(tensors["earlier.tokens"].numel())

@@ -153,7 +153,9 @@ def measure_batches(model: Any, tokenizer: Any, document: int, rows: int) -> dic
             ids = torch.cat(
                 [torch.nn.functional.pad(torch.cat((text, end), 1), (width - end.shape[1], 0)) for end in ends]
             )
-            mask = torch.stack([torch.arange(ids.shape[1]) >= width - end.shape[1] for end in ends]).long()
+            mask = torch.ones_like(ids)
+            for row, end in enumerate(ends):
+                mask[row, : width - end.shape[1]] = 0
             began = time.perf_counter()
             found = _generate(model, ids, _NEW, attention_mask=mask, self_speculative=config)
             seconds.append(time.perf_counter() - began)
