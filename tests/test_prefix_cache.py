@@ -104,6 +104,18 @@ def test_the_oldest_goes_first() -> None:
     assert [cache.match("", torch.tensor([n] * 10)) for n in (1, 2, 3)] == [0, 0, 10] and cache.bytes == one.bytes
 
 
+def test_a_part_is_stored_only_after_what_it_follows() -> None:
+    text = list(range(8))
+    rest = [(keys[:, :, 5:], values[:, :, 5:]) for keys, values in states_of(text)]
+    cache = PrefixCache(10**6)
+    cache.keep("", torch.tensor(text), rest, first=5)
+    assert cache.bytes == 0 and cache.match("", torch.tensor(text)) == 0
+    cache.keep("", torch.tensor(text[:5]), states_of(text[:5]))
+    cache.keep("", torch.tensor(text), rest, first=5)
+    assert torch.equal(cache.take("", torch.tensor(text), 8)[1][1], states_of(text)[1][1])
+    assert cache.bytes == total(cache)
+
+
 def test_nothing_keeps_the_memory_of_what_was_given() -> None:
     cache, text = PrefixCache(10**6), list(range(8))
     given = states_of(text)

@@ -98,12 +98,13 @@ class PrefixCache:
                 for layer in zip(*parts, strict=True)
             ]
 
-    def keep(self, key: Hashable, tokens: torch.Tensor, states: States) -> None:
+    def keep(self, key: Hashable, tokens: torch.Tensor, states: States, first: int = 0) -> None:
         """Store copies of the keys and values of a text, for the tokens that are not stored yet.
 
         Args:
             key, tokens: as in `match`.
-            states: keys and values of all these tokens.
+            states: keys and values of these tokens, from the one with number `first` on.
+            first: number of tokens before `states`; where these are not stored, nothing is.
         """
         with self._guard:
             self._clock += 1
@@ -113,8 +114,9 @@ class PrefixCache:
                     self.bytes += run.split(count)
                 run.used = self._clock
                 at, last = at + count, run
-            if at < len(tokens):
-                made = _Run(tokens[at:].clone(), _part(states, at, len(tokens)), last, {}, self._clock)
+            if first <= at < len(tokens):
+                part = _part(states, at - first, len(tokens) - first)
+                made = _Run(tokens[at:].clone(), part, last, {}, self._clock)
                 last.below[int(tokens[at])] = made
                 self.bytes += made.bytes()
             self._drop_oldest()

@@ -106,18 +106,13 @@ def load_prefix_cache(model: PreTrainedModel, path: str | os.PathLike[str]) -> i
         )
     follow_weights_of(model)
     state_of(model).get(PrefixPart).digest = here["weights"]
-    texts: list[tuple[torch.Tensor, States]] = []
+    texts: list[torch.Tensor] = []
     device = input_device(model)
     for key, above, tokens, states in runs:
-        if above is not None:
-            before, known = texts[above]
-            tokens = torch.cat((before, tokens))
-            states = [
-                (torch.cat((one[0], other[0]), dim=2), torch.cat((one[1], other[1]), dim=2))
-                for one, other in zip(known, states, strict=True)
-            ]
-        texts.append((tokens, states))
-        cache.keep(key, tokens, [(keys.to(device), values.to(device)) for keys, values in states])
+        before = tokens[:0] if above is None else texts[above]
+        texts.append(torch.cat((before, tokens)))
+        on_device = [(keys.to(device), values.to(device)) for keys, values in states]
+        cache.keep(key, texts[-1], on_device, first=len(before))
     return sum(len(tokens) for _, _, tokens, _ in runs)
 
 
